@@ -1,0 +1,58 @@
+# Everything works in a fresh clone, whatever its folder is called: .venv is made on the way and kept.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv demo test check format proto clean
+
+help:  ## show these lines
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+venv: .venv/.installed  ## create .venv with the pinned versions; redone when they change
+
+demo: .venv/.installed  ## serve the demo model on this machine, ask it three things at once, stop
+	@$(BIN)/python -m tandem.cluster.demo
+
+test: .venv/.installed  ## run every test
+	$(BIN)/pytest
+
+check: .venv/.installed  ## lint, format, types, architecture, generated code, protobuf style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=.venv/typing $(BIN)/mypy -p tandem
+	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/python proto/generate.py --check
+	$(BIN)/buf lint
+
+format: .venv/.installed  ## format and repair what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: .venv/.installed  ## generate the modules of proto/ from the .proto files
+	$(BIN)/python proto/generate.py
+
+clean:  ## remove caches and build output; .venv and fetched models stay
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# mypy wants a folder called tandem: .venv/typing/tandem is the repository under that name.
+.venv/.installed: pyproject.toml constraints.txt
+	@python=; \
+	for candidate in $${PYTHON:-python3.11 python3.12 python3.13 python3}; do \
+	  if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    python=$$candidate; break; \
+	  fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: no Python 3.11 or newer with venv found; install one, or name it: make PYTHON=/path/to/python" >&2; \
+	  exit 1; \
+	fi; \
+	echo "installing into .venv with $$python (minutes at the first time)"; \
+	"$$python" -m venv .venv
+	@$(BIN)/python -m pip -qq install --constraint constraints.txt --editable '.[dev]'
+	@mkdir -p .venv/typing && ln -sfn ../.. .venv/typing/tandem
+	@touch $@

@@ -1,0 +1,3 @@
+"""Tandem: distributed inference for large language models, prefill and decode apart."""
+
+__version__ = "0.1.0"
