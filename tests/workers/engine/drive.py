@@ -1,0 +1,64 @@
+"""One engine, driven by hand: short ways to submit, to run and to read events."""
+
+from typing import Any
+
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, Worker
+from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.events import Admitted, Event, Token
+from tandem.workers.engine.fake import expected_tokens
+from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.engine.sequence import FinishReason, SequenceSpec, Task
+
+PROMPT = tuple(range(1, 11))
+
+
+def worker(**config: Any) -> Worker:
+    return Worker(EngineConfig(**({"num_blocks": 32, "block_size": 4, "max_step_tokens": 16} | config)))
+
+
+def spec(
+    number: int,
+    tokens: tuple[int, ...] = PROMPT,
+    *,
+    task: Task = Task.WHOLE,
+    max_tokens: int = 4,
+    first_index: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    salt: bytes = b"",
+) -> SequenceSpec:
+    return SequenceSpec(
+        id=number,
+        task=task,
+        tokens=tokens,
+        max_tokens=max_tokens,
+        first_index=first_index,
+        sampling=SamplingParams(temperature=0.5),
+        stop_ids=frozenset(stop_ids),
+        salt=salt,
+    )
+
+
+def expected(tokens: tuple[int, ...], count: int) -> list[int]:
+    return expected_tokens(tokens, count, VOCAB_SIZE)
+
+
+def run(target: Worker, max_steps: int = 100) -> list[Event]:
+    """Steps until there is no work."""
+    events: list[Event] = []
+    for _ in range(max_steps):
+        if not target.engine.has_work:
+            return events
+        events += target.step()
+    raise AssertionError("the engine does not come to rest")
+
+
+def tokens_of(events: list[Event], number: int) -> list[int]:
+    return [event.token for event in events if isinstance(event, Token) and event.id == number]
+
+
+def finish_of(events: list[Event], number: int) -> list[FinishReason]:
+    return [e.finish for e in events if isinstance(e, Token) and e.id == number and e.finish is not None]
+
+
+def cached_of(events: list[Event], number: int) -> int:
+    return next(event.num_cached for event in events if isinstance(event, Admitted) and event.id == number)

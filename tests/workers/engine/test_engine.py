@@ -1,0 +1,281 @@
+"""What one engine does, step by step."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from tandem.tests.workers.engine.drive import PROMPT, cached_of, expected, finish_of, run, spec, tokens_of, worker
+from tandem.workers.engine.block_pool import BlockState
+from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.engine import DoesNotFit, Engine, QueueFull
+from tandem.workers.engine.events import Admitted, Event, Preempted, Progress, Token
+from tandem.workers.engine.fake import FakeExecutor
+from tandem.workers.engine.plan import StepPlan
+from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
+
+
+def test_long_prompt_goes_in_chunks_and_samples_once() -> None:
+    target = worker(max_step_tokens=4)
+    target.submit(spec(1, max_tokens=1))
+    events = run(target)
+    steps = [plan.sequences[0] for plan in target.executor.plans if plan.sequences]
+    assert [(step.start, len(step.token_ids), step.sample) for step in steps] == [
+        (0, 4, False),
+        (4, 4, False),
+        (8, 2, True),
+    ]
+    assert [step.sampling is not None for step in steps] == [True, False, False]
+    assert [len(step.new_blocks) for step in steps] == [3, 0, 0]
+    assert tokens_of(events, 1) == expected(PROMPT, 1)
+
+
+def test_decodes_come_first_and_a_prompt_gets_the_rest_of_the_budget() -> None:
+    target = worker(max_step_tokens=4)
+    target.submit(spec(1, PROMPT[:3], max_tokens=8))
+    target.step()
+    target.submit(spec(2))
+    for _ in range(3):
+        target.step()
+        steps = target.executor.plans[-1].sequences
+        assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, 3)]
+    assert tokens_of(run(target), 2) == expected(PROMPT, 4)
+
+
+def test_prefill_reports_progress_and_then_holds_a_lease() -> None:
+    target = worker(max_step_tokens=4)
+    target.submit(spec(1, task=Task.PREFILL))
+    events = run(target)
+    assert [event.num_computed for event in events if isinstance(event, Progress)] == [4, 8, 10]
+    assert finish_of(events, 1) == []
+    assert (target.engine.blocks()[BlockState.LEASED], target.engine.scheduler.num_leased) == (3, 1)
+    assert target.executor.plans[-1].dropped == (1,), "the ranks forget a leased sequence"
+    target.engine.cancel(1)
+    target.check_idle()
+    assert target.engine.blocks()[BlockState.CACHED] == 2
+
+
+def test_admission_reserves_growth_and_what_is_beyond_comes_block_by_block() -> None:
+    target = worker(block_size=2, growth_tokens=2)
+    target.submit(spec(1, PROMPT[:4], max_tokens=9))
+    target.step()
+    assert (target.engine.blocks()[BlockState.OWNED], target.engine.blocks()[BlockState.RESERVED]) == (2, 1)
+    held = []
+    while target.engine.has_work:
+        target.step()
+        blocks = target.engine.blocks()
+        held.append(blocks[BlockState.OWNED] + blocks[BlockState.RESERVED])
+    assert held == [3, 3, 4, 4, 5, 5, 6, 0, 0]
+    growth = [step.new_blocks for plan in target.executor.plans[1:] for step in plan.sequences]
+    assert [len(blocks) for blocks in growth] == [1, 0, 1, 0, 1, 0, 1, 0]
+
+
+def test_reservation_is_never_larger_than_the_sequence_can_grow() -> None:
+    target = worker(block_size=2, growth_tokens=100)
+    target.submit(spec(1, PROMPT[:4], max_tokens=2))
+    target.submit(spec(2, PROMPT[4:8], max_tokens=9, task=Task.PREFILL))
+    target.step()
+    assert target.engine.blocks()[BlockState.RESERVED] == 1
+
+
+def test_newest_is_preempted_and_continues_with_the_same_tokens() -> None:
+    target = worker(num_blocks=4, block_size=2, growth_tokens=0, prefix_caching=False)
+    old, new = PROMPT[:4], PROMPT[4:8]
+    target.submit(spec(1, old, max_tokens=5))
+    target.submit(spec(2, new, max_tokens=5))
+    events = target.step()
+    events += target.step()
+    assert [event.id for event in events if isinstance(event, Preempted)] == [2]
+    assert 2 in target.executor.plans[-1].dropped
+    assert [step.sequence_id for step in target.executor.plans[-1].sequences] == [1]
+    got = tokens_of(events, 2)
+    target.submit(spec(3, new + tuple(got), max_tokens=5 - len(got), first_index=len(got)))
+    events += run(target)
+    assert tokens_of(events, 1) == expected(old, 5)
+    assert got + tokens_of(events, 3) == expected(new, 5)
+    assert [e.index for e in events if isinstance(e, Token) and e.id == 3] == list(range(len(got), 5))
+    target.check_idle()
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    target = worker(num_blocks=4, block_size=4, growth_tokens=0)
+    target.submit(spec(1, PROMPT[:8], max_tokens=3))
+    target.submit(spec(2, tuple(range(20, 33)), max_tokens=1))
+    target.submit(spec(3, PROMPT[:1], max_tokens=1))
+    admitted = [event.id for event in run(target) if isinstance(event, Admitted)]
+    assert admitted == [1, 2, 3]
+    assert [s.sequence_id for s in target.executor.plans[0].sequences] == [1], "3 would have fitted beside 1"
+
+
+def test_full_queue_refuses_and_holds_nothing_of_it() -> None:
+    target = worker(max_waiting=2)
+    target.submit(spec(1))
+    target.submit(spec(2))
+    with pytest.raises(QueueFull, match="2 sequences are waiting"):
+        target.engine.submit(spec(3))
+    target.step()
+    target.submit(spec(4))
+    assert cached_of(run(target), 4) == 8
+    target.check_idle()
+
+
+@pytest.mark.parametrize("task", list(Task))
+def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(task: Task) -> None:
+    target = worker(num_blocks=4, block_size=2, prefix_caching=False)
+    room = 8 if task is Task.PREFILL else 5  # the last of 4 generated tokens needs no KV cache
+    with pytest.raises(DoesNotFit, match="room for 8"):
+        target.engine.submit(spec(1, tuple(range(room + 1)), task=task))
+    target.submit(spec(2, tuple(range(room)), task=task))
+    events = target.step()
+    assert cached_of(events, 2) == 0
+    if task is Task.WHOLE:
+        assert tokens_of(events + run(target), 2) == expected(tuple(range(room)), 4)
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_stop_token_ends_the_sequence_and_is_told(position: int) -> None:
+    want = expected(PROMPT, 8)
+    position = want.index(want[position])
+    target = worker()
+    target.submit(spec(1, max_tokens=8, stop_ids=(want[position],)))
+    events = run(target)
+    assert tokens_of(events, 1) == want[: position + 1]
+    assert finish_of(events, 1) == [FinishReason.STOP]
+    target.check_idle()
+
+
+def test_prefill_that_ends_with_its_first_token_leaves_no_lease() -> None:
+    target = worker()
+    target.submit(spec(1, task=Task.PREFILL, stop_ids=(expected(PROMPT, 1)[0],)))
+    target.submit(spec(2, task=Task.PREFILL, max_tokens=1))
+    events = run(target)
+    assert finish_of(events, 1) == [FinishReason.STOP]
+    assert finish_of(events, 2) == [FinishReason.LENGTH]
+    target.check_idle()
+
+
+def test_one_token_is_one_token() -> None:
+    target = worker()
+    target.submit(spec(1, max_tokens=1))
+    events = run(target)
+    assert tokens_of(events, 1) == expected(PROMPT, 1)
+    assert finish_of(events, 1) == [FinishReason.LENGTH]
+    target.check_idle()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 5, 10, 16])
+def test_whole_sequences_of_any_length_and_block_size(block_size: int) -> None:
+    target = worker(block_size=block_size, num_blocks=40)
+    for number, length in enumerate((1, 2, 5, 9, 10), 1):
+        target.submit(spec(number, PROMPT[:length], max_tokens=7))
+    events = run(target)
+    for number, length in enumerate((1, 2, 5, 9, 10), 1):
+        assert tokens_of(events, number) == expected(PROMPT[:length], 7)
+    target.check_idle()
+
+
+@pytest.mark.parametrize("task", list(Task))
+def test_cancel_frees_everything_in_every_state_and_twice(task: Task) -> None:
+    target = worker(max_step_tokens=8)
+    target.submit(spec(1, task=task))
+    target.engine.cancel(1)
+    target.check_idle()
+    for steps in (1, 2):
+        target.submit(spec(1 + steps, tuple(range(steps, steps + 10)), task=task))
+        for _ in range(steps):
+            target.step()
+        target.engine.cancel(1 + steps)
+        target.engine.cancel(1 + steps)
+        target.check_idle()
+        assert tokens_of(run(target), 1 + steps) == []
+
+
+def test_only_the_moves_of_the_table_are_possible() -> None:
+    for old, new in itertools.product(State, State):
+        sequence = Sequence(spec(1), 4, 0.0)
+        sequence.state = old
+        if new in MOVES[old]:
+            sequence.move(new)
+            assert sequence.state is new
+        else:
+            with pytest.raises(RuntimeError, match=f"{old.value} -> {new.value}"):
+                sequence.move(new)
+            assert sequence.state is old
+
+
+def test_early_events_come_before_the_computation_and_once() -> None:
+    told: list[Event] = []
+
+    class Executor(FakeExecutor):
+        def execute(self, plan: StepPlan) -> list[int]:
+            assert [type(event) for event in told] == [Admitted]
+            return super().execute(plan)
+
+    engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
+    engine.submit(spec(1))
+    assert [type(event) for event in engine.step(told.extend)] == [Token]
+    engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4))
+    engine.submit(spec(1))
+    assert [type(event) for event in engine.step()] == [Admitted, Token]
+
+
+def test_times_are_the_clock_s() -> None:
+    ticks = itertools.count(step=10)
+    engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4), clock=lambda: float(next(ticks)))
+    engine.submit(spec(1))
+    admitted, first = engine.step()
+    (second,) = engine.step()
+    assert isinstance(admitted, Admitted)
+    assert isinstance(first, Token)
+    assert isinstance(second, Token)
+    assert (admitted.queue_seconds, first.prefill_seconds, second.prefill_seconds) == (10.0, 10.0, 0.0)
+
+
+def test_load_counts_the_prompt_tokens_ahead() -> None:
+    target = worker(max_step_tokens=4, max_sequences=1)
+    target.submit(spec(1))
+    target.submit(spec(2, PROMPT[:6]))
+    target.submit(spec(3, task=Task.DECODE))
+    scheduler = target.engine.scheduler
+    assert (scheduler.waiting_tokens, scheduler.num_waiting) == (16, 3)
+    target.step()
+    assert (scheduler.waiting_tokens, scheduler.num_waiting) == (12, 2)
+    target.step()
+    target.step()
+    assert scheduler.waiting_tokens == 6, "a decoding sequence waits for nothing"
+
+
+def test_after_a_failed_step_every_block_can_still_be_freed() -> None:
+    target = worker(max_step_tokens=8)
+    target.submit(spec(1, PROMPT[:4], max_tokens=9))
+    target.submit(spec(2))
+    target.submit(spec(3, task=Task.DECODE))
+    target.step()
+    target.executor.fail_after_steps = 1
+    with pytest.raises(RuntimeError, match="fails after 1"):
+        target.step()
+    for number in (1, 2, 3):
+        target.engine.cancel(number)
+    target.check_idle()
+
+
+@pytest.mark.parametrize("wrong", [[], [1, 2]])
+def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list[int]) -> None:
+    class Executor(FakeExecutor):
+        def execute(self, plan: StepPlan) -> list[int]:
+            return wrong
+
+    engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
+    engine.submit(spec(1))
+    with pytest.raises(RuntimeError, match="for 1 samples"):
+        engine.step()
+
+
+def test_engine_imports_no_torch_ray_or_grpc() -> None:
+    code = (
+        "import sys, tandem.workers.engine.engine, tandem.workers.engine.fake\n"
+        "found = {'torch', 'ray', 'grpc', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {found}' if found else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,167 @@
+"""Whatever is submitted, cancelled, lost and preempted in whatever order: right tokens, one end each, no block lost."""
+
+import random
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tandem.tests.workers.engine.harness import Pair, Request
+from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.events import Admitted
+
+MAX_PROMPT, MAX_TOKENS = 6, 9
+# Two letters and few shapes, so that prefixes collide.
+REQUESTS = st.builds(
+    Request,
+    prompt=st.lists(st.integers(1, 2), min_size=1, max_size=MAX_PROMPT).map(tuple),
+    max_tokens=st.integers(1, MAX_TOKENS),
+    split=st.booleans(),
+    salt=st.sampled_from([b"", b"", b"other"]),
+    stop_ids=st.frozensets(st.integers(0, 15), max_size=1),
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> EngineConfig:
+    """Workers that hold one to three of the longest requests."""
+    block_size = draw(st.integers(1, 4))
+    least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
+    return EngineConfig(
+        num_blocks=draw(st.integers(least, 3 * least)),
+        block_size=block_size,
+        max_step_tokens=draw(st.integers(1, 12)),
+        max_sequences=draw(st.integers(1, 8)),
+        growth_tokens=draw(st.integers(0, 4)),
+        prefix_caching=draw(st.sampled_from([True, True, False])),
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests whole and split over two engines. The checks of tokens, indices, ends and budgets are the harness's."""
+
+    @initialize(prefill=configs(), decode=configs())
+    def start(self, prefill: EngineConfig, decode: EngineConfig) -> None:
+        self.pair = Pair(prefill, decode)
+        self.requests: list[Request] = []
+
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+    def submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.requests.append(request)
+            self.pair.submit(request)
+
+    @rule(times=st.integers(1, 5))
+    def step_prefill(self, times: int) -> None:
+        for _ in range(times):
+            self.pair.step(self.pair.prefill)
+
+    @rule(times=st.integers(1, 5))
+    def step_decode(self, times: int) -> None:
+        for _ in range(times):
+            self.pair.step(self.pair.decode)
+
+    @precondition(lambda self: self.pair.active)
+    @rule(max_tokens=st.integers(1, 8))
+    def pull(self, max_tokens: int) -> None:
+        for request in list(self.pair.active):
+            self.pair.pull(request, max_tokens)
+
+    @precondition(lambda self: self.pair.active)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.pair.cancel(data.draw(st.sampled_from(self.pair.active)))
+
+    @precondition(lambda self: any(r.num_pulled is not None for r in self.pair.active))
+    @rule(data=st.data())
+    def lose_lease(self, data: st.DataObject) -> None:
+        self.pair.lose_lease(data.draw(st.sampled_from([r for r in self.pair.active if r.num_pulled is not None])))
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.pair.prefill.check()
+        self.pair.decode.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.drain()
+            assert all(request.num_ends == 1 for request in self.requests)
+
+
+def test_engines_keep_every_promise_in_any_order() -> None:
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=30,
+            deadline=None,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )
+
+
+def test_long_random_walks_meet_every_event() -> None:
+    """Hypothesis walks are short and shrink well; these are long, crowded and meet what is rare."""
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        walk(random.Random(seed), seen)
+    cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
+    assert {"Preempted", "Joined", "Progress", "cached", "lost lease", *cancels} <= set(seen), seen
+    assert all(count >= 5 for count in seen.values()), seen
+
+
+def walk(rng: random.Random, seen: Counter[str]) -> None:
+    """One service's life of 300 actions, then its end; counts into `seen` what happened."""
+    pair = Pair(random_config(rng), random_config(rng))
+    requests: list[Request] = []
+    for _ in range(300):
+        action = rng.choices(["submit", "prefill", "decode", "pull", "cancel", "lose"], [3, 6, 8, 6, 1, 1])[0]
+        importing = [r for r in pair.active if r.num_pulled is not None]
+        if action == "submit" and len(pair.active) < 12:
+            requests.append(random_request(rng))
+            pair.submit(requests[-1])
+        elif action in ("prefill", "decode"):
+            events = pair.step(pair.prefill if action == "prefill" else pair.decode)
+            seen.update(type(event).__name__ for event in events)
+            seen["cached"] += sum(isinstance(event, Admitted) and event.num_cached > 0 for event in events)
+        elif action == "pull" and importing:
+            pair.pull(rng.choice(importing), rng.randint(1, 8))
+        elif action == "cancel" and pair.active:
+            request = rng.choice(pair.active)
+            seen.update(f"cancel {state.value}" for state in pair.states(request))
+            pair.cancel(request)
+        elif action == "lose" and importing:
+            seen["lost lease"] += 1
+            pair.lose_lease(rng.choice(importing))
+    pair.drain()
+    assert all(request.num_ends == 1 for request in requests)
+
+
+def random_request(rng: random.Random) -> Request:
+    return Request(
+        prompt=tuple(rng.choices([1, 2], k=rng.randint(1, MAX_PROMPT))),
+        max_tokens=rng.randint(1, MAX_TOKENS),
+        split=rng.random() < 0.6,
+        salt=rng.choice([b"", b"", b"other"]),
+        stop_ids=frozenset(rng.choices(range(16), k=rng.randint(0, 1))),
+    )
+
+
+def random_config(rng: random.Random) -> EngineConfig:
+    block_size = rng.randint(1, 4)
+    least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
+    return EngineConfig(
+        num_blocks=rng.randint(least, 3 * least),
+        block_size=block_size,
+        max_step_tokens=rng.randint(1, 12),
+        max_sequences=rng.randint(2, 8),
+        growth_tokens=rng.randint(0, 4),
+    )

@@ -1,0 +1,127 @@
+"""The fake must catch what it is there to catch."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+
+BLOCK_SIZE = 4
+TOKENS = (5, 6, 7, 8, 9, 10)
+
+
+def plan(
+    tokens: tuple[int, ...], *, start: int = 0, blocks: tuple[int, ...] = (), first: bool = True, sequence_id: int = 1
+) -> StepPlan:
+    step = SequenceStep(
+        sequence_id=sequence_id,
+        token_ids=tokens,
+        start=start,
+        new_blocks=blocks,
+        sampling=SamplingParams() if first else None,
+        sample=True,
+    )
+    return StepPlan(sequences=(step,), dropped=())
+
+
+def computed() -> FakeExecutor:
+    """An executor that holds TOKENS in blocks 3 and 1."""
+    executor = FakeExecutor(8, BLOCK_SIZE)
+    executor.execute(plan(TOKENS, blocks=(3, 1)))
+    return executor
+
+
+def test_tokens_follow_from_the_history_alone() -> None:
+    want = expected_tokens(TOKENS, 3, 512)
+    whole, chunked = FakeExecutor(8, BLOCK_SIZE), FakeExecutor(8, BLOCK_SIZE)
+    assert whole.execute(plan(TOKENS, blocks=(0, 1))) == want[:1]
+    chunked.execute(plan(TOKENS[:3], blocks=(5,)))
+    assert chunked.execute(plan(TOKENS[3:], start=3, blocks=(2,), first=False)) == want[:1]
+    assert chunked.execute(plan((want[0],), start=6, first=False)) == want[1:2]
+    assert chunked.execute(plan((want[1],), start=7, first=False)) == want[2:]
+    assert expected_tokens(TOKENS[1:], 3, 512) != want
+
+
+@pytest.mark.parametrize("tokens_at_a_time", [1, 3, 6])
+@pytest.mark.parametrize("layers_at_a_time", [1, 3])
+def test_copied_kv_continues_the_sequence(tokens_at_a_time: int, layers_at_a_time: int) -> None:
+    source, target = computed().kv, FakeExecutor(16, 2)
+    table = (9, 4, 11)
+    for token in range(0, len(TOKENS), tokens_at_a_time):
+        for layer in range(0, 3, layers_at_a_time):
+            data = source.read((3, 1), token, tokens_at_a_time, layer, layers_at_a_time)
+            assert data.nbytes == tokens_at_a_time * layers_at_a_time * source.layout.bytes_per_token_layer
+            target.kv.write(table, token, tokens_at_a_time, layer, layers_at_a_time, data)
+    first, second = expected_tokens(TOKENS, 2, 512)
+    assert target.execute(plan((first,), start=6, blocks=(*table, 0))) == [second]
+
+
+def test_every_misplaced_element_is_found() -> None:
+    """Swapping any two unequal float32 elements of the canonical form is found when the sequence goes on."""
+    data = bytes(computed().kv.read((3, 1), 0, 6, 0, 3))
+    rng = random.Random(1)
+    for _ in range(200):
+        a, b = (4 * rng.randrange(len(data) // 4) for _ in range(2))
+        swapped = bytearray(data)
+        swapped[a : a + 4], swapped[b : b + 4] = data[b : b + 4], data[a : a + 4]
+        executor = FakeExecutor(8, BLOCK_SIZE)
+        executor.kv.write((0, 1), 0, 6, 0, 3, memoryview(swapped))
+        if swapped == data:
+            executor.execute(plan((1,), start=6, blocks=(0, 1)))
+        else:
+            with pytest.raises(RuntimeError, match="KV of something else"):
+                executor.execute(plan((1,), start=6, blocks=(0, 1)))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        plan((1,), start=6, blocks=(1, 3), sequence_id=2),  # the table in the wrong order
+        plan((1,), start=6, blocks=(3, 2), sequence_id=2),  # a block never written
+        plan((1,), start=7, blocks=(3, 1), sequence_id=2),  # a position never written
+        plan((1,), start=7, first=False),  # a gap
+        plan((1,), start=5, first=False),  # a repetition
+        plan((1,), start=6),  # a known sequence as if new
+        plan((1,), start=6, first=False, sequence_id=2),  # a new one as if known
+        plan((), start=6, first=False),
+    ],
+)
+def test_bad_plans_are_refused(step: StepPlan) -> None:
+    with pytest.raises(RuntimeError):
+        computed().execute(step)
+
+
+def test_a_step_does_not_read_what_its_neighbour_writes_in_it() -> None:
+    executor = FakeExecutor(8, BLOCK_SIZE)
+    writer = plan(TOKENS[:4], blocks=(0,)).sequences[0]
+    reader = plan(TOKENS[4:], start=4, blocks=(0, 1), sequence_id=2).sequences[0]
+    with pytest.raises(RuntimeError, match="KV of something else"):
+        executor.execute(StepPlan(sequences=(writer, reader), dropped=()))
+
+
+def test_dropped_sequences_are_forgotten_and_unknown_ones_ignored() -> None:
+    executor = computed()
+    again = replace(plan(TOKENS, blocks=(0, 2)), dropped=(1, 77))
+    assert executor.execute(again) == expected_tokens(TOKENS, 1, 512)
+
+
+def test_kv_refuses_lengths_and_ranges() -> None:
+    kv = computed().kv
+    size = kv.layout.bytes_per_token_layer
+    for wrong in (0, 2 * size - 1, 2 * size + 1):
+        with pytest.raises(ValueError, match="data"):
+            kv.write((3,), 0, 2, 0, 1, memoryview(bytes(wrong)))
+    with pytest.raises(ValueError, match="data"):
+        kv.write((3,), 0, 1, 2, 2, memoryview(bytes(2 * size)))
+    with pytest.raises(ValueError, match="tokens 0 to 5"):
+        kv.read((3,), 0, 5, 0, 1)
+
+
+def test_failure_comes_when_asked_for() -> None:
+    executor = FakeExecutor(8, BLOCK_SIZE)
+    executor.fail_after_steps = 1
+    executor.execute(plan(TOKENS, blocks=(0, 1)))
+    with pytest.raises(RuntimeError, match="fails after 1"):
+        executor.execute(plan((1,), start=6, first=False))
+    assert executor.num_steps == 1

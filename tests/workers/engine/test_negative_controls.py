@@ -1,0 +1,141 @@
+"""Builds of the engine with a bug put in: each must be caught by the checks that the other tests rely on."""
+
+from collections.abc import Sequence
+
+import pytest
+from tandem.proto.hashing import hash_chain
+from tandem.tests.workers.engine.harness import Pair, Request
+from tandem.workers.engine.block_pool import BlockPool
+from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.events import Event, Token
+from tandem.workers.engine.fake import FakeKv
+from tandem.workers.engine.plan import StepPlan
+from tandem.workers.engine.scheduler import Scheduler
+from tandem.workers.engine.sequence import Sequence as EngineSequence
+
+HASH_CHAIN = "tandem.workers.engine.sequence.hash_chain"
+CONFIG = EngineConfig(num_blocks=16, block_size=2, max_step_tokens=8, growth_tokens=2)
+
+
+def serve() -> Pair:
+    """Six requests, whole and split, of two tenants, with prefixes in common."""
+    pair = Pair(CONFIG, CONFIG)
+    for number in range(6):
+        prompt = (1, 2, 3, 4, 5, 6, 7)[: 3 + number % 4]
+        pair.submit(Request(prompt, 6, split=number % 2 == 0, salt=b"other" if number > 3 else b""))
+    pair.drain()
+    return pair
+
+
+def test_the_unbroken_build_passes() -> None:
+    assert serve().active == []
+
+
+def test_leaked_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda pool, blocks: release(pool, blocks[1:]))
+    with pytest.raises(RuntimeError, match=r"block \d+: \d owners, 0 leases; booked"):
+        serve()
+
+
+def test_leaked_lease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "unlease", lambda pool, blocks: None)
+    with pytest.raises(RuntimeError, match=r"booked \(0, 1\)"):
+        serve()
+
+
+def test_leaked_reservation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "unreserve", lambda pool, blocks: None)
+    pair = Pair(CONFIG, CONFIG)
+    request = Request((1, 2, 3), 6)
+    pair.submit(request)
+    pair.step(pair.decode)
+    with pytest.raises(RuntimeError, match="reserved"):
+        pair.cancel(request)
+
+
+def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def repeat(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
+        events = update(scheduler, plan, sampled)
+        return events + [event for event in events if isinstance(event, Token) and event.index == 2]
+
+    monkeypatch.setattr(Scheduler, "update", repeat)
+    with pytest.raises(AssertionError, match="an index is missing or repeated"):
+        serve()
+
+
+def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def lose(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
+        return [e for e in update(scheduler, plan, sampled) if not isinstance(e, Token) or e.index != 2]
+
+    monkeypatch.setattr(Scheduler, "update", lose)
+    with pytest.raises(AssertionError, match="an index is missing or repeated"):
+        serve()
+
+
+def test_block_given_to_two_sequences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "_take", lambda pool: 0)
+    with pytest.raises(RuntimeError):
+        serve()
+
+
+def test_prefix_found_under_the_wrong_hash_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hash that forgets what came before a block."""
+
+    def forgetful(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> list[bytes]:
+        return [salt + bytes(tokens[i : i + block_size]) for i in range(0, len(tokens) - block_size + 1, block_size)]
+
+    monkeypatch.setattr(HASH_CHAIN, forgetful)
+    pair = Pair(CONFIG, CONFIG)
+    pair.submit(Request((1, 2, 3, 4, 5), 2))
+    pair.drain()
+    pair.submit(Request((3, 4, 1, 2, 5), 2))
+    with pytest.raises(RuntimeError, match="KV of something else"):
+        pair.drain()
+
+
+def test_salt_that_is_ignored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HASH_CHAIN, lambda tokens, block_size, salt: hash_chain(tokens, block_size))
+    with pytest.raises(AssertionError):
+        serve()
+
+
+def test_blocks_published_before_they_are_computed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    admit = Scheduler._admit
+
+    def eager(scheduler: Scheduler, sequence: EngineSequence) -> Event:
+        event = admit(scheduler, sequence)
+        for block, digest in zip(sequence.blocks, sequence.chain, strict=False):
+            scheduler.pool.publish(block, digest)
+        return event
+
+    monkeypatch.setattr(Scheduler, "_admit", eager)
+    pair = Pair(CONFIG, CONFIG)
+    for _ in range(2):
+        pair.submit(Request((1, 2, 3, 4, 5), 2))
+    with pytest.raises(RuntimeError, match="KV of something else"):
+        pair.drain()
+
+
+def test_import_that_lacks_a_layer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = FakeKv.write
+
+    def skip(
+        kv: FakeKv, blocks: Sequence[int], token: int, count: int, layer: int, layers: int, data: memoryview
+    ) -> None:
+        if layer != 1:
+            write(kv, blocks, token, count, layer, layers, data)
+
+    monkeypatch.setattr(FakeKv, "write", skip)
+    with pytest.raises(RuntimeError, match="layer 1, position"):
+        serve()
+
+
+def test_starvation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_can_admit", lambda scheduler: False)
+    with pytest.raises(AssertionError, match="somebody starves"):
+        serve()

@@ -1,0 +1,194 @@
+"""What one engine takes over instead of computing it: cached prefixes and imported KV caches."""
+
+import pytest
+from tandem.tests.workers.engine.drive import PROMPT, cached_of, expected, finish_of, run, spec, tokens_of, worker
+from tandem.tests.workers.engine.harness import Worker
+from tandem.workers.engine.block_pool import BlockState
+from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Token
+from tandem.workers.engine.sequence import FinishReason, Task
+
+
+def test_decode_that_joins_late_does_not_wait_for_an_older_prompt() -> None:
+    target = worker(max_step_tokens=4, prefix_caching=False)
+    source = worker()
+    source.submit(spec(1, PROMPT[:3], task=Task.PREFILL))
+    (first,) = tokens_of(run(source), 1)
+    target.submit(spec(1, PROMPT[:3], task=Task.DECODE, max_tokens=8))
+    (admitted,) = target.step()
+    assert isinstance(admitted, Admitted)
+    target.submit(spec(2))
+    target.step()
+    target.executor.kv.write(admitted.blocks, 0, 3, 0, 3, source.executor.kv.read((0,), 0, 3, 0, 3))
+    target.engine.commit_import(1, first)
+    target.step()
+    steps = target.executor.plans[-1].sequences
+    assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, 3)]
+    assert tokens_of(run(target), 2) == expected(PROMPT, 4)
+
+
+def test_imported_prefix_is_there_for_others_from_the_commit_on() -> None:
+    target = worker()
+    target.submit(spec(1, task=Task.DECODE))
+    target.step()
+    target.engine.commit_import(1, 5)
+    target.engine.cancel(1)
+    target.submit(spec(2, task=Task.DECODE))
+    assert cached_of(target.step(), 2) == 8
+
+
+def test_imports_are_never_preempted_since_their_blocks_are_being_written() -> None:
+    target = worker(num_blocks=4, block_size=2, growth_tokens=0, prefix_caching=False)
+    target.submit(spec(1, PROMPT[:4], max_tokens=5))
+    target.submit(spec(2, PROMPT[4:8], max_tokens=5, task=Task.DECODE))
+    events = target.step() + target.step()
+    assert [event.id for event in events if isinstance(event, Preempted)] == [1]
+    assert target.engine.scheduler.num_holding == 1
+
+
+def test_max_sequences_counts_imports_and_not_leases() -> None:
+    target = worker(max_sequences=2)
+    target.submit(spec(1, task=Task.PREFILL))
+    target.step()
+    target.submit(spec(2, task=Task.DECODE))
+    target.submit(spec(3, PROMPT[:2]))
+    target.submit(spec(4, PROMPT[:2]))
+    target.step()
+    scheduler = target.engine.scheduler
+    assert (scheduler.num_leased, scheduler.num_holding, scheduler.num_waiting) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(("max_tokens", "stop"), [(1, False), (4, True)])
+def test_import_whose_first_token_is_its_last_ends_when_it_joins(max_tokens: int, stop: bool) -> None:
+    target, first = worker(), expected(PROMPT, 1)[0]
+    target.submit(spec(1, task=Task.DECODE, max_tokens=max_tokens, stop_ids=(first,) if stop else ()))
+    target.step()
+    target.engine.commit_import(1, first)
+    events = run(target)
+    assert [type(event) for event in events] == [Joined, Token]
+    assert finish_of(events, 1) == [FinishReason.STOP if stop else FinishReason.LENGTH]
+    assert not any(plan.sequences for plan in target.executor.plans), "nothing was left to compute"
+    target.check_idle()
+
+
+def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, list[Event]]:
+    """Prefills on `source`, imports and decodes on `target`; returns the cached tokens and the target's events."""
+    source.submit(spec(1, tokens, task=Task.PREFILL))
+    prefilled = run(source)
+    target.submit(spec(9, tokens, task=Task.DECODE, max_tokens=max_tokens))
+    admitted = next(event for event in target.step() if isinstance(event, Admitted))
+    assert not target.engine.has_work, "an import that waits for its bytes is no work"
+    held = next(event for event in prefilled if isinstance(event, Admitted))
+    start, count = admitted.num_cached, len(tokens) - admitted.num_cached
+    data = source.executor.kv.read(held.blocks, start, count, 0, 3)
+    target.executor.kv.write(admitted.blocks, start, count, 0, 3, data)
+    target.engine.commit_import(9, tokens_of(prefilled, 1)[0])
+    source.engine.cancel(1)
+    source.check_idle()
+    return admitted.num_cached, run(target)
+
+
+@pytest.mark.parametrize(("from_size", "to_size"), [(1, 1), (4, 4), (4, 3), (1, 16), (16, 1)])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 12, 16])
+def test_prefill_and_decode_apart_give_the_same_tokens(from_size: int, to_size: int, length: int) -> None:
+    tokens = tuple(range(1, length + 1))
+    target = worker(block_size=to_size)
+    _, events = imported(target, worker(block_size=from_size, max_step_tokens=5), tokens, 6)
+    assert [type(event) for event in events[:1]] == [Joined]
+    assert tokens_of(events, 9) == expected(tokens, 6)[1:]
+    assert [event.index for event in events if isinstance(event, Token)] == [1, 2, 3, 4, 5]
+    target.check_idle()
+
+
+def test_import_with_its_whole_prompt_cached_needs_only_the_first_token() -> None:
+    target, tokens = worker(), PROMPT[:8]
+    target.submit(spec(1, tokens, max_tokens=1))
+    run(target)
+    num_tokens = target.executor.num_tokens
+    num_cached, events = imported(target, worker(), tokens, 4)
+    assert num_cached == 8
+    assert tokens_of(events, 9) == expected(tokens, 4)[1:]
+    assert target.executor.num_tokens == num_tokens + 3
+
+
+def test_prefix_hits_skip_computation_but_never_the_last_token() -> None:
+    target = worker()
+    target.submit(spec(1, PROMPT[:8], max_tokens=1))
+    run(target)
+    assert target.executor.num_tokens == 8
+    for number, prompt, num_cached in ((2, PROMPT[:8], 4), (3, PROMPT, 8), (4, (99, *PROMPT[1:]), 0)):
+        before = target.executor.num_tokens
+        target.submit(spec(number, prompt, max_tokens=1))
+        events = run(target)
+        assert cached_of(events, number) == num_cached
+        assert target.executor.num_tokens - before == len(prompt) - num_cached
+        assert tokens_of(events, number) == expected(prompt, 1)
+
+
+def test_shared_blocks_need_no_room_at_admission() -> None:
+    target = worker(num_blocks=4, growth_tokens=0)
+    target.submit(spec(1, PROMPT[:9], max_tokens=3))
+    target.step()
+    target.submit(spec(2, (*PROMPT[:8], 99), max_tokens=3))
+    assert cached_of(target.step(), 2) == 8
+    assert target.engine.blocks()[BlockState.OWNED] == 4
+
+
+def test_generated_tokens_are_cached_for_the_next_turn() -> None:
+    target = worker()
+    target.submit(spec(1, max_tokens=7))
+    answer = tokens_of(run(target), 1)
+    turn = (*PROMPT, *answer, 1, 2)
+    target.submit(spec(2, turn))
+    events = run(target)
+    assert cached_of(events, 2) == 16
+    assert tokens_of(events, 2) == expected(turn, 4)
+
+
+def test_tenants_share_nothing_and_prefix_caching_can_be_off() -> None:
+    target = worker()
+    for number, salt in ((1, b""), (2, b"a"), (3, b"b"), (4, b"a")):
+        target.submit(spec(number, salt=salt))
+        assert cached_of(run(target), number) == (8 if number == 4 else 0)
+    target = worker(prefix_caching=False)
+    for number in (1, 2):
+        target.submit(spec(number))
+        assert cached_of(run(target), number) == 0
+    assert target.engine.blocks()[BlockState.FREE] == 32
+
+
+def test_least_recently_used_prefix_is_evicted() -> None:
+    target = worker(num_blocks=6, growth_tokens=0)
+    prompts = {1: tuple(range(20, 29)), 2: tuple(range(40, 49))}
+    for number, prompt in prompts.items():
+        target.submit(spec(number, prompt, max_tokens=1))
+        run(target)
+    target.submit(spec(3, tuple(range(60, 73)), max_tokens=1))  # takes the two free blocks and two of the first prompt
+    run(target)
+    target.submit(spec(4, prompts[2], max_tokens=1))
+    assert cached_of(run(target), 4) == 8
+    target.submit(spec(5, prompts[1], max_tokens=1))
+    assert cached_of(run(target), 5) == 0
+
+
+def test_cancel_between_commit_and_the_next_step_leaves_nothing() -> None:
+    target = worker()
+    target.submit(spec(1, task=Task.DECODE))
+    target.step()
+    target.engine.commit_import(1, 5)
+    target.engine.cancel(1)
+    assert run(target) == []
+    target.check_idle()
+
+
+def test_commit_is_for_imports_only() -> None:
+    target = worker(max_sequences=1)
+    target.submit(spec(1, task=Task.DECODE))
+    target.submit(spec(2, task=Task.DECODE))
+    target.step()
+    with pytest.raises(RuntimeError, match="commit while waiting"):
+        target.engine.commit_import(2, 5)
+    target.engine.commit_import(1, 5)
+    with pytest.raises(RuntimeError, match="commit while running"):
+        target.engine.commit_import(1, 5)
+    target.engine.commit_import(77, 5)
+    target.check()

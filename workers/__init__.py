@@ -1,0 +1,1 @@
+"""The data plane: engines, models and KV transfer. Usable without Ray."""

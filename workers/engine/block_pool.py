@@ -1,0 +1,198 @@
+"""The KV blocks of one worker: who holds which, and which of them carry a prefix worth keeping.
+
+Knows block numbers and hashes; nothing of tensors, tokens or sequences.
+"""
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class OutOfBlocks(Exception):
+    """Fewer blocks are free or evictable than were asked for; nothing was taken."""
+
+
+class BlockState(enum.Enum):
+    """Each block is in exactly one state; the five counts add up to the pool's size.
+
+        FREE ──reserve──> RESERVED ──claim──> OWNED ──lease──> LEASED
+         ^ ^                 │                 │ ^ ^              │
+         │ └───unreserve─────┘                 │ │ └───share──────┤
+         ├───────release (no hash)─────────────┘ │                │
+         └───────────────────────────────────────┼─unlease────────┤
+        CACHED <──release, unlease (hash)────────┼────────────────┘
+         │ └──────────────share──────────────────┘
+         └──reserve (evicts the least recently used)──> RESERVED
+
+    A block that sequences and leases hold at once is OWNED.
+    """
+
+    FREE = "free"
+    RESERVED = "reserved"
+    OWNED = "owned"
+    LEASED = "leased"
+    CACHED = "cached"
+
+
+class BlockPool:
+    """Ref-counted blocks with a hash-chained prefix cache and least-recently-used eviction.
+
+    Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. Whoever calls the first of a pair
+    owes the second. Not thread-safe: the engine's thread alone calls it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._state = [BlockState.FREE] * num_blocks
+        self._count = dict.fromkeys(BlockState, 0) | {BlockState.FREE: num_blocks}
+        self._owners = [0] * num_blocks
+        self._leases = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._lru: OrderedDict[int, None] = OrderedDict()  # the cached blocks, next to evict first
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    def count(self, state: BlockState) -> int:
+        """How many blocks are in `state`."""
+        return self._count[state]
+
+    def holders(self, block: int) -> tuple[int, int]:
+        """How many sequences and how many leases hold `block`."""
+        return self._owners[block], self._leases[block]
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `reserve` could take now: free ones and cached ones."""
+        return self._count[BlockState.FREE] + self._count[BlockState.CACHED]
+
+    def match(self, chain: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of `chain`. Takes nothing: `share` them before anything else."""
+        blocks = []
+        for digest in chain:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_evictable(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` count as available now and would not once shared."""
+        return sum(self._state[block] is BlockState.CACHED for block in blocks)
+
+    def reserve(self, count: int) -> list[int]:
+        """Takes `count` blocks, evicting cached ones at need. Raises OutOfBlocks and takes none if there are fewer."""
+        if count > self.num_available:
+            raise OutOfBlocks(f"{count} blocks asked for, {self.num_available} available")
+        return [self._take() for _ in range(count)]
+
+    def unreserve(self, blocks: Iterable[int]) -> None:
+        """Gives reserved blocks back; their content was never visible."""
+        for block in blocks:
+            self._expect(block, BlockState.RESERVED)
+            self._move(block, BlockState.FREE)
+
+    def claim(self, blocks: Iterable[int]) -> None:
+        """Reserved blocks become one sequence's own."""
+        for block in blocks:
+            self._expect(block, BlockState.RESERVED)
+            self._owners[block] = 1
+            self._move(block, BlockState.OWNED)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more sequence holds blocks that `match` found."""
+        for block in blocks:
+            self._expect(block, BlockState.OWNED, BlockState.LEASED, BlockState.CACHED)
+            self._owners[block] += 1
+            self._move(block, BlockState.OWNED)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A sequence lets go. The last block goes first in line for eviction: a prefix outlives what follows it."""
+        for block in reversed(blocks):
+            self._expect(block, BlockState.OWNED)
+            self._owners[block] -= 1
+            self._settle(block)
+
+    def lease(self, blocks: Sequence[int]) -> None:
+        """A sequence's hold becomes a lease for a remote reader."""
+        for block in blocks:
+            self._expect(block, BlockState.OWNED)
+            self._leases[block] += 1
+            self._owners[block] -= 1
+            self._settle(block)
+
+    def unlease(self, blocks: Sequence[int]) -> None:
+        """A lease ends."""
+        for block in reversed(blocks):
+            self._expect(block, BlockState.OWNED, BlockState.LEASED)
+            if not self._leases[block]:
+                raise RuntimeError(f"block {block} has no lease to end")
+            self._leases[block] -= 1
+            self._settle(block)
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Makes an owned, fully computed block findable by `match`. The first block of a hash wins."""
+        self._expect(block, BlockState.OWNED)
+        if digest not in self._block_of and block not in self._hash_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless free + cached + owned + leased + reserved == total and every index agrees."""
+        for block, state in enumerate(self._state):
+            held = self._owners[block] > 0, self._leases[block] > 0
+            expected = {
+                BlockState.OWNED: held[0],
+                BlockState.LEASED: held == (False, True),
+                BlockState.CACHED: held == (False, False) and block in self._hash_of and block in self._lru,
+                BlockState.FREE: held == (False, False) and block not in self._hash_of,
+                BlockState.RESERVED: held == (False, False) and block not in self._hash_of,
+            }[state]
+            if not expected or min(self._owners[block], self._leases[block]) < 0:
+                raise RuntimeError(f"block {block} is {state.value} with owners, leases {held}")
+        counts = {state: self._state.count(state) for state in BlockState}
+        if counts != self._count or sum(counts.values()) != self.num_blocks:
+            raise RuntimeError(f"counted {counts}, booked {self._count}, total {self.num_blocks}")
+        if sorted(self._free) != [b for b, s in enumerate(self._state) if s is BlockState.FREE]:
+            raise RuntimeError("the free list differs from the free blocks")
+        if set(self._lru) != {b for b, s in enumerate(self._state) if s is BlockState.CACHED}:
+            raise RuntimeError("the eviction order differs from the cached blocks")
+        if {d: b for b, d in self._hash_of.items()} != self._block_of:
+            raise RuntimeError("the two directions of the hash index differ")
+
+    def _take(self) -> int:
+        block = self._free[-1] if self._free else next(iter(self._lru))
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+        self._move(block, BlockState.RESERVED)
+        return block
+
+    def _settle(self, block: int) -> None:
+        """Moves a block to the state that its counts and hash say, once a hold has ended."""
+        if self._owners[block]:
+            state = BlockState.OWNED
+        elif self._leases[block]:
+            state = BlockState.LEASED
+        else:
+            state = BlockState.CACHED if block in self._hash_of else BlockState.FREE
+        self._move(block, state)
+
+    def _move(self, block: int, state: BlockState) -> None:
+        old = self._state[block]
+        if old is state:
+            return
+        if old is BlockState.FREE:
+            self._free.pop()  # only `_take` takes free blocks, and from this end
+        elif old is BlockState.CACHED:
+            del self._lru[block]
+        if state is BlockState.FREE:
+            self._free.append(block)
+        elif state is BlockState.CACHED:
+            self._lru[block] = None
+        self._count[old] -= 1
+        self._count[state] += 1
+        self._state[block] = state
+
+    def _expect(self, block: int, *states: BlockState) -> None:
+        if self._state[block] not in states:
+            raise RuntimeError(f"block {block} is {self._state[block].value}")

@@ -1,0 +1,21 @@
+"""What an engine is told once."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Budgets in tokens, blocks and sequences."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_step_tokens: int = 512  # tokens computed in one step: the chunk size of a long prompt
+    max_sequences: int = 64  # sequences that hold blocks at once
+    max_waiting: int = 1024  # sequences in the queue
+    growth_tokens: int = 256  # room for generated tokens that admission reserves; beyond it blocks come one by one
+    prefix_caching: bool = True
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that could ever fit."""
+        return self.num_blocks * self.block_size

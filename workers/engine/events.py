@@ -1,0 +1,51 @@
+"""What an engine tells the outside after a step. Times are seconds."""
+
+from dataclasses import dataclass
+
+from .sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The sequence has its blocks. A DECODE sequence now waits for its KV cache."""
+
+    id: int
+    queue_seconds: float
+    num_cached: int  # prompt tokens found in the prefix cache
+    blocks: tuple[int, ...]  # the block table of the whole prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The first num_computed tokens of a PREFILL sequence have their KV cache."""
+
+    id: int
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The committed import takes part in the batch from this step on."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One generated token. With a finish reason the sequence has ended and holds nothing any more."""
+
+    id: int
+    index: int  # among the generated tokens of the request
+    token: int
+    finish: FinishReason | None
+    prefill_seconds: float  # from admission to this token if it is the first here, else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+    """The sequence gave its blocks to older ones and has ended here."""
+
+    id: int
+
+
+Event = Admitted | Progress | Joined | Token | Preempted

@@ -1,0 +1,160 @@
+"""An executor without a model, whose KV cache says of every token which history it was computed from.
+
+For tests of everything above the model: it fails loudly where a real model would quietly continue from another
+sequence's KV cache. Knows nothing of scheduling, tensors or networks.
+"""
+
+import functools
+import hashlib
+import time
+from array import array
+from collections.abc import Sequence
+
+from .plan import Executor, KvLayout, KvStore, StepPlan
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """The `count` tokens that a FakeExecutor generates after `prompt`, whatever the batch, the chunks or the cache."""
+    history = functools.reduce(_extend, prompt, b"")
+    tokens: list[int] = []
+    for _ in range(count):
+        tokens.append(_next_token(history, vocab_size))
+        history = _extend(history, tokens[-1])
+    return tokens
+
+
+class FakeKv(KvStore):
+    """KV cache memory in which each [2, heads, head_dim] cell of a token depends on its layer and its whole history.
+
+    So a block, token, layer, head, key or value in the wrong place shows as soon as `FakeExecutor` reads it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, layout: KvLayout) -> None:
+        self._layout = layout
+        self._block_size = block_size
+        self._cell_bytes = layout.bytes_per_token_layer
+        self._cells = [[bytes(self._cell_bytes)] * (num_blocks * block_size) for _ in range(layout.num_layers)]
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    def read(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
+    ) -> memoryview:
+        slots = self._slots(blocks, first_token, num_tokens)
+        key = self._cell_bytes // 2
+        parts: list[bytes] = []
+        for cells in self._cells[first_layer : first_layer + num_layers]:
+            parts += [cells[slot][:key] for slot in slots]
+            parts += [cells[slot][key:] for slot in slots]
+        return memoryview(b"".join(parts))
+
+    def write(
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        data: memoryview,
+    ) -> None:
+        slots = self._slots(blocks, first_token, num_tokens)
+        layers = self._cells[first_layer : first_layer + num_layers]
+        if len(layers) != num_layers or data.nbytes != num_layers * num_tokens * self._cell_bytes:
+            raise ValueError(f"data: {data.nbytes} bytes for {num_tokens} tokens in {num_layers} layers")
+        raw, half = data.tobytes(), self._cell_bytes // 2
+        halves = [raw[at : at + half] for at in range(0, len(raw), half)]  # [layer, key or value, token]
+        for index, cells in enumerate(layers):
+            keys = 2 * index * num_tokens
+            for token, slot in enumerate(slots):
+                cells[slot] = halves[keys + token] + halves[keys + num_tokens + token]
+
+    def compute(self, blocks: Sequence[int], start: int, tokens: Sequence[int], history: bytes) -> bytes:
+        """Stores the KV of `tokens` from position `start` on as a model would; returns the history with them."""
+        for slot, token in zip(self._slots(blocks, start, len(tokens)), tokens, strict=True):
+            history = _extend(history, token)
+            for layer, cells in enumerate(self._cells):
+                cells[slot] = _cell(history, token, layer, self._cell_bytes)
+        return history
+
+    def history(self, blocks: Sequence[int], num_tokens: int) -> bytes:
+        """What the first num_tokens tokens are. Raises RuntimeError if they are not one sequence's, in order."""
+        history = b""
+        for position, slot in enumerate(self._slots(blocks, 0, num_tokens)):
+            token = int.from_bytes(self._cells[0][slot][:4], "little")
+            history = _extend(history, token)
+            for layer, cells in enumerate(self._cells):
+                if cells[slot] != _cell(history, token, layer, self._cell_bytes):
+                    raise RuntimeError(f"layer {layer}, position {position}, slot {slot}: KV of something else")
+        return history
+
+    def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[int]:
+        size, end = self._block_size, first_token + num_tokens
+        if first_token < 0 or end > len(blocks) * size:
+            raise ValueError(f"tokens {first_token} to {end} of {len(blocks)} blocks of {size}")
+        return [blocks[p // size] * size + p % size for p in range(first_token, end)]
+
+
+class FakeExecutor(Executor):
+    """Keeps block tables like a real rank and reads every earlier position of a sequence before it goes on.
+
+    The next token is a function of the tokens before it and of nothing else. `execute` raises RuntimeError for a plan
+    that a rank could not carry out, for KV cache that is not the sequence's own, and once it has done
+    `fail_after_steps` steps; set that at any time.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, vocab_size: int = 512, model: str = "fake", step_seconds: float = 0.0
+    ) -> None:
+        layout = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", model=model)
+        self.kv = FakeKv(num_blocks, block_size, layout)
+        self.vocab_size = vocab_size
+        self.step_seconds = step_seconds
+        self.fail_after_steps: int | None = None
+        self.num_steps = 0
+        self.num_tokens = 0  # computed in all steps
+        self._tables: dict[int, list[int]] = {}
+        self._num_computed: dict[int, int] = {}
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        if self.fail_after_steps is not None and self.num_steps >= self.fail_after_steps:
+            raise RuntimeError(f"the executor fails after {self.fail_after_steps} steps")
+        for sequence_id in plan.dropped:  # also ids it has never seen: imports that ended before their first step
+            self._tables.pop(sequence_id, None)
+            self._num_computed.pop(sequence_id, None)
+        time.sleep(self.step_seconds)
+        histories: list[bytes] = []  # all read before any is extended: a step's KV is nobody else's in that step
+        for step in plan.sequences:
+            known = step.sequence_id in self._tables
+            if known == (step.sampling is not None) or not step.token_ids:
+                raise RuntimeError(f"sequence {step.sequence_id}: sampling or tokens are missing, or sampling repeated")
+            if known and step.start != self._num_computed[step.sequence_id]:
+                raise RuntimeError(f"sequence {step.sequence_id}: position {step.start} after a gap or a repetition")
+            table = self._tables.setdefault(step.sequence_id, [])
+            table += step.new_blocks
+            histories.append(self.kv.history(table, step.start))
+        sampled: list[int] = []
+        for step, history in zip(plan.sequences, histories, strict=True):
+            history = self.kv.compute(self._tables[step.sequence_id], step.start, step.token_ids, history)
+            self._num_computed[step.sequence_id] = step.start + len(step.token_ids)
+            sampled += [_next_token(history, self.vocab_size)] if step.sample else []
+        self.num_steps += 1
+        self.num_tokens += plan.num_tokens
+        return sampled
+
+
+@functools.lru_cache(maxsize=2**16)
+def _extend(history: bytes, token: int) -> bytes:
+    return hashlib.blake2b(history + token.to_bytes(4, "little"), digest_size=16).digest()
+
+
+@functools.lru_cache(maxsize=2**16)
+def _cell(history: bytes, token: int, layer: int, num_bytes: int) -> bytes:
+    """The token in the first four bytes, then float32 that are whole numbers below 256."""
+    noise = hashlib.shake_128(history + bytes([layer])).digest(num_bytes // 4 - 1)
+    return token.to_bytes(4, "little") + array("f", list(noise)).tobytes()
+
+
+def _next_token(history: bytes, vocab_size: int) -> int:
+    return int.from_bytes(history[:4], "little") % vocab_size

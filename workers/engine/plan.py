@@ -1,0 +1,98 @@
+"""What the scheduler decides and a rank carries out: frozen plans, and the two interfaces that carry them out.
+
+Knows nothing of tensors, devices or networks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. The noise is keyed by (seed, position), so it does not depend on the batch."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceStep:
+    """One sequence's part of a step. A rank keeps the block table; only what is new travels."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]  # the tokens whose KV is computed in this step, at least one
+    start: int  # the position of token_ids[0]; every earlier position has its KV in the block table
+    new_blocks: tuple[int, ...]  # appended to the sequence's block table before the step
+    sampling: SamplingParams | None  # set in the sequence's first step on this worker, then None
+    sample: bool  # whether the token that follows token_ids[-1] is sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step of a worker."""
+
+    sequences: tuple[SequenceStep, ...]
+    dropped: tuple[int, ...]  # sequence ids to forget before this step
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(step.token_ids) for step in self.sequences)
+
+
+class Executor(Protocol):
+    """Carries out plans. Called from one thread; blocks until the step is done."""
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """Computes the step; returns the sampled tokens of the sequences with `sample`, in the plan's order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """The canonical form of KV cache between workers: [layer, key or value, token, KV head, head_dim] of dtype."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # float32, bfloat16 or float16
+    model: str  # the model's fingerprint: equal weights and config, equal KV cache
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+
+class KvStore(Protocol):
+    """The KV cache memory of one rank, as the transfer reads and writes it in canonical form.
+
+    The caller owns the blocks for the whole call. Reads and writes of blocks that the running step does not touch
+    are safe from any thread while `Executor.execute` runs.
+    """
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    def read(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
+    ) -> memoryview:
+        """Copies out the KV of the given tokens (positions in the sequence whose block table is `blocks`).
+
+        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_kv_heads, head_dim]."""
+        ...
+
+    def write(
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        data: memoryview,
+    ) -> None:
+        """The inverse of `read`. Raises ValueError if `data` has not exactly the expected length."""
+        ...

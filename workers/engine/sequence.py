@@ -1,0 +1,135 @@
+"""One request inside a worker: its tokens, its counters, its place in the table of states.
+
+Knows nothing of other sequences, of tensors or of the network.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from ...proto.hashing import hash_block, hash_chain, hash_root
+from .plan import SamplingParams
+
+
+class Task(enum.Enum):
+    """What a worker does with a sequence."""
+
+    WHOLE = "whole"  # prefill and decode here
+    PREFILL = "prefill"  # prefill, sample the first token, hold the KV cache for a decode worker
+    DECODE = "decode"  # receive the KV cache, then decode
+
+
+class State(enum.Enum):
+    """Where a sequence stands.
+
+        WAITING ──admit──> RUNNING ──first token of a PREFILL──> LEASED ──> FINISHED
+           └──admit a DECODE──> IMPORTING ──commit──> RUNNING
+
+    Every state may go to FINISHED at once (end, cancel, failure); nothing leaves FINISHED.
+    """
+
+    WAITING = "waiting"  # in the queue; holds nothing
+    IMPORTING = "importing"  # holds shared prefix blocks and reserved ones that the transfer is filling
+    RUNNING = "running"  # in the batch
+    LEASED = "leased"  # its blocks wait for a remote reader
+    FINISHED = "finished"  # holds nothing
+
+
+MOVES: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.IMPORTING, State.RUNNING, State.FINISHED}),
+    State.IMPORTING: frozenset({State.RUNNING, State.FINISHED}),
+    State.RUNNING: frozenset({State.LEASED, State.FINISHED}),
+    State.LEASED: frozenset({State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class FinishReason(enum.Enum):
+    """Why generation ended."""
+
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """What a worker is asked to do. The caller has checked every bound."""
+
+    id: int
+    task: Task
+    tokens: tuple[int, ...]  # the prompt and, after a failure elsewhere, the tokens generated so far
+    first_index: int = 0  # the index of the next generated token
+    max_tokens: int  # to generate from here, at least 1
+    sampling: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    salt: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Counters, not phases: a step computes the tokens between `num_computed` and `num_tokens`."""
+
+    spec: SequenceSpec
+    block_size: int
+    submitted: float  # clock
+    tokens: list[int] = field(init=False)
+    state: State = State.WAITING
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens that the prefix cache held at admission
+    blocks: list[int] = field(default_factory=list)  # the block table: shared ones and own ones
+    reserved: list[int] = field(default_factory=list)  # for the import and for growth, in the order of use
+    num_sent_blocks: int = 0  # of `blocks`, known to the ranks
+    sampling_sent: bool = False
+    admitted: float = 0.0  # clock
+    chain: list[bytes] = field(init=False)  # hashes of the full blocks, as far as computed
+    num_published: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.spec.tokens)
+        self.chain = hash_chain(self.tokens, self.block_size, self.spec.salt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated since the sequence came to this worker."""
+        return len(self.tokens) - len(self.spec.tokens)
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks for the longest this sequence can become. The last token's KV is never computed."""
+        grown = 0 if self.spec.task is Task.PREFILL else self.spec.max_tokens - 1
+        return -(-(len(self.spec.tokens) + grown) // self.block_size)
+
+    @property
+    def num_prompt_blocks(self) -> int:
+        return -(-len(self.spec.tokens) // self.block_size)
+
+    def move(self, state: State) -> None:
+        """Raises RuntimeError for a move that the table does not have."""
+        if state not in MOVES[self.state]:
+            raise RuntimeError(f"sequence {self.spec.id}: {self.state.value} -> {state.value}")
+        self.state = state
+
+    def append(self, token: int) -> FinishReason | None:
+        """Takes one generated token; says whether it ends the sequence."""
+        self.tokens.append(token)
+        if token in self.spec.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_generated >= self.spec.max_tokens else None
+
+    def publishable(self) -> list[tuple[int, bytes]]:
+        """The blocks that have become full and computed since the last call, with their hashes."""
+        size = self.block_size
+        full = self.num_computed // size
+        for index in range(len(self.chain), full):
+            parent = self.chain[-1] if self.chain else hash_root(self.spec.salt)
+            self.chain.append(hash_block(parent, self.tokens[index * size : (index + 1) * size]))
+        fresh = [(self.blocks[i], self.chain[i]) for i in range(self.num_published, full)]
+        self.num_published = full
+        return fresh
