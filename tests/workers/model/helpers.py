@@ -1,0 +1,129 @@
+"""A plan-level driver of a ModelRunner: prompts in, logits or tokens out, with scrambled block tables."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.sampler import sample
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+GREEDY = SamplingParams(temperature=0.0)
+
+# rope_parameters of every scaling; the tiny models' 2,048 positions are pretended to be stretched from 64.
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids, without the two special ones."""
+    return random.Random(f"{num_tokens} {seed}").choices(range(2, 512), k=num_tokens)
+
+
+def reference(folder: Path) -> torch.nn.Module:
+    """The same model in transformers, float32, with the plainest attention."""
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
+    """[num_tokens, vocab_size]"""
+    logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
+    return logits
+
+
+def reference_greedy(model: torch.nn.Module, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([list(token_ids)])
+    output = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+    )
+    tokens: list[int] = output[0, len(token_ids) :].tolist()
+    return tokens
+
+
+class Driver:
+    """Feeds sequences to a runner, giving out blocks in a random order, as a scheduler would."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self.free = list(range(runner.kv.num_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.tables: dict[int, list[int]] = {}
+
+    def step(
+        self, sequence_id: int, token_ids: Sequence[int], start: int, sampling: SamplingParams = GREEDY
+    ) -> SequenceStep:
+        """The plan of one sequence's next tokens; the sequence is new if it has no block yet."""
+        is_new = sequence_id not in self.tables
+        table = self.tables.setdefault(sequence_id, [])
+        num_blocks = -(-(start + len(token_ids)) // self.runner.kv.block_size)
+        new = [self.free.pop() for _ in range(num_blocks - len(table))]
+        table += new
+        return SequenceStep(
+            sequence_id=sequence_id,
+            token_ids=tuple(token_ids),
+            start=start,
+            new_blocks=tuple(new),
+            sampling=sampling if is_new else None,
+            sample=True,
+        )
+
+    def run(self, *steps: SequenceStep, dropped: Sequence[int] = ()) -> list[int]:
+        return self.runner.execute(StepPlan(sequences=steps, dropped=tuple(dropped)))
+
+    def drop(self, sequence_id: int) -> None:
+        self.free += self.tables.pop(sequence_id)
+        random.Random(sequence_id).shuffle(self.free)
+        self.run(dropped=[sequence_id])
+
+    def generate(
+        self, sequence_id: int, token_ids: Sequence[int], num_tokens: int, sampling: SamplingParams = GREEDY
+    ) -> list[int]:
+        """Prefills in one step, then decodes alone."""
+        tokens = self.run(self.step(sequence_id, token_ids, 0, sampling))
+        while len(tokens) < num_tokens:
+            start = len(token_ids) + len(tokens) - 1
+            tokens += self.run(self.step(sequence_id, tokens[-1:], start))
+        return tokens
+
+
+@contextmanager
+def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """Collects the logits [num_sampled, vocab_size] of every step that samples."""
+    recorded: list[torch.Tensor] = []
+
+    def record(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+        recorded.append(logits.clone())
+        return sample(logits, params, positions)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.workers.model.runner.sample", record)
+        yield recorded
+
+
+def load(folder: Path, *, dtype: str = "float32", num_blocks: int = 128, block_size: int = 16) -> ModelRunner:
+    return ModelRunner.load(folder, dtype=dtype, device="cpu", num_blocks=num_blocks, block_size=block_size)

@@ -1,0 +1,306 @@
+"""Folders that can be served, and a table of those that cannot: each refusal is one line naming file and tensor."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.workers.model.checkpoint import CheckpointError, check_checkpoint, expected_tensors, fingerprint
+from tandem.workers.model.config import RopeConfig, load_model_config
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model")
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def set_config(**fields: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "config.json", lambda config: config.update(fields))
+
+
+def unset_config(name: str) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "config.json", lambda config: config.pop(name))
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE)
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        change(tensors)
+        save_file(tensors, folder / SINGLE, {"format": "pt"})
+
+    return edit
+
+
+def cut(file: str, size: int) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        data = (folder / file).read_bytes()
+        (folder / file).write_bytes(data[:size])
+
+    return edit
+
+
+def edit_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        data = (folder / SINGLE).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        change(header)
+        text = json.dumps(header).encode()
+        (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+    return edit
+
+
+def shard(folder: Path) -> None:
+    """Splits the single file into one shard per half of the tensors."""
+    tensors = load_file(folder / SINGLE)
+    names = sorted(tensors)
+    weight_map = {name: f"model-{1 + (index * 2 >= len(names))}-of-2.safetensors" for index, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name].clone() for name in names if weight_map[name] == file}, folder / file)
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def sharded(change: Callable[[Path], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        shard(folder)
+        change(folder)
+
+    return edit
+
+
+def edit_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return sharded(lambda folder: edit_json(folder / INDEX, lambda index: change(index["weight_map"])))
+
+
+def rope(**fields: Any) -> Callable[[Path], None]:
+    return set_config(rope_parameters={"rope_theta": 10000.0} | fields)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ("config.json",)),
+    "config is no JSON": (cut("config.json", 50), ("config.json", "JSON")),
+    "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), ("config.json", "object")),
+    "config is deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), ("config.json", "JSON")),
+    "architecture": (
+        set_config(architectures=["GPT2LMHeadModel"]),
+        ("config.json", "architectures", "GPT2LMHeadModel"),
+    ),
+    "no architecture": (unset_config("architectures"), ("config.json", "architectures")),
+    "activation": (set_config(hidden_act="gelu"), ("config.json", "hidden_act", "gelu")),
+    "missing field": (unset_config("hidden_size"), ("config.json", "hidden_size")),
+    "string for integer": (set_config(num_hidden_layers="2"), ("config.json", "num_hidden_layers")),
+    "boolean for integer": (set_config(vocab_size=True), ("config.json", "vocab_size")),
+    "huge integer": (set_config(num_hidden_layers=10**12), ("config.json", "num_hidden_layers")),
+    "negative": (set_config(intermediate_size=-1), ("config.json", "intermediate_size")),
+    "not a number": (set_config(rms_norm_eps=float("nan")), ("config.json", "rms_norm_eps")),
+    "heads": (set_config(num_key_value_heads=3), ("config.json", "num_key_value_heads")),
+    "odd head": (set_config(head_dim=15), ("config.json", "head_dim")),
+    "boolean": (set_config(tie_word_embeddings=1), ("config.json", "tie_word_embeddings")),
+    "dtype in config": (set_config(dtype="int8"), ("config.json", "dtype", "int8")),
+    "eos beyond vocabulary": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [1, 512]}'),
+        ("generation_config.json", "eos_token_id"),
+    ),
+    "rope type": (rope(rope_type="longrope"), ("config.json", "rope_parameters.rope_type", "longrope")),
+    "rope without factor": (rope(rope_type="linear"), ("config.json", "rope_parameters.factor")),
+    "rope with bad factors": (
+        rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=4),
+        ("config.json", "rope_parameters.low_freq_factor"),
+    ),
+    "partial rotary": (rope(rope_type="default", partial_rotary_factor=0.5), ("config.json", "partial_rotary_factor")),
+    "rope is no object": (set_config(rope_parameters=[1]), ("config.json", "rope_parameters")),
+    "no weights": (lambda folder: (folder / SINGLE).unlink(), (SINGLE, "not found")),
+    "weights truncated": (cut(SINGLE, -100), (SINGLE, "truncated", "model.")),
+    "header truncated": (cut(SINGLE, 100), (SINGLE, "truncated")),
+    "length truncated": (cut(SINGLE, 5), (SINGLE, "truncated")),
+    "empty file": (cut(SINGLE, 0), (SINGLE, "truncated")),
+    "trailing bytes": (
+        lambda folder: (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes() + b"x"),
+        (SINGLE, "1 bytes follow"),
+    ),
+    "header is no JSON": (
+        lambda folder: (folder / SINGLE).write_bytes(b"\x08" + bytes(7) + b"nonsense"),
+        (SINGLE, "JSON"),
+    ),
+    "entry is no object": (edit_header(lambda header: header.update({QUERY: 5})), (SINGLE, QUERY)),
+    "offsets do not fit": (
+        edit_header(lambda header: header[QUERY].update(shape=[64, 65])),
+        (SINGLE, QUERY, "data_offsets"),
+    ),
+    "gap": (edit_header(lambda header: header.pop(QUERY)), (SINGLE, "gap")),
+    "missing tensor": (edit_tensors(lambda tensors: tensors.pop(QUERY)), (SINGLE, QUERY, "missing")),
+    "missing head": (
+        edit_tensors(lambda tensors: tensors.pop("lm_head.weight")),
+        (SINGLE, "lm_head.weight", "missing"),
+    ),
+    "wrong shape": (
+        edit_tensors(lambda tensors: tensors.update({QUERY: torch.zeros(64, 32)})),
+        (SINGLE, QUERY, "[64, 32]", "[64, 64]"),
+    ),
+    "wrong dtype": (
+        edit_tensors(lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()})),
+        (SINGLE, "model.embed_tokens.weight", "I32"),
+    ),
+    "mixed dtypes": (
+        edit_tensors(lambda tensors: tensors.update({QUERY: tensors[QUERY].bfloat16()})),
+        (SINGLE, QUERY, "BF16", "F32"),
+    ),
+    "config of another size": (set_config(intermediate_size=128), (SINGLE, "mlp.gate_proj.weight", "[96, 64]")),
+    "index is broken": (sharded(cut(INDEX, 20)), (INDEX, "JSON")),
+    "index without map": (sharded(lambda folder: (folder / INDEX).write_text("{}")), (INDEX, "weight_map")),
+    "missing shard": (
+        sharded(lambda folder: (folder / "model-2-of-2.safetensors").unlink()),
+        ("model-2-of-2.safetensors",),
+    ),
+    "truncated shard": (sharded(cut("model-2-of-2.safetensors", -1)), ("model-2-of-2.safetensors", "truncated")),
+    "not in its shard": (
+        edit_index(lambda shards: shards.update({QUERY: "model-2-of-2.safetensors"})),
+        ("model-2-of-2.safetensors", QUERY, "missing"),
+    ),
+    "not in the index": (edit_index(lambda shards: shards.pop(QUERY)), (INDEX, QUERY, "missing")),
+    "shard above": (edit_index(lambda shards: shards.update({QUERY: "../a.safetensors"})), (INDEX, QUERY, "../a")),
+    "absolute shard": (edit_index(lambda shards: shards.update({QUERY: "/etc/passwd"})), (INDEX, QUERY, "/etc/passwd")),
+    "dots": (edit_index(lambda shards: shards.update({QUERY: ".."})), (INDEX, QUERY)),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json",)),
+    "tokenizer is no JSON": (cut("tokenizer.json", 100), ("tokenizer.json", "JSON")),
+    "tokenizer without vocabulary": (
+        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["model"].pop("vocab")),
+        ("tokenizer.json", "vocab"),
+    ),
+    "tokenizer beyond the embedding": (
+        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(far=512)),
+        ("tokenizer.json", "'far'", "512", "model.embed_tokens.weight"),
+    ),
+    "added token beyond the embedding": (
+        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"][1].update(id=900)),
+        ("tokenizer.json", "900"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
+    check_checkpoint(folder)
+    damage, expected = BAD[name]
+    damage(folder)
+    with pytest.raises(CheckpointError) as raised:
+        check_checkpoint(folder)
+    message = str(raised.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        check_checkpoint(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_expected_tensors_are_those_that_transformers_writes(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = make_tiny_model(tmp_path, family, tie_word_embeddings=tied)
+    stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / SINGLE).items()}
+    assert expected_tensors(check_checkpoint(folder)) == stored
+
+
+def test_fingerprint_follows_weights_and_config_only(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "a")
+    first = fingerprint(folder)
+    assert fingerprint(make_tiny_model(tmp_path / "b")) == first
+    assert fingerprint(make_tiny_model(tmp_path / "c", seed=1)) != first
+    assert fingerprint(make_tiny_model(tmp_path / "d", rms_norm_eps=1e-5)) != first
+    assert fingerprint(make_tiny_model(tmp_path / "e", dtype="bfloat16")) != first
+    edit_json(folder / "generation_config.json", lambda values: values.update(eos_token_id=7))
+    shard(folder)
+    assert fingerprint(folder) == first
+
+
+def test_a_large_folder_is_checked_fast(folder: Path) -> None:
+    """A sparse file of the size of a 70 GB model: nothing but its header is read."""
+    config = load_model_config(folder)
+    size = 70 * 10**9 // 4 // config.hidden_size
+    set_config(vocab_size=size)(folder)
+    tensors = expected_tensors(load_model_config(folder))
+    header, position = {}, 0
+    for name, shape in tensors.items():
+        num_bytes = 4 * torch.Size(shape).numel()
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, position + num_bytes]}
+        position += num_bytes
+    text = json.dumps(header).encode()
+    with (folder / SINGLE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + position)
+    start = time.monotonic()
+    assert check_checkpoint(folder).vocab_size == size
+    fingerprint(folder)
+    assert time.monotonic() - start < 5
+
+
+def test_older_rope_fields(folder: Path) -> None:
+    """transformers 4 wrote `rope_theta` and `rope_scaling`, with `type` before it was `rope_type`."""
+    unset_config("rope_parameters")(folder)
+    set_config(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})(folder)
+    assert load_model_config(folder).rope == RopeConfig(kind="linear", theta=5e5, factor=2.0)
+    set_config(rope_theta=5e5, rope_scaling=None)(folder)
+    assert load_model_config(folder).rope == RopeConfig(theta=5e5)
+
+
+def test_yarn_attention_factor_is_derived(folder: Path) -> None:
+    rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)(folder)
+    assert load_model_config(folder).rope.attention_factor == pytest.approx(1.138629436)
+    rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512, attention_factor=0.5)(folder)
+    assert load_model_config(folder).rope.attention_factor == 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "windows"),
+    [
+        ("llama", {"sliding_window": 7}, (None, None)),
+        ("mistral", {"sliding_window": 7}, (7, 7)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("qwen2", {"sliding_window": 7, "use_sliding_window": False}, (None, None)),
+        (
+            "qwen2",
+            {"sliding_window": 7, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1},
+            (None, 7),
+        ),
+        (
+            "qwen3",
+            {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            (7, None),
+        ),
+    ],
+)
+def test_windows(tmp_path: Path, family: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    folder = make_tiny_model(tmp_path, family)
+    set_config(**fields)(folder)
+    assert load_model_config(folder).windows == windows
+
+
+def test_end_of_sequence_tokens(folder: Path) -> None:
+    """As `generate`: generation_config.json first, then config.json; one id or several."""
+    set_config(eos_token_id=[5, 6])(folder)
+    assert load_model_config(folder).eos_token_ids == (1,)
+    edit_json(folder / "generation_config.json", lambda values: values.pop("eos_token_id"))
+    assert load_model_config(folder).eos_token_ids == (5, 6)
+    (folder / "generation_config.json").unlink()
+    set_config(eos_token_id=None)(folder)
+    assert load_model_config(folder).eos_token_ids == ()

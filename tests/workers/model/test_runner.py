@@ -1,0 +1,149 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
+from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
+
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=2**64 - 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("llama"))
+
+
+def test_only_sequences_with_sample_answer_in_order(folder: Path) -> None:
+    runner = load(folder)
+    alone = [Driver(runner, seed=index).generate(index, prompt(20, index), 1)[0] for index in range(3)]
+
+    def step(index: int, sample: bool) -> SequenceStep:
+        return SequenceStep(
+            sequence_id=index,
+            token_ids=tuple(prompt(20, index)),
+            start=0,
+            new_blocks=(2 * index, 2 * index + 1),
+            sampling=SamplingParams(temperature=0.0),
+            sample=sample,
+        )
+
+    def run(*steps: SequenceStep) -> list[int]:
+        return runner.execute(StepPlan(sequences=steps, dropped=()))
+
+    assert run(step(2, True), step(0, False), step(1, True)) == [alone[2], alone[1]]
+    assert run(step(0, False)) == []
+    assert run() == []
+
+
+def test_same_seed_same_tokens_alone_and_in_a_batch(folder: Path) -> None:
+    runner = load(folder, num_blocks=256)
+    driver = Driver(runner)
+    prompts = [prompt(5 + 7 * index, index) for index in range(16)]
+    params = [SamplingParams(temperature=0.5 + 0.1 * index, seed=2**64 - 1 - index) for index in range(16)]
+    alone = [driver.generate(100 + i, ids, 12, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+
+    driver = Driver(runner, seed=1)
+    tokens = [[token] for token in driver.run(*(driver.step(i, prompts[i], 0, params[i]) for i in range(16)))]
+    for _ in range(11):
+        starts = [len(ids) + len(new) - 1 for ids, new in zip(prompts, tokens, strict=True)]
+        sampled = driver.run(*(driver.step(i, tokens[i][-1:], starts[i]) for i in range(16)))
+        for new, token in zip(tokens, sampled, strict=True):
+            new.append(token)
+    assert tokens == alone
+
+
+def test_a_dropped_id_starts_afresh(folder: Path) -> None:
+    driver = Driver(load(folder))
+    first = driver.generate(1, prompt(40), 8)
+    driver.drop(1)
+    other = driver.generate(1, prompt(23, seed=9), 8, SAMPLED)
+    driver.drop(1)
+    assert driver.generate(1, prompt(40), 8) == first
+    assert other != first
+    driver.drop(1)
+    with pytest.raises(KeyError):
+        driver.run(SequenceStep(sequence_id=1, token_ids=(5,), start=48, new_blocks=(), sampling=None, sample=True))
+    assert driver.run(dropped=[1, 2, 3]) == []
+
+
+def test_a_sequence_can_move_to_another_runner(folder: Path) -> None:
+    """What disaggregation does: prefill here, copy the KV cache to other blocks of another size, decode there."""
+    whole = Driver(load(folder)).generate(1, prompt(37), 10, SAMPLED)
+
+    prefill, decode = Driver(load(folder, block_size=16)), Driver(load(folder, block_size=4), seed=4)
+    tokens = prefill.run(prefill.step(1, prompt(37), 0, SAMPLED))
+    step = decode.step(1, [*prompt(37), tokens[0]], 0, SAMPLED)
+    layers = prefill.runner.config.num_layers
+    data = prefill.runner.kv.read(prefill.tables[1], 0, 37, 0, layers)
+    decode.runner.kv.write(decode.tables[1], 0, 37, 0, layers, data)
+    joined = SequenceStep(
+        sequence_id=1,
+        token_ids=(tokens[0],),
+        start=37,
+        new_blocks=step.new_blocks,
+        sampling=SAMPLED,
+        sample=True,
+    )
+    tokens += decode.run(joined)
+    while len(tokens) < 10:
+        tokens += decode.run(decode.step(1, tokens[-1:], 37 + len(tokens) - 1))
+    assert tokens == whole
+
+
+def test_what_the_last_owner_of_a_block_left_does_not_matter(folder: Path) -> None:
+    clean, poisoned = Driver(load(folder, block_size=8)), Driver(load(folder, block_size=8))
+    poisoned.runner.kv.data.fill_(torch.nan)
+    for index, num_tokens in enumerate((1, 7, 8, 21)):
+        expected = clean.generate(index, prompt(num_tokens), 12)
+        assert poisoned.generate(index, prompt(num_tokens), 12) == expected
+
+    # A sequence whose first tokens were computed elsewhere, up to the middle of a block.
+    layers = clean.runner.config.num_layers
+    expected = clean.run(clean.step(8, prompt(21), 0))
+    blocks = tuple(poisoned.free[:3])
+    poisoned.runner.kv.write(blocks, 0, 20, 0, layers, clean.runner.kv.read(clean.tables[8], 0, 20, 0, layers))
+    joined = SequenceStep(
+        sequence_id=8, token_ids=(prompt(21)[20],), start=20, new_blocks=blocks, sampling=GREEDY, sample=True
+    )
+    assert poisoned.run(joined) == expected
+
+
+def test_warmup_leaves_nothing_behind(folder: Path) -> None:
+    runner = load(folder)
+    expected = Driver(runner).generate(1, prompt(30), 4)
+    warm = load(folder)
+    warm.warmup()
+    assert Driver(warm).generate(1, prompt(30), 4) == expected
+    with pytest.raises(KeyError):
+        warm.execute(
+            StepPlan(
+                sequences=(
+                    SequenceStep(sequence_id=-1, token_ids=(1,), start=1, new_blocks=(), sampling=None, sample=True),
+                ),
+                dropped=(),
+            )
+        )
+
+
+def test_kv_bytes_per_block_is_what_the_pool_takes(folder: Path) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        runner = ModelRunner.load(folder, dtype=dtype, device="cpu", num_blocks=9, block_size=5)
+        assert 9 * kv_bytes_per_block(runner.config, 5, dtype) == runner.kv.data.nbytes
+        assert runner.kv.layout.dtype == dtype
+
+
+def test_import_needs_neither_ray_nor_grpc() -> None:
+    code = (
+        "import sys; sys.modules.update(ray=None, grpc=None); import tandem.workers.model.runner; "
+        "sys.exit(any(name.split('.')[0] == 'transformers' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_the_folder_checks_import_no_torch() -> None:
+    code = "import sys; import tandem.workers.model.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -1,0 +1,1 @@
+"""Model execution on torch: weights, decoder, attention, sampling, KV tensors."""

@@ -1,0 +1,213 @@
+"""Attention over a paged KV cache: the interface, and one implementation in plain torch for any device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from .kv import PagedKv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpan:
+    """The tokens of one sequence that a step computes."""
+
+    blocks: Sequence[int]  # the block table, with room for start + num_tokens tokens
+    start: int
+    num_tokens: int
+
+
+class StepAttention(Protocol):
+    """The attention of one step, with all that its layers share: slots, gather tables, masks."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Stores the step's keys and values, then attends causally to all the sequence has stored.
+
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], sequences in the
+        order of the plan; returns [num_tokens, num_heads * head_dim]."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention over a `PagedKv`."""
+
+    def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
+        """Prepares a step over the given sequences, whose tokens lie one after the other."""
+        ...
+
+
+class _Part(Protocol):
+    """Some of the step's sequences, attended to in one go."""
+
+    rows: slice | torch.Tensor  # of the flat batch
+    table: torch.Tensor  # the rows of (block, head) to gather
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """query [rows, num_heads, head_dim], keys and values as gathered; returns [rows, num_heads * head_dim]."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Decodes:
+    """Sequences with one new token and block tables of similar length: one batched product for all."""
+
+    rows: slice | torch.Tensor
+    table: torch.Tensor  # [batch * num_kv_heads * width]
+    mask: torch.Tensor  # [batch * num_kv_heads, 1, width * block_size], 0 or -inf
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The heads that share a KV head become the rows of one product."""
+        batch, num_heads, head_dim = query.shape
+        products = self.mask.shape[0]
+        query = query.reshape(products, -1, head_dim)
+        keys, values = keys.view(products, -1, head_dim), values.view(products, -1, head_dim)
+        scores = torch.baddbmm(self.mask, query, keys.transpose(1, 2), alpha=head_dim**-0.5)
+        return torch.bmm(scores.softmax(-1), values).view(batch, num_heads * head_dim)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chunk:
+    """Several new tokens of one sequence."""
+
+    rows: slice | torch.Tensor
+    table: torch.Tensor  # [num_kv_heads * width]
+    num_kv_heads: int
+    num_keys: int
+    mask: torch.Tensor | None  # [num_tokens, num_keys], 0 or -inf; None is plain causal from position 0
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """KV heads are the batch of the product; the heads that share one see it expanded, not copied."""
+        num_tokens, num_heads, head_dim = query.shape
+        group = num_heads // self.num_kv_heads
+        query = query.reshape(num_tokens, self.num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        keys, values = (
+            rows.view(self.num_kv_heads, 1, -1, head_dim)[:, :, : self.num_keys].expand(-1, group, -1, -1)
+            for rows in (keys, values)
+        )
+        result = functional.scaled_dot_product_attention(query, keys, values, self.mask, is_causal=self.mask is None)
+        return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads * head_dim)
+
+
+class TorchAttention:
+    """Gathers the blocks a step needs, then dense products. `windows` holds each layer's sliding window or None."""
+
+    def __init__(self, kv: PagedKv, windows: Sequence[int | None]) -> None:
+        self._kv = kv
+        self._windows = tuple(windows)
+
+    def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
+        planner = _Planner(self._kv, spans)
+        parts = {window: planner.parts(window) for window in set(self._windows)}
+        return _TorchStep(self._kv, planner.slots(), [parts[window] for window in self._windows])
+
+
+class _TorchStep:
+    def __init__(self, kv: PagedKv, slots: torch.Tensor, parts: list[list[_Part]]) -> None:
+        self._kv = kv
+        self._slots = slots  # [num_tokens * num_kv_heads], rows of (block, head, token)
+        self._parts = parts  # per layer
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        key_rows, value_rows = self._kv.scatter_rows(layer)
+        key_rows.index_copy_(0, self._slots, key.reshape(-1, key.shape[-1]))
+        value_rows.index_copy_(0, self._slots, value.reshape(-1, value.shape[-1]))
+        keys, values = self._kv.gather_rows(layer)
+        result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        for part in self._parts[layer]:
+            step_keys, step_values = keys.index_select(0, part.table), values.index_select(0, part.table)
+            result[part.rows] = part.attend(query[part.rows], step_keys, step_values)
+        return result
+
+
+class _Planner:
+    """Builds the tables of one step."""
+
+    def __init__(self, kv: PagedKv, spans: Sequence[SequenceSpan]) -> None:
+        self._block_size = kv.block_size
+        self._num_kv_heads = kv.layout.num_kv_heads
+        self._dtype = kv.data.dtype
+        self._device = kv.data.device
+        self._spans = spans
+        self._heads = torch.arange(self._num_kv_heads)
+        self._first_rows = [0]
+        for span in spans:
+            self._first_rows.append(self._first_rows[-1] + span.num_tokens)
+
+    def slots(self) -> torch.Tensor:
+        """Where each new token's keys and values go."""
+        slots = []
+        for span in self._spans:
+            positions = torch.arange(span.start, span.start + span.num_tokens)
+            first = span.start // self._block_size
+            table = torch.tensor(span.blocks[first : self._num_blocks(span)])
+            blocks = table[positions // self._block_size - first]
+            rows = (blocks[:, None] * self._num_kv_heads + self._heads) * self._block_size
+            slots.append((rows + positions[:, None] % self._block_size).flatten())
+        return torch.cat(slots).to(self._device)
+
+    def parts(self, window: int | None) -> list[_Part]:
+        """Groups the sequences with one token by the bit length of their table, so that padding at most doubles."""
+        groups: dict[int, list[int]] = {}
+        parts: list[_Part] = []
+        for index, span in enumerate(self._spans):
+            if span.num_tokens == 1:
+                groups.setdefault(self._num_blocks(span).bit_length(), []).append(index)
+            else:
+                parts.append(self._chunk(index, span, window))
+        parts += [self._decodes(indices, window) for indices in groups.values()]
+        return parts
+
+    def _decodes(self, indices: list[int], window: int | None) -> _Decodes:
+        spans = [self._spans[index] for index in indices]
+        firsts = [self._first_block(span, window) for span in spans]
+        tables = [list(span.blocks[first : self._num_blocks(span)]) for span, first in zip(spans, firsts, strict=True)]
+        width = max(map(len, tables))
+        # Padding repeats the sequence's own last block: finite numbers, which the mask takes out.
+        table = torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks in tables])
+        first_keys = torch.tensor(firsts)[:, None] * self._block_size
+        queries = torch.tensor([span.start for span in spans])
+        mask = self._mask(queries, first_keys + torch.arange(width * self._block_size), window)
+        return _Decodes(
+            rows=self._rows([self._first_rows[index] for index in indices]),
+            table=self._head_rows(table),
+            mask=mask[:, None].repeat_interleave(self._num_kv_heads, dim=0),
+        )
+
+    def _chunk(self, index: int, span: SequenceSpan, window: int | None) -> _Chunk:
+        first = self._first_block(span, window)
+        end = span.start + span.num_tokens
+        queries = torch.arange(span.start, end)
+        keys = torch.arange(first * self._block_size, end)
+        causal = span.start == 0 and (window is None or end <= window)
+        return _Chunk(
+            rows=slice(self._first_rows[index], self._first_rows[index + 1]),
+            table=self._head_rows(torch.tensor([span.blocks[first : self._num_blocks(span)]])),
+            num_kv_heads=self._num_kv_heads,
+            num_keys=len(keys),
+            mask=None if causal else self._mask(queries, keys[None], window),
+        )
+
+    def _num_blocks(self, span: SequenceSpan) -> int:
+        return (span.start + span.num_tokens + self._block_size - 1) // self._block_size
+
+    def _first_block(self, span: SequenceSpan, window: int | None) -> int:
+        return 0 if window is None else max(0, span.start + 1 - window) // self._block_size
+
+    def _rows(self, rows: list[int]) -> slice | torch.Tensor:
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        return torch.tensor(rows, device=self._device)
+
+    def _head_rows(self, table: torch.Tensor) -> torch.Tensor:
+        """Block tables [batch, width] to flat rows of (block, head), ordered [batch, head, width]."""
+        return (table[:, None] * self._num_kv_heads + self._heads[:, None]).flatten().to(self._device)
+
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Positions [n] and [n or 1, m] to what is added to the scores: [n, m], 0 or -inf."""
+        hidden = keys > queries[:, None]
+        if window is not None:
+            hidden |= keys <= queries[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        return mask.to(self._device)

@@ -1,0 +1,316 @@
+"""What config.json says about a model, checked field by field. Imports no torch; knows nothing of the weights.
+
+Reads LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM as transformers 4 and 5 write them.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+MAX_JSON_BYTES: Final = 100 * 1024 * 1024
+_MAX_LAYERS: Final = 1_000
+_MAX_SIZE: Final = 2**31 - 1
+
+
+class CheckpointError(ValueError):
+    """A model folder cannot be served; one line that names the file and the field or tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: the base and how its frequencies are scaled. Every optional field is resolved."""
+
+    kind: str = "default"  # default, linear, llama3 or yarn
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position: int = 0  # tokens; llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    attention_factor: float = 1.0  # cos and sin are multiplied by it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int  # tokens of the longest sequence
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    windows: tuple[int | None, ...]  # per layer: a token sees this many tokens, itself included; None sees all
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # of the stored weights: float32, bfloat16 or float16
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
+
+    Raises CheckpointError if the folder or a field is missing, ill-typed, out of bounds or not supported."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    fields = Fields("config.json", read_json(folder / "config.json"))
+    architecture = _architecture(fields)
+    if (activation := fields.text("hidden_act", "silu")) != "silu":
+        raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu'")
+    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    max_position = fields.integer("max_position_embeddings")
+    vocab_size = fields.integer("vocab_size")
+    attention_bias = fields.boolean("attention_bias", False) if architecture in ("Llama", "Qwen3") else False
+    return ModelConfig(
+        architecture=f"{architecture}ForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads),
+        head_dim=_head_dim(fields, hidden_size, num_heads),
+        max_position_embeddings=max_position,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=attention_bias or architecture == "Qwen2",
+        output_bias=attention_bias,
+        mlp_bias=fields.boolean("mlp_bias", False) if architecture == "Llama" else False,
+        qk_norm=architecture == "Qwen3",
+        rope=_rope(fields, max_position),
+        windows=_windows(fields, architecture, num_layers),
+        eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
+        dtype=_dtype(fields),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parses a JSON object of at most MAX_JSON_BYTES; raises CheckpointError."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path.name}: larger than {MAX_JSON_BYTES} bytes")
+        return parse_json(path.name, path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from error
+
+
+def parse_json(file: str, data: bytes) -> dict[str, Any]:
+    """Parses a JSON object; raises CheckpointError naming `file`."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return values
+
+
+class Fields:
+    """Typed access to the fields of one JSON object; null counts as missing. Every method raises CheckpointError."""
+
+    def __init__(self, file: str, values: dict[str, Any], prefix: str = "") -> None:
+        self._file = file
+        self._values = values
+        self._prefix = prefix
+
+    def error(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._file}: {self._prefix}{name}: {problem}")
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def names_null(self, name: str) -> bool:
+        """Whether the field is there and null, where that means something else than missing."""
+        return name in self._values and self._values[name] is None
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_SIZE) -> int:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.error(name, f"must be an integer from {minimum} to {maximum}, is {_shown(value)}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.error(name, f"must be a number above 0, is {_shown(value)}")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, f"must be true or false, is {_shown(value)}")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, f"must be a string, is {_shown(value)}")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        value = self._value(name, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, f"must be a list of strings, is {_shown(value)}")
+        return value
+
+    def nested(self, name: str) -> "Fields":
+        value = self._value(name, None)
+        if not isinstance(value, dict):
+            raise self.error(name, f"must be an object, is {_shown(value)}")
+        return Fields(self._file, value, f"{self._prefix}{name}.")
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One id or a list of ids, as a tuple; empty if missing."""
+        value = self._values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise self.error(name, f"must be token ids below vocab_size {vocab_size}, is {_shown(value)}")
+        return tuple(ids)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.error(name, "is missing")
+        return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.texts("architectures")
+    supported = ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for family in supported:
+        if names == [f"{family}ForCausalLM"]:
+            return family
+    listed = ", ".join(f"{family}ForCausalLM" for family in supported)
+    raise fields.error("architectures", f"{_shown(names)} is not supported, only {listed}")
+
+
+def _dtype(fields: Fields) -> str:
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(name, "float32")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise fields.error(name, f"{dtype!r} is not supported, only float32, bfloat16, float16")
+    return dtype
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    return num_kv_heads
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    if not fields.has("head_dim") and hidden_size % num_heads:
+        raise fields.error("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {num_heads}")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads, minimum=2)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even, is {head_dim}")
+    return head_dim
+
+
+def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    if architecture == "Llama":
+        return (None,) * num_layers
+    if architecture == "Mistral":
+        # transformers: null is no window, a missing field is 4096.
+        window = None if fields.names_null("sliding_window") else fields.integer("sliding_window", 4096)
+        return (window,) * num_layers
+    if not fields.boolean("use_sliding_window", False) or fields.names_null("sliding_window"):
+        return (None,) * num_layers
+    window = fields.integer("sliding_window", 4096)
+    if not fields.has("layer_types"):
+        first = fields.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    kinds = fields.texts("layer_types")
+    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise fields.error("layer_types", f"must be {num_layers} times full_attention or sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
+    """As transformers' `generate`: generation_config.json's, else config.json's."""
+    path = folder / "generation_config.json"
+    generation = Fields(path.name, read_json(path) if path.exists() else {})
+    return generation.token_ids("eos_token_id", vocab_size) or fields.token_ids("eos_token_id", vocab_size)
+
+
+def _rope(fields: Fields, max_position: int) -> RopeConfig:
+    """transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
+    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    rope = fields.nested(name) if fields.has(name) else Fields("config.json", {}, "rope_parameters.")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise rope.error("partial_rotary_factor", "is not supported")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(kind=kind, theta=theta, factor=rope.number("factor"))
+    original = rope.integer("original_max_position_embeddings", max_position)
+    if fields.has("original_max_position_embeddings"):
+        original = fields.integer("original_max_position_embeddings")
+    if kind == "llama3":
+        return _llama3(rope, theta, original)
+    if kind == "yarn":
+        return _yarn(rope, theta, original, max_position)
+    raise rope.error("rope_type", f"{kind!r} is not supported, only default, linear, llama3, yarn")
+
+
+def _llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.error("low_freq_factor", f"{low} must be below high_freq_factor {high}")
+    return RopeConfig(
+        kind="llama3",
+        theta=theta,
+        factor=rope.number("factor"),
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(rope: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
+    """YaRN (arXiv 2309.00071), with the attention factor it leaves to be derived."""
+    factor = rope.number("factor", max_position / original)
+    attention_factor = _yarn_scale(factor, 1.0)
+    if rope.has("mscale") and rope.has("mscale_all_dim"):
+        attention_factor = _yarn_scale(factor, rope.number("mscale")) / _yarn_scale(
+            factor, rope.number("mscale_all_dim")
+        )
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+        attention_factor=rope.number("attention_factor", attention_factor),
+    )
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,75 @@
+"""The decoder: Llama, Mistral, Qwen2, Qwen3 and their kin, over a flat batch of tokens of many sequences."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .attention import StepAttention
+from .config import ModelConfig
+from .layers import GatedMlp, Linear, RmsNorm
+from .rope import rotate
+from .weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """What one step computes, and all that its layers share."""
+
+    token_ids: torch.Tensor  # [num_tokens]
+    cos: torch.Tensor  # [num_tokens, 1, head_dim]
+    sin: torch.Tensor  # [num_tokens, 1, head_dim], signed as `rotate` takes it
+    attention: StepAttention
+    sampled_rows: torch.Tensor  # [num_sampled], the tokens whose logits are wanted
+
+
+class Decoder:
+    """Embedding, layers, norm, head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self._embedding = weights.take("model.embed_tokens.weight")  # [vocab_size, hidden]
+        self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
+        self._norm = RmsNorm(weights.take("model.norm.weight"), config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self._head = Linear(self._embedding) if tied else Linear.load(weights, "lm_head")
+
+    def __call__(self, batch: StepBatch) -> torch.Tensor:
+        """Returns the logits of the sampled rows: [num_sampled, vocab_size]."""
+        x = self._embedding[batch.token_ids]  # [num_tokens, hidden]
+        for layer in self._layers:
+            x = layer(x, batch)
+        return self._head(self._norm(x[batch.sampled_rows]))
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
+        prefix = f"model.layers.{index}"
+        self._attention_norm = RmsNorm(weights.take(f"{prefix}.input_layernorm.weight"), config.rms_norm_eps)
+        self._attention = _Attention(config, weights, f"{prefix}.self_attn", index)
+        self._mlp_norm = RmsNorm(weights.take(f"{prefix}.post_attention_layernorm.weight"), config.rms_norm_eps)
+        self._mlp = GatedMlp(weights, f"{prefix}.mlp")
+
+    def __call__(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        x = x + self._attention(self._attention_norm(x), batch)
+        return x + self._mlp(self._mlp_norm(x))
+
+
+class _Attention:
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, index: int) -> None:
+        self._index = index
+        self._head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._head_dim = config.head_dim
+        self._qkv = Linear.load(weights, f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
+        self._output = Linear.load(weights, f"{prefix}.o_proj")
+        self._qk_norms = None
+        if config.qk_norm:
+            names = (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight")
+            self._qk_norms = [RmsNorm(weights.take(name), config.rms_norm_eps) for name in names]
+
+    def __call__(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """[num_tokens, hidden] to the same."""
+        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        query, key, value = torch.split(heads, self._head_counts, dim=1)  # [num_tokens, heads, head_dim] each
+        if self._qk_norms:
+            query, key = self._qk_norms[0](query), self._qk_norms[1](key)
+        query, key = rotate(query, batch.cos, batch.sin), rotate(key, batch.cos, batch.sin)
+        return self._output(batch.attention(self._index, query, key, value))
