@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from tandem.tests.workers.engine.drive import PROMPT, cached_of, expected, finish_of, run, spec, tokens_of, worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig

@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
 from tandem.tests.workers.engine.harness import Pair, Request
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted

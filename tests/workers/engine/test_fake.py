@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+
 from tandem.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 

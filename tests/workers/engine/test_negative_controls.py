@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+
 from tandem.proto.hashing import hash_chain
 from tandem.tests.workers.engine.harness import Pair, Request
 from tandem.workers.engine.block_pool import BlockPool

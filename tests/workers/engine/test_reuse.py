@@ -1,6 +1,7 @@
 """What one engine takes over instead of computing it: cached prefixes and imported KV caches."""
 
 import pytest
+
 from tandem.tests.workers.engine.drive import PROMPT, cached_of, expected, finish_of, run, spec, tokens_of, worker
 from tandem.tests.workers.engine.harness import Worker
 from tandem.workers.engine.block_pool import BlockState

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampler import sample
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.workers.model.checkpoint import CheckpointError, check_checkpoint, expected_tensors, fingerprint
 from tandem.workers.model.config import RopeConfig, load_model_config

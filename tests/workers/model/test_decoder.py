@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import (
     ROPES,

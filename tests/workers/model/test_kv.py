@@ -3,6 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
 from tandem.workers.engine.plan import KvLayout
 from tandem.workers.model.kv import PagedKv
 

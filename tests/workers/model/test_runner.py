@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.model import sampler
 from tandem.workers.model.sampler import exponential_noise, filter_scores, sample
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 DRAWS = 20_000
 

@@ -1,0 +1,184 @@
+"""The one configuration of a service: a YAML file and flags in, a frozen tree of checked values out.
+
+Knows nothing of Ray: the deployments (`app.py`) and the launcher (`launch.py`) read from it.
+"""
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Final, Literal, Self, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MAX_FILE_BYTES: Final = 1024 * 1024
+
+Port = Annotated[int, Field(ge=0, le=65_535)]
+Host = Annotated[str, Field(min_length=1, max_length=253)]
+Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the text has one line for each wrong value, naming its key and the bound."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RouterConfig(_Section):
+    """Where the front doors listen, and where the router may run. Port 0 takes a free one."""
+
+    grpc_port: Port = 50_051
+    http_port: Port = 8_080
+    reflection: bool = False
+    num_cpus: float = Field(default=0.0, ge=0, le=1024)
+    resources: Resources = {}
+
+
+class PoolConfig(_Section):
+    """One pool of workers: how many, what each may hold, and where they may run."""
+
+    replicas: int = Field(default=1, ge=0, le=256)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)  # None shares the cores evenly
+    block_size: int = Field(default=16, ge=1, le=1024)  # tokens
+    kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB
+    max_step_tokens: int = Field(default=512, ge=1, le=1_048_576)
+    max_sequences: int = Field(default=64, ge=1, le=65_536)
+    num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray
+    resources: Resources = {}  # custom Ray resources of a replica
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return int(self.kv_cache_gb * 1024**3)
+
+
+class TandemConfig(_Section):
+    """A whole service. `name` keeps two services apart on one Ray cluster."""
+
+    model: str = Field(min_length=1, max_length=4096)  # a demo model's name, a local folder or a hub id
+    served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
+    name: str = Field(default="tandem", pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
+    prefix_caching: bool = True
+    lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
+    grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # what a stop leaves to streams that run
+    start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # how long a start may take
+    # The interface that all servers bind: None is loopback on a local Ray, the node's address on a cluster.
+    host: Host | None = None
+    # Serve's HTTP proxy (/-/healthz, and the status page under /NAME). None: 8000, or on a local Ray a free one if that
+    # is taken.
+    status_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
+    dashboard: bool = False
+    router: RouterConfig = RouterConfig()
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+
+    @model_validator(mode="after")
+    def _has_a_decode_worker(self) -> Self:
+        if self.decode.replicas < 1:
+            raise ValueError("decode.replicas: must be at least 1, got 0")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        """The name under which the model answers."""
+        return self.served_model_name or PurePath(self.model).name
+
+    @property
+    def num_workers(self) -> int:
+        return self.prefill.replicas + self.decode.replicas
+
+    def num_threads(self, pool: PoolConfig, num_cores: int) -> int:
+        """Threads of one worker of the pool on a machine of `num_cores` that holds all workers.
+
+        More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way."""
+        return pool.num_threads or max(1, num_cores // self.num_workers)
+
+
+def load_config(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> TandemConfig:
+    """Reads a YAML file, if one is named, and lays `overrides` over it (dotted keys; None leaves the file's value).
+
+    Raises ConfigError."""
+    tree = {} if path is None else _read(path)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _put(tree, key, value)
+    try:
+        return TandemConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(cast(Mapping[str, Any], entry)) for entry in error.errors())) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
+        tree = yaml.safe_load(data)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        raise ConfigError(f"{path}: {where}not valid YAML") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold keys and values at the top level")
+    return tree
+
+
+def _put(tree: dict[str, Any], key: str, value: object) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{section}: must hold keys and values")
+    tree[last] = value
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    """One validation error as "dotted.key: what is wrong"."""
+    path, context = tuple(entry["loc"]), entry.get("ctx", {})
+    key = ".".join(str(part) for part in path)
+    kind, got = entry["type"], f", got {_shorten(entry['input'])}"
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key{_suggestion(path)}"
+    if kind == "value_error":
+        return str(context["error"])
+    bounds = {
+        "missing": "missing",
+        "greater_than_equal": f"must be at least {context.get('ge')}{got}",
+        "greater_than": f"must be greater than {context.get('gt')}{got}",
+        "less_than_equal": f"must be at most {context.get('le')}{got}",
+        "finite_number": "must be a finite number",
+        "literal_error": f"must be one of {context.get('expected')}{got}",
+        "string_too_short": f"must have at least {context.get('min_length')} character(s)",
+        "string_too_long": f"must have at most {context.get('max_length')} characters",
+        "string_pattern_mismatch": f"must match {context.get('pattern')}{got}",
+        "too_long": f"must have at most {context.get('max_length')} entries",
+        "int_type": f"must be a whole number{got}",
+        "float_type": f"must be a number{got}",
+        "bool_type": f"must be true or false{got}",
+        "string_type": f"must be text{got}",
+        "dict_type": f"must hold keys and values{got}",
+        "model_type": f"must hold keys and values{got}",
+    }
+    return f"{key}: {bounds.get(kind, 'is not valid')}"
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _suggestion(path: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = TandemConfig
+    for part in path[:-1]:
+        section = cast(type[BaseModel], section.model_fields[str(part)].annotation)
+    close = difflib.get_close_matches(str(path[-1]), section.model_fields, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,161 @@
+"""`make demo`: the demo model in two workers, four prompts at once, and where the time of each went."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ..proto.errors import TandemError
+from ..router.client import AsyncClient
+from ..router.client_core import Completion
+from ..workers.model.checkpoint import CheckpointError, check_checkpoint
+from .config import load_config
+from .environment import prepare_ray_environment
+from .signals import stopped_by_signals
+from .store import resolve_model
+from .timeline import timeline_table, total_of_parts
+
+MODEL: Final = "smollm2-135m-instruct"
+PROMPTS: Final = (
+    "What is the capital of France?",
+    "Name three fruits and say what colour each of them has.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about two friends who share their work.",
+)
+MAX_TOKENS: Final = 80
+TOLERANCE: Final = 0.05  # how far the parts of a timeline may be from the whole
+LINE_CHARACTERS: Final = 80
+TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
+
+
+class Screen(Protocol):
+    """Shows several answers while they come. A context manager."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: object) -> None: ...
+    def add(self, request: int, text: str) -> None: ...
+
+
+class LiveScreen:
+    """On a terminal: every answer grows in its own place."""
+
+    def __init__(self, console: Console) -> None:
+        self._answers = [""] * len(PROMPTS)
+        self._live = Live(console=console, refresh_per_second=12)
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def add(self, request: int, text: str) -> None:
+        self._answers[request] += text
+        blocks = (
+            Text.assemble((f"[{i + 1}] {PROMPTS[i]}\n", "bold"), answer, "\n") for i, answer in enumerate(self._answers)
+        )
+        self._live.update(Group(*blocks))
+
+
+class LineScreen:
+    """Elsewhere: pieces of a line's length, each with the number of its request."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._pending = [""] * len(PROMPTS)
+
+    def __enter__(self) -> None:
+        for i, prompt in enumerate(PROMPTS):
+            self._print(i, prompt)
+
+    def __exit__(self, *error: object) -> None:
+        for request, rest in enumerate(self._pending):
+            if rest.strip():
+                self._print(request, rest)
+
+    def add(self, request: int, text: str) -> None:
+        pending = self._pending[request] + text
+        while "\n" in pending or len(pending) > LINE_CHARACTERS:
+            end = pending.find("\n") if "\n" in pending else pending.rfind(" ", 0, LINE_CHARACTERS)
+            line, pending = (pending[:end], pending[end + 1 :]) if end >= 0 else (pending, "")
+            if line.strip():
+                self._print(request, line)
+        self._pending[request] = pending
+
+    def _print(self, request: int, line: str) -> None:
+        self._console.print(f"[{request + 1}] {line.strip()}", markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+
+def main() -> int:
+    """Runs the demo; returns the exit code: 0 if every answer came and its timeline is whole."""
+    console = Console() if sys.stdout.isatty() else Console(width=TABLE_CHARACTERS)
+    with stopped_by_signals() as stopped:
+        try:
+            folder = resolve_model(MODEL, progress=True)
+            check_checkpoint(folder)
+            return _serve_and_ask(console, str(folder))
+        except (TandemError, CheckpointError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 130 if stopped.is_set() else 1
+
+
+def _serve_and_ask(console: Console, folder: str) -> int:
+    prepare_ray_environment(None)
+    from .launch import start_service  # imports Ray, which reads the environment
+
+    config = load_config(None, {"model": MODEL, "name": "demo", "router.grpc_port": 0, "router.http_port": 0})
+    console.print(f"Starting {MODEL}: 1 prefill worker, 1 decode worker ...")
+    with start_service(config, folder) as service:
+        console.print(f"ready: grpc={service.grpc_address} http={service.http_address}\n", highlight=False)
+        screen = LiveScreen(console) if console.is_terminal else LineScreen(console)
+        with screen:
+            completions = asyncio.run(_ask_all(service.grpc_address, screen))
+        console.print()
+        report(console, completions)
+        problems = verify(completions)
+        console.print("Stopping ...")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+async def _ask_all(address: str, screen: Screen) -> list[Completion]:
+    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_ask(client, request, screen)) for request in range(len(PROMPTS))]
+    return [task.result() for task in tasks]
+
+
+async def _ask(client: AsyncClient, request: int, screen: Screen) -> Completion:
+    messages = [{"role": "user", "content": PROMPTS[request]}]
+    async with client.stream_chat(messages, temperature=0.0, max_tokens=MAX_TOKENS) as stream:
+        async for delta in stream:
+            screen.add(request, delta.text)
+        return await stream.completion()
+
+
+def report(console: Console, completions: Sequence[Completion]) -> None:
+    """Prints the timelines, a line for each request."""
+    rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
+    console.print(timeline_table(rows))
+
+
+def verify(completions: Sequence[Completion]) -> list[str]:
+    """What is wrong with the answers; nothing, if the demo has worked."""
+    problems = []
+    if "Paris" not in completions[0].text:
+        problems.append(f"[1] does not name Paris: {completions[0].text!r}")
+    for i, completion in enumerate(completions):
+        parts, whole = total_of_parts(completion.timeline), completion.timeline.end_to_end_seconds
+        if whole <= 0 or abs(parts - whole) > TOLERANCE * whole:
+            problems.append(f"[{i + 1}] the parts of the timeline make {parts:.4f} s of {whole:.4f} s")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The plain objects of a router, put together: tokenizer, view, dispatcher, front doors. Knows nothing of Ray."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from ..proto import worker_pb2
+from ..router.completion import Completions
+from ..router.dispatcher import Dispatcher
+from ..router.prepare import ServedModel
+from ..router.server import RouterServer
+from ..router.tokenizer import Tokenizer
+from ..router.view import DirectoryView
+from ..workers.model.config import load_model_config
+from .config import TandemConfig
+
+
+class Doors:
+    """Opened by `open`, told of workers by `update`, ended by `close`."""
+
+    def __init__(self, view: DirectoryView, dispatcher: Dispatcher, server: RouterServer) -> None:
+        self._view = view
+        self._dispatcher = dispatcher
+        self._server = server
+        self.grpc_address = server.grpc_address
+        self.http_address = server.http_address
+
+    @classmethod
+    async def open(cls, config: TandemConfig, folder: Path, host: str) -> Self:
+        """Binds both front doors on `host`; they say that they cannot serve until there is a decode worker."""
+        view = DirectoryView()
+        dispatcher = Dispatcher(view)
+        longest = load_model_config(folder).max_position_embeddings
+        model = ServedModel(
+            name=config.served_name,
+            tokenizer=Tokenizer.load(folder),
+            context_tokens=min(config.context_tokens or longest, longest),
+        )
+        server = await RouterServer.start(
+            Completions([model], dispatcher),
+            grpc_address=f"{host}:{config.router.grpc_port}",
+            http_address=f"{host}:{config.router.http_port}",
+            reflection=config.router.reflection,
+        )
+        return cls(view, dispatcher, server)
+
+    async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
+        """Takes over what the directory knows."""
+        known = list(workers)
+        self._view.update(known)
+        await self._server.set_serving(any(worker.role == worker_pb2.ROLE_DECODE for worker in known))
+
+    async def close(self, grace: float) -> None:
+        """Refuses new requests, gives running ones `grace` seconds, then ends everything."""
+        await self._server.set_serving(False)
+        await self._server.stop(grace)
+        await self._dispatcher.close()

@@ -1,0 +1,217 @@
+"""Starts a service on a local Ray or on a running cluster, waits until it can answer, and takes it down again."""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import ray
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatusOverview
+
+from ..proto.errors import TandemError
+from .app import STOP_MARGIN_SECONDS, build_app
+from .config import TandemConfig
+from .directory import close_directory
+
+log = logging.getLogger(__name__)
+
+DEFAULT_STATUS_PORT: Final = 8000  # where KubeRay's probes ask Serve
+OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024  # nothing large passes through it
+FAILURE_CHECK_SECONDS: Final = 1.0
+HEALTH_SECONDS: Final = 10.0
+ALIVE_SECONDS: Final = 2.0
+
+
+class LaunchError(TandemError):
+    """The service did not start; one line says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A running service. The addresses are HOST:PORT; the status page is Serve's, for operators."""
+
+    config: TandemConfig
+    grpc_address: str
+    http_address: str
+    status_url: str
+
+
+@contextmanager
+def start_service(config: TandemConfig, folder: str, *, address: str | None = None) -> Iterator[Service]:
+    """Serves the model in `folder` while the context is open; on entry it can answer.
+
+    Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it. On a cluster the
+    folder must be there on every node. Raises LaunchError."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    local = address is None
+    if local:
+        host = config.host or "127.0.0.1"
+        config = config.model_copy(update={"host": host})
+        _check_free(config, host)
+    with _local_ray(config) if address is None else _joined_ray(address):
+        status_url = _start_serve(config, local=local)
+        try:
+            grpc_address, http_address = _deploy(config, folder)
+            yield Service(config=config, grpc_address=grpc_address, http_address=http_address, status_url=status_url)
+        finally:
+            _take_down(config)
+
+
+@contextmanager
+def _local_ray(config: TandemConfig) -> Iterator[None]:
+    scratch = tempfile.mkdtemp(prefix="tandem-")
+    try:
+        with _own_sigterm():
+            ray.init(
+                address="local",
+                num_cpus=max(1, os.cpu_count() or 1),
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=config.dashboard,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=scratch,
+            )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _joined_ray(address: str) -> Iterator[None]:
+    if ray.is_initialized():  # a program that has joined the cluster already stays joined
+        yield
+        return
+    try:
+        with _own_sigterm():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+    except ConnectionError:
+        raise LaunchError(f"no Ray cluster answers at {address}") from None
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Gives SIGTERM back to the program: ray.init takes it to exit at once."""
+    previous = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _start_serve(config: TandemConfig, *, local: bool) -> str:
+    """Starts Serve unless it runs; returns the URL of the status page, as far as it is ours to choose."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    host = config.host or "127.0.0.1"
+    port = config.status_port or DEFAULT_STATUS_PORT
+    if local and config.status_port is None and not _is_free(host, port):
+        port = _free_port(host)
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    if config.name in serve.status().applications:
+        raise LaunchError(f"name: a service {config.name!r} runs on the cluster already")
+    return f"http://{host}:{port}/{config.name}"
+
+
+def _deploy(config: TandemConfig, folder: str) -> tuple[str, str]:
+    """Deploys and waits until the service answers; returns the router's gRPC and HTTP addresses."""
+    deadline = time.monotonic() + config.start_seconds
+    app = build_app(config, folder, os.cpu_count() or 1)
+    target = serve.RunTarget(target=app, name=config.name, route_prefix=f"/{config.name}")
+    (router,) = serve.run_many([target], wait_for_applications_running=False)
+    grpc_address, http_address = _wait(config, router, deadline)
+    with grpc.insecure_channel(grpc_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        health = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=HEALTH_SECONDS, wait_for_ready=True
+        )
+    if health.status != health_pb2.HealthCheckResponse.SERVING:
+        raise LaunchError("the service started, but says it cannot serve")
+    return grpc_address, http_address
+
+
+def _wait(config: TandemConfig, router: DeploymentHandle[Any], deadline: float) -> tuple[str, str]:
+    """Waits for the router's word that all workers are in view, and looks meanwhile whether Serve has given up."""
+    ready = router.wait_for_workers.remote(config.prefill.replicas, config.decode.replicas, config.start_seconds)
+    while time.monotonic() < deadline:
+        try:
+            grpc_address, http_address = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
+        except TimeoutError:
+            status = serve.status().applications[config.name]
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise LaunchError(_reason(status)) from None
+        except ray.exceptions.RayActorError:
+            raise LaunchError("the router died while it started") from None
+        else:
+            return grpc_address, http_address
+    raise LaunchError(f"not ready after {config.start_seconds:g} seconds (start_seconds)")
+
+
+def _reason(status: ApplicationStatusOverview) -> str:
+    """The last line of what the failed replica raised."""
+    for name, deployment in status.deployments.items():
+        lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
+        if deployment.status not in ("HEALTHY", "UPDATING") and lines:
+            return f"{name} did not start: {lines[-1]}"
+    return "the service did not start"
+
+
+def _take_down(config: TandemConfig) -> None:
+    """Ends the application and its directory, in the time that a graceful stop may take."""
+    alive = threading.Event()
+
+    def delete() -> None:
+        serve.status()
+        alive.set()
+        serve.delete(config.name)
+        close_directory(config.name)
+
+    # In a thread, because Serve's own limit is a minute; Ray's end takes down what would not stop.
+    thread = threading.Thread(target=delete, name="tandem-stop", daemon=True)
+    thread.start()
+    if not alive.wait(ALIVE_SECONDS):  # a signal to the whole process group has killed Ray first
+        log.warning("Ray does not answer any more")
+        return
+    thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + 1)
+    if thread.is_alive():
+        log.warning("the service did not stop in time")
+
+
+def _check_free(config: TandemConfig, host: str) -> None:
+    """Raises LaunchError if a port that the service must have is taken on this machine."""
+    ports = {
+        "router.grpc_port": config.router.grpc_port,
+        "router.http_port": config.router.http_port,
+        "status_port": config.status_port or 0,
+    }
+    for key, port in ports.items():
+        if not _is_free(host, port):
+            raise LaunchError(f"{key}: {host}:{port} cannot be bound; is it taken?")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections do not count
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

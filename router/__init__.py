@@ -1,0 +1,1 @@
+"""The control of one request: front doors, dispatcher, placement, tokenizer, clients."""

@@ -1,0 +1,125 @@
+"""Stand-ins for tests and trials of the front doors without a model: tokens from nowhere, a byte tokenizer."""
+
+import asyncio
+import random
+import zlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+from ..proto import inference_pb2
+from ..proto.errors import TandemError
+from .request import TokenDelta, TokenRequest
+from .tokenizer import Tokenizer
+
+EOS_ID = 256
+BOS_ID = 257
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
+    "{{ '[' + message['role'] + '] ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = _CHAT_TEMPLATE) -> Tokenizer:
+    """A tokenizer with one token per byte, whose id is the byte, and the special tokens EOS_ID and BOS_ID."""
+    vocab = {piece: byte for byte, piece in enumerate(_byte_pieces())}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)])
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token="<|end|>", bos_token="<|begin|>", chat_template=chat_template
+    )
+    return Tokenizer(fast)
+
+
+def _byte_pieces() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (GPT-2)."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = iter(range(0x100, 0x200))
+    return [chr(byte if byte in kept else next(shifted)) for byte in range(256)]
+
+
+@dataclass(kw_only=True)
+class FakeTokenSource:
+    """A TokenSource that generates `answer`, or else a walk through printable ASCII that prompt and seed determine.
+
+    Ends with FINISH_REASON_STOP after EOS_ID or a stop token id, as a worker does, and with FINISH_REASON_LENGTH at
+    max_tokens or the end of the answer.
+    """
+
+    answer: Sequence[int] | None = None
+    tokens_per_delta: int = 1
+    error: TandemError | Exception | None = None  # raised after `error_after` tokens
+    error_after: int = 0
+    stall_after: int | None = None  # after so many tokens no more come, until the request is cancelled
+    requests: list[TokenRequest] = field(default_factory=list)
+    running: int = 0
+    max_running: int = 0
+    cancelled: int = 0  # requests that were closed before their end
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def generate(
+        self, request: TokenRequest, timeline: inference_pb2.Timeline
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """See TokenSource."""
+        await self._count(+1, request)
+        finished = False
+        try:
+            ids = self._tokens(request)
+            for start in range(0, len(ids), self.tokens_per_delta):
+                await self._obstacle(start)
+                end = start + self.tokens_per_delta
+                reason = inference_pb2.FINISH_REASON_UNSPECIFIED
+                if end >= len(ids):
+                    reason, finished = self._reason(ids[-1], request), True
+                timeline.completion_tokens = min(end, len(ids))
+                yield TokenDelta(first_index=start, ids=tuple(ids[start:end]), finish_reason=reason)
+                await asyncio.sleep(0)  # as a network would, let others run
+        finally:
+            timeline.request_id = request.request_id
+            timeline.prompt_tokens = len(request.prompt)
+            timeline.attempts = 1
+            self.cancelled += not finished
+            await self._count(-1)
+
+    async def wait_running(self, count: int) -> None:
+        """Returns once exactly `count` requests run."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.running == count)
+
+    async def _count(self, change: int, request: TokenRequest | None = None) -> None:
+        self.running += change
+        self.max_running = max(self.running, self.max_running)
+        if request is not None:
+            self.requests.append(request)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _obstacle(self, start: int) -> None:
+        if self.error is not None and start >= self.error_after:
+            raise self.error
+        if self.stall_after is not None and start >= self.stall_after:
+            await asyncio.Event().wait()
+
+    def _tokens(self, request: TokenRequest) -> list[int]:
+        ids = list(self.answer) if self.answer is not None else self._walk(request)
+        ids = ids[: request.max_tokens]
+        ends = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
+        stops = [i for i, token in enumerate(ids) if token in ends]
+        return ids[: stops[0] + 1] if stops else ids
+
+    def _walk(self, request: TokenRequest) -> list[int]:
+        state = random.Random(zlib.crc32(repr(request.prompt).encode()) ^ request.sampling.seed)
+        return [state.randrange(0x20, 0x7F) for _ in range(min(request.max_tokens, 4_096))]
+
+    def _reason(self, last: int, request: TokenRequest) -> "inference_pb2.FinishReason":
+        if last in request.stop_token_ids or (last == EOS_ID and not request.ignore_eos):
+            return inference_pb2.FINISH_REASON_STOP
+        return inference_pb2.FINISH_REASON_LENGTH

@@ -1,0 +1,116 @@
+"""The configuration: what is refused, in which words, and how flags lie over a file."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tandem.cluster.config import MAX_FILE_BYTES, ConfigError, TandemConfig, load_config
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "service.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_gives_values_and_flags_win(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+model: /models/a
+dtype: float32
+router: {grpc_port: 0}
+prefill: {replicas: 2, block_size: 32, resources: {p: 1}}
+decode: {kv_cache_gb: 0.5}
+""",
+    )
+    config = load_config(path, {"prefill.replicas": 3, "router.http_port": 0, "dtype": None})
+    assert (config.model, config.dtype) == ("/models/a", "float32")
+    assert (config.router.grpc_port, config.router.http_port) == (0, 0)
+    assert (config.prefill.replicas, config.prefill.block_size, config.prefill.resources) == (3, 32, {"p": 1.0})
+    assert (config.decode.block_size, config.decode.kv_cache_bytes) == (16, 2**29)
+
+
+def test_flags_alone_are_enough() -> None:
+    config = load_config(None, {"model": "m", "decode.replicas": 2})
+    assert (config.prefill.replicas, config.decode.replicas, config.num_workers) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("model: m\nprefil: {}", "prefil: unknown key; did you mean prefill?"),
+        ("model: m\ndecode: {replica: 1}", "decode.replica: unknown key; did you mean replicas?"),
+        ("model: m\nzzzzzz: 1", "zzzzzz: unknown key"),
+        ("{}", "model: missing"),
+        ("", "model: missing"),
+        ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
+        ("model: m\nprefill: {replicas: -1}", "prefill.replicas: must be at least 0, got -1"),
+        ("model: m\nprefill: {replicas: many}", "prefill.replicas: must be a whole number, got 'many'"),
+        ("model: m\nprefill: {replicas: true}", "prefill.replicas: must be a whole number, got True"),
+        ("model: m\nprefill: 3", "prefill: must hold keys and values, got 3"),
+        ("model: m\nrouter: {grpc_port: 65536}", "router.grpc_port: must be at most 65535, got 65536"),
+        ("model: m\nlease_seconds: .nan", "lease_seconds: must be a finite number"),
+        ("model: m\ndtype: int8", "dtype: must be one of 'float32', 'bfloat16' or 'float16', got 'int8'"),
+        ("model: m\nname: No Spaces", "name: must match ^[a-z][a-z0-9-]{0,62}$, got 'No Spaces'"),
+        ("model: ''", "model: must have at least 1 character(s)"),
+        (
+            "model: m\ndecode: {resources: {gpu: 0}}",
+            "decode.resources.gpu: must be greater than 0.0, got 0",
+        ),
+    ],
+)
+def test_each_wrong_value_is_one_line_that_names_key_and_bound(tmp_path: Path, text: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    assert str(caught.value) == line
+
+
+def test_every_wrong_value_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, "model: m\nprefil: {}\nrouter: {grpc_port: -1}"))
+    assert sorted(str(caught.value).splitlines()) == [
+        "prefil: unknown key; did you mean prefill?",
+        "router.grpc_port: must be at least 0, got -1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "line 1: not valid YAML"),
+        ("- model", "must hold keys and values at the top level"),
+        ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("#" * (MAX_FILE_BYTES + 1), f"must be at most {MAX_FILE_BYTES} bytes"),
+    ],
+)
+def test_files_that_are_no_configuration_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_nothing_changes_after_loading() -> None:
+    config = load_config(None, {"model": "m"})
+    with pytest.raises(ValidationError):
+        config.prefill.replicas = 5
+
+
+@pytest.mark.parametrize(("cores", "prefill", "decode", "threads"), [(2, 1, 1, 1), (16, 1, 3, 4), (2, 4, 4, 1)])
+def test_workers_share_the_cores(cores: int, prefill: int, decode: int, threads: int) -> None:
+    config = load_config(None, {"model": "m", "prefill.replicas": prefill, "decode.replicas": decode})
+    assert config.num_threads(config.decode, cores) == threads
+
+
+def test_a_pool_may_fix_its_threads() -> None:
+    config = TandemConfig.model_validate({"model": "m", "decode": {"num_threads": 7}})
+    assert config.num_threads(config.decode, 2) == 7

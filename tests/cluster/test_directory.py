@@ -1,0 +1,127 @@
+"""The directory without Ray: registration, expiry, long poll, and what a router believes after a restart."""
+
+import asyncio
+
+import pytest
+
+from tandem.cluster.directory import Directory, Follower, Snapshot
+from tandem.proto import worker_pb2
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def worker(worker_id: str, *, epoch: int = 1, running: int = 0) -> bytes:
+    load = worker_pb2.Load(num_running=running)
+    return worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, load=load).SerializeToString(deterministic=True)
+
+
+def ids(snapshot: Snapshot) -> list[str]:
+    return [worker_pb2.WorkerInfo.FromString(info).worker_id for info in snapshot.workers]
+
+
+async def test_register_refresh_and_remove() -> None:
+    directory = Directory(clock=Clock())
+    await directory.register(worker("b"))
+    await directory.register(worker("a"))
+    before = await directory.snapshot()
+    assert ids(before) == ["a", "b"]
+    await directory.register(worker("a"))
+    assert (await directory.snapshot()).version == before.version, "an unchanged heartbeat is no news"
+    await directory.register(worker("a", running=3))
+    assert (await directory.snapshot()).version > before.version
+    await directory.remove("b")
+    await directory.remove("never-there")
+    assert ids(await directory.snapshot()) == ["a"]
+
+
+async def test_an_earlier_epoch_is_ignored() -> None:
+    directory = Directory(clock=Clock())
+    await directory.register(worker("a", epoch=2, running=2))
+    await directory.register(worker("a", epoch=1, running=1))
+    (info,) = (await directory.snapshot()).workers
+    assert info == worker("a", epoch=2, running=2)
+
+
+async def test_a_silent_worker_is_dropped_and_others_stay() -> None:
+    clock = Clock()
+    directory = Directory(expiry=10, clock=clock)
+    await directory.register(worker("silent"))
+    for _ in range(9):
+        clock.now += 1
+        await directory.register(worker("alive"))
+    assert ids(await directory.snapshot()) == ["alive", "silent"]
+    clock.now += 1
+    assert ids(await directory.snapshot()) == ["alive"]
+
+
+async def test_a_frozen_directory_does_not_drop_everybody_when_it_wakes() -> None:
+    clock = Clock()
+    directory = Directory(expiry=10, clock=clock)
+    await directory.register(worker("a"))
+    await directory.register(worker("b"))
+    clock.now += 60
+    await directory.register(worker("a"))
+    assert ids(await directory.snapshot()) == ["a", "b"]
+    for _ in range(10):
+        clock.now += 1
+        await directory.register(worker("a"))
+    assert ids(await directory.snapshot()) == ["a"]
+
+
+async def test_follow_answers_at_once_when_there_is_news_and_else_waits_for_it() -> None:
+    directory = Directory()
+    first = await directory.follow("", -1, timeout=60)
+    waiting = asyncio.create_task(directory.follow(first.incarnation, first.version, timeout=60))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await directory.register(worker("a"))
+    async with asyncio.timeout(5):
+        assert ids(await waiting) == ["a"]
+
+
+async def test_follow_ends_at_its_timeout() -> None:
+    directory = Directory()
+    first = await directory.snapshot()
+    async with asyncio.timeout(5):
+        same = await directory.follow(first.incarnation, first.version, timeout=0.05)
+    assert (same.version, same.workers) == (first.version, ())
+
+
+async def test_follow_tells_of_an_expiry_that_nobody_announced() -> None:
+    directory = Directory(expiry=0.2)
+    await directory.register(worker("a"))
+    known = await directory.snapshot()
+    async with asyncio.timeout(5):
+        assert ids(await directory.follow(known.incarnation, known.version, timeout=60)) == []
+
+
+def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:
+    return Snapshot(incarnation=incarnation, version=1, age=age, workers=tuple(worker(id_) for id_ in workers))
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "believed"),
+    [
+        ([snapshot("x", 0, "a")], {"a"}),
+        ([snapshot("x", 50, "a", "b"), snapshot("x", 51, "a")], {"a"}),
+        ([snapshot("x", 1, "a", "b"), snapshot("x", 2, "a")], {"a"}),
+        # A restarted directory is empty at first: the workers are believed in until they had time to come back.
+        ([snapshot("x", 50, "a", "b"), snapshot("y", 0)], {"a", "b"}),
+        ([snapshot("x", 50, "a", "b"), snapshot("y", 0), snapshot("y", 1, "a", "c")], {"a", "b", "c"}),
+        ([snapshot("x", 50, "a", "b"), snapshot("y", 1, "a", "b"), snapshot("y", 2, "b")], {"b"}),
+        ([snapshot("x", 50, "a", "b"), snapshot("y", 0), snapshot("y", 10, "a")], {"a"}),
+        ([snapshot("x", 50, "a"), snapshot("y", 0), snapshot("z", 1, "b")], {"a", "b"}),
+    ],
+)
+def test_what_a_follower_believes(snapshots: list[Snapshot], believed: set[str]) -> None:
+    follower = Follower(expiry=10)
+    workers = [follower.apply(one) for one in snapshots][-1]
+    assert {info.worker_id for info in workers} == believed
+    assert len(workers) == len(believed)
+    assert (follower.incarnation, follower.version) == (snapshots[-1].incarnation, 1)

@@ -1,0 +1,68 @@
+"""The demo model in float32, prefill and decode apart, against transformers: the same tokens, whatever the path."""
+
+import asyncio
+import os
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.tests import demo_model
+from tandem.tests.fleet import Fleet, fleet, token_request
+
+NUM_TOKENS = 64
+LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 160, 200, 256, 300, 333, 512, 1500)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    return demo_model.prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    return demo_model.reference(prompts, NUM_TOKENS)
+
+
+async def generate_all(running: Fleet, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """All prompts at the same time."""
+    requests = [token_request(p, NUM_TOKENS, name=f"p{i}", ignore_eos=True) for i, p in enumerate(prompts)]
+    return [tokens for tokens, _ in await asyncio.gather(*(running.generate(request) for request in requests))]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "chunk"),
+    [(1, 1, 512), (0, 1, 512), (2, 2, 512), (1, 1, 16), (0, 1, 16)],
+    ids=lambda value: str(value),
+)
+async def test_greedy_equals_transformers(
+    prefill: int, decode: int, chunk: int, prompts: list[tuple[int, ...]], expected: list[list[int]]
+) -> None:
+    threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
+    ranks = lambda role: demo_model.rank(num_threads=threads)  # noqa: E731
+    async with fleet(prefill, decode, rank=ranks, max_step_tokens=chunk) as running:
+        assert await generate_all(running, prompts) == expected
+        if chunk == 512:  # again, from warm prefix caches
+            assert await generate_all(running, prompts) == expected
+
+
+async def test_same_seed_same_tokens(prompts: list[tuple[int, ...]]) -> None:
+    """Sampled tokens depend on prompt, parameters and seed alone: not on the batch, not on the path."""
+    sampling = [
+        inference_pb2.SamplingParams(
+            temperature=0.5 + n / 16, top_k=10 * n, top_p=1 - n / 64, min_p=n / 640, seed=2**60 + n
+        )
+        for n in range(16)
+    ]
+    made = []
+    for prefill in (1, 0):
+        async with fleet(prefill, 1, rank=lambda role: demo_model.rank()) as running:
+
+            async def sample(n: int, name: str) -> list[int]:
+                request = token_request(prompts[n], 32, name=f"{name}-{n}", sampling=sampling[n], ignore_eos=True)
+                return (await running.generate(request))[0]
+
+            made.append(await asyncio.gather(*(sample(n, "batch") for n in range(16))))
+            for n in (0, 5, 10, 15):
+                assert await sample(n, "alone") == made[-1][n]
+    assert made[0] == made[1]
+    assert len({tuple(tokens) for tokens in made[0]}) == 16

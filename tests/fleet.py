@@ -1,0 +1,130 @@
+"""Workers and a dispatcher in one process, joined by real gRPC on free ports, without Ray."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import grpc.aio
+
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.channel import peer_channel
+from tandem.proto.worker_pb2_grpc import WorkerStub
+from tandem.router.dispatcher import Dispatcher
+from tandem.router.request import TokenRequest
+from tandem.router.view import DirectoryView
+from tandem.workers.engine.fake import FakeExecutor
+from tandem.workers.rank import Rank
+from tandem.workers.transfer.export import FrameHook
+from tandem.workers.worker import Worker, WorkerConfig
+
+VOCAB = 1000
+
+
+def fake_rank(num_blocks: int = 256, block_size: int = 16, context_tokens: int = 2048, **fake: object) -> Rank:
+    """A rank whose tokens are a function of all tokens before, and whose KV memory notices every misplaced byte."""
+    executor = FakeExecutor(num_blocks, block_size, vocab_size=VOCAB, **fake)  # type: ignore[arg-type]
+    return Rank(
+        executor=executor,
+        kv=executor.kv,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        vocab_size=VOCAB,
+        context_tokens=context_tokens,
+        eos_ids=frozenset(),
+    )
+
+
+@dataclass(slots=True)
+class Fleet:
+    """A running set of workers. One that a test has broken leaves `workers`: it is stopped, but not audited."""
+
+    workers: list[Worker]
+    view: DirectoryView
+    dispatcher: Dispatcher
+
+    async def generate(self, request: TokenRequest) -> tuple[list[int], inference_pb2.Timeline]:
+        """All tokens of one request, checked to have contiguous indices and exactly one end."""
+        timeline = inference_pb2.Timeline()
+        tokens: list[int] = []
+        ends = 0
+        async with aclosing(self.dispatcher.generate(request, timeline)) as deltas:
+            async for delta in deltas:
+                assert delta.first_index == len(tokens)
+                assert not ends
+                tokens += delta.ids
+                ends += delta.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
+        assert ends == 1
+        return tokens, timeline
+
+    async def statuses(self) -> list[worker_pb2.GetStatusResponse]:
+        """What every worker says of itself over gRPC."""
+        found = []
+        for worker in self.workers:
+            async with peer_channel(worker.address) as channel:
+                found.append(await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest(), timeout=10))
+        return found
+
+    async def check_idle(self, timeout: float = 5.0) -> None:
+        """Waits until no worker holds anything for anybody; fails if that does not come or the books do not balance."""
+        deadline = time.monotonic() + timeout
+        while True:
+            statuses = await self.statuses()
+            assert all(status.balanced for status in statuses)
+            if all(is_idle(status) for status in statuses):
+                return
+            assert time.monotonic() < deadline, f"not idle: {statuses}"
+            await asyncio.sleep(0.01)
+
+
+def worker_stub(channel: grpc.aio.Channel) -> WorkerStub:
+    """A client of one worker."""
+    return WorkerStub(channel)  # type: ignore[no-untyped-call]
+
+
+def is_idle(status: worker_pb2.GetStatusResponse) -> bool:
+    """No job, lease, transfer, and every block free or cached."""
+    load = status.info.load
+    held = load.owned_blocks + load.leased_blocks + load.reserved_blocks + load.num_waiting + load.num_running
+    adds_up = load.free_blocks + load.cached_blocks == load.total_blocks
+    return adds_up and not (held or status.num_jobs or status.num_leases or status.num_transfers)
+
+
+def token_request(prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", **fields: object) -> TokenRequest:
+    """A greedy request."""
+    request = TokenRequest(
+        request_id=name or f"request-{time.monotonic_ns()}",
+        prompt=tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=inference_pb2.SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=0),
+        arrived=time.monotonic(),
+    )
+    return replace(request, **fields)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def fleet(
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    rank: Callable[[str], Rank] = lambda role: fake_rank(),
+    frame_hook: FrameHook | None = None,
+    **config: object,
+) -> AsyncIterator[Fleet]:
+    """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that they are idle."""
+    settings = WorkerConfig(model="", **config)  # type: ignore[arg-type]
+    roles = ["prefill"] * prefill + ["decode"] * decode
+    workers = [
+        await Worker.serve(rank(role), settings, worker_id=f"{role}-{n}", role=role, frame_hook=frame_hook)
+        for n, role in enumerate(roles)
+    ]
+    view = DirectoryView()
+    view.update(worker.info() for worker in workers)
+    running = Fleet(list(workers), view, Dispatcher(view))
+    try:
+        yield running
+        await running.check_idle()
+    finally:
+        await running.dispatcher.close()
+        await asyncio.gather(*(worker.stop() for worker in workers))

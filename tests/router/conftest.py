@@ -1,0 +1,63 @@
+"""A service with real front doors on free ports and tokens from a fake source."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import pytest
+
+from tandem.router.completion import Completions
+from tandem.router.fake import FakeTokenSource, byte_tokenizer
+from tandem.router.grpc_door import GrpcDoor
+from tandem.router.prepare import ServedModel
+from tandem.router.server import RouterServer
+from tandem.router.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 512
+
+
+class Doors(Protocol):
+    async def set_serving(self, serving: bool) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What a test of the doors needs."""
+
+    doors: Doors
+    source: FakeTokenSource
+    grpc: str  # HOST:PORT
+    http: str = ""
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel(name="tiny", tokenizer=tokenizer, context_tokens=CONTEXT_TOKENS)
+
+
+@pytest.fixture
+async def service(model: ServedModel) -> AsyncIterator[Service]:
+    """Both doors."""
+    source = FakeTokenSource()
+    server = await RouterServer.start(Completions([model], source))
+    await server.set_serving(True)
+    yield Service(doors=server, source=source, grpc=server.grpc_address, http=server.http_address)
+    await server.stop(0)
+    assert source.running == 0
+
+
+@pytest.fixture
+async def grpc_service(model: ServedModel) -> AsyncIterator[Service]:
+    """The gRPC door alone: starts and stops faster."""
+    source = FakeTokenSource()
+    door = GrpcDoor(Completions([model], source), reflection=True)
+    address = await door.start("127.0.0.1:0")
+    await door.set_serving(True)
+    yield Service(doors=door, source=source, grpc=address)
+    await door.stop(0)
+    assert source.running == 0

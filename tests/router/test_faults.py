@@ -1,0 +1,165 @@
+"""KV transfers that go wrong in every way: each is noticed, none yields a wrong token, nothing is left behind."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from tandem.proto.errors import TandemError
+from tandem.router import dispatcher
+from tandem.tests.fleet import VOCAB, fleet, token_request
+from tandem.workers.engine.fake import expected_tokens
+from tandem.workers.transfer import export, wire
+from tandem.workers.transfer.wire import Commit, Data, TransferError, TransferKey, decode, encode
+
+NUM_INJECTIONS = 1000
+NUM_AT_ONCE = 32
+
+OF_DATA = ("repeat", "reorder", "wrong layer", "wrong token")
+OF_ANY = ("corrupt", "truncate", "drop", "foreign", "epoch", "cut", "end")
+RARE = ("stall",)  # each costs stall_seconds
+
+
+class Injector:
+    """Spoils one frame of most transfers, each in one of the ways above, and counts what it did."""
+
+    def __init__(self, seed: int, limit: int) -> None:
+        self.done: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._limit = limit
+        self._foreign: bytes | None = None  # a good frame of an earlier transfer
+
+    @property
+    def num_done(self) -> int:
+        return self.done.total()
+
+    async def __call__(self, frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        position = self._random.randrange(16) if self._random.random() < 0.8 else None
+        count = 0
+        async for frame in frames:
+            last = isinstance(decode(frame)[1], Commit)
+            if position is None or self.num_done >= self._limit or not (count == position or last):
+                yield frame
+            else:
+                position = None
+                kind = self._choose(frame, last)
+                self.done[kind] += 1
+                if kind == "end":
+                    return
+                async for spoilt in self._spoil(kind, frame, frames):
+                    yield spoilt
+            self._foreign = self._foreign if last else frame
+            count += 1
+
+    def _choose(self, frame: bytes, last: bool) -> str:
+        kinds = OF_ANY if last else OF_ANY + OF_DATA
+        kind = self._random.choice(kinds + RARE if self._random.random() < 0.3 else kinds)
+        if (kind == "drop" and last) or (kind == "foreign" and self._foreign is None):
+            return "corrupt"  # a dropped commit is a stall by another name
+        return kind
+
+    async def _spoil(self, kind: str, frame: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """What goes out instead of `frame`; "reorder" takes one more of the stream."""
+        key, message, payload = decode(frame)
+        match kind:
+            case "corrupt":
+                bit = self._random.randrange(8 * len(frame))
+                yield frame[: bit // 8] + bytes([frame[bit // 8] ^ 1 << bit % 8]) + frame[bit // 8 + 1 :]
+            case "truncate":
+                yield frame[: self._random.randrange(len(frame))]
+            case "drop":
+                pass
+            case "foreign":
+                assert self._foreign is not None
+                assert decode(self._foreign)[0] != key
+                yield self._foreign
+            case "epoch":
+                yield encode(TransferKey(transfer_id=key.transfer_id, epoch=key.epoch + 1), message, payload)
+            case "cut":
+                raise TransferError("cut")
+            case "stall":
+                await asyncio.Event().wait()
+            case "repeat":
+                yield frame
+                yield frame
+            case "reorder":
+                yield await anext(rest)
+                yield frame
+            case "wrong layer":
+                assert isinstance(message, Data)
+                yield encode(key, replace(message, first_layer=(message.first_layer + 1) % 3), payload)
+            case "wrong token":
+                assert isinstance(message, Data)
+                yield encode(key, replace(message, first_token=message.first_token + 1), payload)
+
+
+async def test_a_thousand_faults_are_all_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(export, "FRAME_BYTES", 32 * 64)  # 32 tokens of one layer
+    monkeypatch.setattr(dispatcher, "MAX_TRANSFERS_LOST", 10**9)
+    injector = Injector(seed=2, limit=NUM_INJECTIONS)
+    chance = random.Random(3)
+    noticed = attempts = 0
+
+    async with fleet(2, 2, frame_hook=injector, max_step_tokens=32, stall_seconds=3.0) as running:
+
+        async def client() -> None:
+            nonlocal noticed, attempts
+            while injector.num_done < NUM_INJECTIONS:
+                prompt = [chance.randrange(VOCAB) for _ in range(chance.randrange(70, 160))]
+                tokens, timeline = await running.generate(token_request(prompt, 4))
+                assert tokens == expected_tokens(prompt, 4, VOCAB)
+                noticed += timeline.attempts - 1
+                attempts += timeline.attempts
+
+        await asyncio.gather(*(client() for _ in range(NUM_AT_ONCE)))
+        await running.check_idle()
+
+    assert injector.num_done == NUM_INJECTIONS == noticed
+    assert caplog.text.count("KV transfer failed") == NUM_INJECTIONS
+    assert set(injector.done) == {*OF_DATA, *OF_ANY, *RARE}
+    assert attempts > NUM_INJECTIONS  # and transfers without a fault went through
+
+
+async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the test above could see a fault that the frames' checks let through."""
+    monkeypatch.setattr(wire.google_crc32c, "value", lambda body: 0)
+
+    async def flip(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        async for frame in frames:
+            is_data = isinstance(decode(frame)[1], Data)
+            yield frame[:-1] + bytes([frame[-1] ^ 1]) if is_data else frame
+
+    async with fleet(1, 1, frame_hook=flip) as running:
+        with pytest.raises(TandemError):
+            await running.generate(token_request(range(100), 4))
+        broken = running.workers.pop()
+        with pytest.raises(RuntimeError, match="has failed") as raised:
+            broken.check_health()
+        assert "KV of something else" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+async def test_a_request_outlives_two_lost_transfers_and_not_three(times: int) -> None:
+    left = times
+
+    async def cut(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        nonlocal left
+        async for frame in frames:
+            if left:
+                left -= 1
+                raise TransferError("cut")
+            yield frame
+
+    async with fleet(1, 1, frame_hook=cut) as running:
+        if times == 2:
+            tokens, timeline = await running.generate(token_request(range(100), 4))
+            assert tokens == expected_tokens(range(100), 4, VOCAB)
+            assert timeline.attempts == 3
+        else:
+            with pytest.raises(TandemError, match="could not be moved"):
+                await running.generate(token_request(range(100), 4))

@@ -1,0 +1,252 @@
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tandem.proto import errors, inference_pb2, inference_pb2_grpc, limits
+from tandem.router.completion import Completions
+from tandem.router.fake import FakeTokenSource
+from tandem.router.grpc_door import GrpcDoor
+from tandem.router.prepare import ServedModel
+from tandem.tests.router.conftest import Service
+
+WAIT = 5.0
+
+
+def request(**fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(**({"prompt": {"text": "hi"}} | fields))
+
+
+def inference_stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:
+    return inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+async def channel(grpc_service: Service) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(grpc_service.grpc) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:
+    return inference_stub(channel)
+
+
+def timeline(trailing: Any) -> inference_pb2.Timeline | None:
+    found = dict(trailing or ()).get("tandem-timeline-bin")
+    return None if found is None else inference_pb2.Timeline.FromString(found)
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return caught.value
+
+
+async def test_generate_streams_and_ends_with_a_timeline(
+    grpc_service: Service, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    grpc_service.source.answer = b"hello world"
+    call = stub.Generate(request(request_id="mine", stopping={"stop": ["rl"]}))
+    messages = [message async for message in call]
+    assert "".join(message.text for message in messages) == "hello wo"
+    assert len(messages) == len(b"hello worl")
+    assert messages[-1].finish_reason == inference_pb2.FINISH_REASON_STOP
+    found = timeline(await call.trailing_metadata())
+    assert found is not None
+    assert (found.request_id, found.completion_tokens) == ("mine", 10)
+
+
+async def test_the_first_token_does_not_wait_for_the_second(
+    grpc_service: Service, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    grpc_service.source.answer, grpc_service.source.stall_after = b"ab", 1
+    call = stub.Generate(request())
+    assert (await asyncio.wait_for(call.read(), WAIT)).text == "a"
+    call.cancel()
+    await asyncio.wait_for(grpc_service.source.wait_running(0), WAIT)
+
+
+async def test_tokenize_and_list_models(stub: inference_pb2_grpc.InferenceStub) -> None:
+    answer = await stub.Tokenize(inference_pb2.TokenizeRequest(prompt={"text": "hé"}))
+    assert bytes(answer.token_ids) == "hé".encode()
+    models = await stub.ListModels(inference_pb2.ListModelsRequest())
+    assert [(model.id, model.context_tokens) for model in models.models] == [("tiny", 512)]
+
+
+@pytest.mark.parametrize("error_after", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "code", "pushback"),
+    [
+        (errors.Overloaded("the queue is full", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED, "2500"),
+        (errors.Unavailable("no worker is ready", 0.25), grpc.StatusCode.UNAVAILABLE, "250"),
+        (errors.DeadlineExceeded("too late"), grpc.StatusCode.DEADLINE_EXCEEDED, None),
+        (errors.InternalError("given up"), grpc.StatusCode.INTERNAL, None),
+        (errors.PermissionDenied("not you"), grpc.StatusCode.PERMISSION_DENIED, None),
+    ],
+)
+async def test_errors_have_their_code_text_and_metadata(
+    grpc_service: Service,
+    stub: inference_pb2_grpc.InferenceStub,
+    error: errors.TandemError,
+    code: grpc.StatusCode,
+    pushback: str | None,
+    error_after: int,
+) -> None:
+    grpc_service.source.error, grpc_service.source.error_after = error, error_after
+    caught = await failure(stub.Generate(request()))
+    assert (caught.code(), caught.details()) == (code, error.message)
+    trailing = dict(caught.trailing_metadata() or ())
+    assert trailing.get("grpc-retry-pushback-ms") == pushback
+    found = timeline(trailing.items())  # the request had been accepted
+    assert found is not None
+    assert found.completion_tokens == error_after
+
+
+async def test_a_defect_is_internal_with_a_fixed_text(
+    grpc_service: Service, stub: inference_pb2_grpc.InferenceStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    grpc_service.source.error = RuntimeError("/secret/path")
+    caught = await failure(stub.Generate(request()))
+    assert (caught.code(), caught.details()) == (grpc.StatusCode.INTERNAL, "the service failed at this request")
+    assert "/secret/path" in caplog.text
+
+
+async def test_a_refused_request_has_no_timeline(stub: inference_pb2_grpc.InferenceStub) -> None:
+    caught = await failure(stub.Generate(request(sampling={"top_k": -2})))
+    assert caught.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.details() == "sampling.top_k: must be from -1 to 1000000"
+    assert timeline(caught.trailing_metadata()) is None
+
+
+@pytest.mark.parametrize("stall_after", [0, 3])
+async def test_cancellation_reaches_the_source(
+    grpc_service: Service, stub: inference_pb2_grpc.InferenceStub, stall_after: int
+) -> None:
+    grpc_service.source.stall_after = stall_after
+    call = stub.Generate(request())
+    for _ in range(stall_after):
+        await call.read()
+    await asyncio.wait_for(grpc_service.source.wait_running(1), WAIT)
+    call.cancel()
+    await asyncio.wait_for(grpc_service.source.wait_running(0), WAIT)
+    assert grpc_service.source.cancelled == 1
+
+
+async def test_a_lost_connection_reaches_the_source(grpc_service: Service) -> None:
+    grpc_service.source.stall_after = 1
+    channel = grpc.aio.insecure_channel(grpc_service.grpc)
+    call = inference_stub(channel).Generate(request())
+    await call.read()
+    await channel.close()
+    await asyncio.wait_for(grpc_service.source.wait_running(0), WAIT)
+    assert grpc_service.source.cancelled == 1
+
+
+async def test_deadline(grpc_service: Service, stub: inference_pb2_grpc.InferenceStub) -> None:
+    grpc_service.source.stall_after = 1
+    caught = await failure(stub.Generate(request(), timeout=0.2))
+    assert caught.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(grpc_service.source.wait_running(0), WAIT)
+    deadline = grpc_service.source.requests[0].deadline
+    assert deadline is not None
+    assert 0 < deadline - grpc_service.source.requests[0].arrived <= 0.2
+
+
+async def test_bytes_that_are_no_message(channel: grpc.aio.Channel) -> None:
+    for method in ("Tokenize", "ListModels"):
+        call: Any = channel.unary_unary(f"/tandem.v1.Inference/{method}")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"\xff\xff\xff")
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert f"tandem.v1.{method}Request" in (caught.value.details() or "")
+    generate: Any = channel.unary_stream("/tandem.v1.Inference/Generate")
+    found = await failure(generate(b"\xff\xff\xff"))
+    assert found.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_unknown_method(channel: grpc.aio.Channel) -> None:
+    call: Any = channel.unary_unary("/tandem.v1.Inference/Nothing")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(b"")
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_message_that_is_too_large(stub: inference_pb2_grpc.InferenceStub) -> None:
+    message = request(prompt={"text": "x" * (limits.MAX_MESSAGE_BYTES + 1)})
+    assert (await failure(stub.Generate(message))).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_health_follows_set_serving(grpc_service: Service, channel: grpc.aio.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    statuses = health_pb2.HealthCheckResponse
+    for name in ("", "tandem.v1.Inference"):
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
+        assert (await watch.read()).status == statuses.SERVING
+        await grpc_service.doors.set_serving(False)
+        assert (await asyncio.wait_for(watch.read(), WAIT)).status == statuses.NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == statuses.NOT_SERVING
+        await grpc_service.doors.set_serving(True)
+        watch.cancel()
+
+
+async def reflected(address: str) -> set[str]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await call.done_writing()
+        answer = await call.read()
+        return {each.name for each in answer.list_services_response.service}
+
+
+async def test_reflection_behind_its_flag(grpc_service: Service, model: ServedModel) -> None:
+    assert "tandem.v1.Inference" in await reflected(grpc_service.grpc)
+    door = GrpcDoor(Completions([model], FakeTokenSource()), reflection=False)
+    address = await door.start("127.0.0.1:0")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await reflected(address)
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    await door.stop(0)
+
+
+async def test_not_serving_until_told(model: ServedModel) -> None:
+    door = GrpcDoor(Completions([model], FakeTokenSource()), reflection=False)
+    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await door.stop(0)
+
+
+async def test_a_taken_port_fails(grpc_service: Service, model: ServedModel) -> None:
+    door = GrpcDoor(Completions([model], FakeTokenSource()), reflection=False)
+    with pytest.raises(RuntimeError):
+        await door.start(grpc_service.grpc)
+
+
+async def test_stop_lets_streams_end(model: ServedModel) -> None:
+    door = GrpcDoor(Completions([model], FakeTokenSource(answer=b"hello")), reflection=False)
+    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+        call = inference_stub(channel).Generate(request())
+        text = (await call.read()).text
+        stopping = asyncio.create_task(door.stop(WAIT))
+        while (message := await call.read()) is not grpc.aio.EOF:
+            text += message.text
+        assert text == "hello"
+        await asyncio.wait_for(stopping, WAIT)
+
+
+async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
+    source = FakeTokenSource(stall_after=1)
+    door = GrpcDoor(Completions([model], source), reflection=False)
+    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+        call = inference_stub(channel).Generate(request())
+        await call.read()
+        await asyncio.wait_for(door.stop(0.1), WAIT)
+        await asyncio.wait_for(source.wait_running(0), WAIT)
+        assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

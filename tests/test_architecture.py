@@ -1,0 +1,280 @@
+"""The shape of the house, read from the source: arrows, bans, cycles, sizes, packages.
+
+Every rule is a function from modules to complaints, and every rule has a control that it must complain about.
+"""
+
+import ast
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+
+# Which rooms a room may import; its own modules always. The names are those that `room_of` gives.
+ARROWS: dict[str, set[str]] = {
+    "proto": set(),
+    "workers.engine": {"proto"},
+    "workers.model": {"proto", "workers.engine"},
+    "workers.transfer": {"proto", "workers.engine"},
+    "workers.rank": {"proto", "workers.engine", "workers.model", "workers.transfer"},
+    "workers.group": {"proto", "workers.engine", "workers.model", "workers.transfer", "workers.rank"},
+    "workers": {"proto", "workers.engine", "workers.model", "workers.transfer", "workers.rank", "workers.group"},
+    "router": {"proto"},
+    "": {"proto", "router"},
+}
+ARROWS["cluster"] = set(ARROWS)
+
+# Which rooms alone may import a library, or which may not.
+ONLY_IN = {"ray": {"cluster"}}
+NOT_IN = {
+    "torch": {"proto", "workers.engine", "router", ""},
+    "transformers": {"proto", "workers.engine", ""},
+    "grpc": {"workers.engine", "workers.model"},
+    "grpc_health": {"workers.engine", "workers.model"},
+    "grpc_reflection": {"workers.engine", "workers.model"},
+}
+
+# What can run code found in bytes.
+FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "marshal", "dill", "shelve", "ray.cloudpickle", "torch.load", "yaml.load"}
+FORBIDDEN_IMPORTS |= {"yaml.unsafe_load", "yaml.full_load", "builtins.eval", "builtins.exec"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "ray.cloudpickle"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """One source file of the package; `name` is absolute and a package's is that of its `__init__`."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @property
+    def is_generated(self) -> bool:
+        return self.name.endswith(("_pb2", "_pb2_grpc"))
+
+    @property
+    def package(self) -> str:
+        return self.name if self.is_package else self.name.rpartition(".")[0]
+
+
+Rule = Callable[[list[Module]], list[str]]
+
+
+@cache
+def package_modules() -> list[Module]:
+    outside = ("tests", "build", "dist")
+    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in outside]
+    modules = []
+    for path in sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(("tandem", *(parts[:-1] if is_package else parts)))
+        modules.append(Module(name=name, source=path.read_text(), is_package=is_package))
+    return modules
+
+
+def room_of(name: str) -> str:
+    """The room of a module: `workers` is the room of what lies directly in it; `` is the package's root."""
+    parts = name.split(".")[1:]
+    if parts and parts[0] == "workers":
+        inner = ".".join(parts[:2])
+        return inner if inner in ARROWS else "workers" if len(parts) <= 2 else inner
+    return parts[0] if parts and parts[0] in ARROWS else "" if len(parts) <= 1 else parts[0]
+
+
+def imported_names(module: Module) -> Iterator[str]:
+    """Absolute dotted names of everything imported anywhere in the file, functions and TYPE_CHECKING included."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.package.split(".")[: -(node.level - 1) or None] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def edges(modules: list[Module]) -> dict[str, set[str]]:
+    """Which module of ours imports which: names inside modules are cut back to the module that holds them."""
+    known = {module.name for module in modules}
+
+    def holder(name: str) -> str:
+        while name not in known and "." in name and name.rpartition(".")[0].startswith("tandem"):
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        module.name: {holder(name) for name in imported_names(module) if name.split(".")[0] == "tandem"} - {module.name}
+        for module in modules
+    }
+
+
+def breaks_arrows(modules: list[Module]) -> list[str]:
+    complaints = []
+    for name, targets in edges(modules).items():
+        room = room_of(name)
+        if room not in ARROWS:
+            complaints.append(f"{name} lies in a room that the arrows do not know")
+            continue
+        allowed = ARROWS[room] | {room}
+        complaints += [f"{name} imports {target}" for target in sorted(targets) if room_of(target) not in allowed]
+    return complaints
+
+
+def breaks_library_bans(modules: list[Module]) -> list[str]:
+    complaints = []
+    for module in modules:
+        room = room_of(module.name)
+        for library in sorted({name.split(".")[0] for name in imported_names(module)}):
+            if room in NOT_IN.get(library, set()) or room not in ONLY_IN.get(library, {room}):
+                complaints.append(f"{module.name} imports {library}")
+    return complaints
+
+
+def has_cycle(modules: list[Module]) -> list[str]:
+    try:
+        TopologicalSorter(edges(modules)).prepare()
+    except CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
+
+
+def decodes_code(modules: list[Module]) -> list[str]:
+    complaints = []
+    for module in modules:
+        for name in imported_names(module):
+            if name in FORBIDDEN_IMPORTS or name.split(".")[0] in FORBIDDEN_IMPORTS:
+                complaints.append(f"{module.name} imports {name}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in FORBIDDEN_CALLS:
+                complaints.append(f"{module.name}:{node.lineno} uses {ast.unparse(node)}")
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
+                complaints.append(f"{module.name}:{node.lineno} trusts remote code")
+    return complaints
+
+
+def is_too_long(modules: list[Module]) -> list[str]:
+    complaints = []
+    for module in modules:
+        if module.is_generated:
+            continue
+        num_lines = len(module.source.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            complaints.append(f"{module.name} has {num_lines} lines")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    complaints.append(f"{module.name}.{node.name} has {length} lines")
+    return complaints
+
+
+RULES: list[Rule] = [breaks_arrows, breaks_library_bans, has_cycle, decodes_code, is_too_long]
+
+
+def packages_off_the_list(modules: list[Module], listed: list[str]) -> set[str]:
+    """The packages that have modules but are not listed, and the other way round."""
+    return {module.package for module in modules} ^ set(listed)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_package_keeps_the_rule(rule: Rule) -> None:
+    assert rule(package_modules()) == []
+
+
+def test_the_scan_sees_the_package() -> None:
+    names = {module.name for module in package_modules()}
+    assert {"tandem", "tandem.proto.errors", "tandem.workers.engine.plan", "tandem.cluster.store"} <= names
+    assert edges(package_modules())["tandem.cluster.model_cli"] == {"tandem.cluster.store", "tandem.proto.errors"}
+
+
+def test_proto_is_a_namespace_folder() -> None:
+    # With an __init__.py it would hide the `proto` of proto-plus that Ray imports, whenever the root is on sys.path.
+    assert (ROOT / "proto" / "errors.py").exists()
+    assert not (ROOT / "proto" / "__init__.py").exists()
+
+
+def test_pyproject_lists_every_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert packages_off_the_list(package_modules(), listed) == set()
+    assert packages_off_the_list(package_modules(), listed[1:]) == {listed[0]}
+    assert packages_off_the_list(package_modules(), [*listed, "tandem.gone"]) == {"tandem.gone"}
+
+
+def made_up(**sources: str) -> list[Module]:
+    """Modules by names with `__` for the dot: `router__policy` is tandem.router.policy."""
+    return [Module(name=f"tandem.{name.replace('__', '.')}", source=source) for name, source in sources.items()]
+
+
+CONTROLS: list[tuple[Rule, dict[str, str]]] = [
+    (breaks_arrows, {"router__policy": "from ..workers.engine import plan"}),
+    (breaks_arrows, {"router__policy": "from .. import workers", "workers": ""}),
+    (breaks_arrows, {"router__policy": "import tandem.cluster.config"}),
+    (breaks_arrows, {"workers__worker": "from tandem.router.request import Request"}),
+    (breaks_arrows, {"workers__rank": "from . import worker", "workers__worker": ""}),
+    (breaks_arrows, {"workers__rank": "from .worker import Worker", "workers__worker": ""}),
+    (breaks_arrows, {"workers__model__runner": "from ..transfer import wire"}),
+    (breaks_arrows, {"workers__transfer__wire": "def f():\n    from ..model.kv import KvCache"}),
+    (breaks_arrows, {"workers__engine__plan": "from ..model import runner"}),
+    (breaks_arrows, {"proto__limits": "from ..router import request"}),
+    (breaks_arrows, {"proto__limits": "from .. import __version__", "router": ""}),
+    (breaks_arrows, {"attic__junk": ""}),
+    (breaks_arrows, {"workers__attic__junk": ""}),
+    (breaks_library_bans, {"workers__engine__plan": "import torch.nn"}),
+    (breaks_library_bans, {"workers__engine__plan": "import grpc"}),
+    (breaks_library_bans, {"workers__engine__plan": "def f():\n    import ray"}),
+    (breaks_library_bans, {"workers__model__runner": "from grpc import aio"}),
+    (breaks_library_bans, {"workers__model__runner": "import ray"}),
+    (breaks_library_bans, {"workers__worker": "from ray import serve"}),
+    (breaks_library_bans, {"router__policy": "from torch import Tensor"}),
+    (breaks_library_bans, {"router__policy": "import ray.serve"}),
+    (has_cycle, {"router__a": "from . import b", "router__b": "from .a import x"}),
+    (has_cycle, {"router__a": "from .b import x", "router__b": "def f():\n    from tandem.router import a"}),
+    (
+        has_cycle,
+        {"router__a": "from .b import x", "router__b": "import tandem.router.c", "router__c": "from . import a"},
+    ),
+    (decodes_code, {"cluster__x": "import pickle"}),
+    (decodes_code, {"cluster__x": "from ray import cloudpickle"}),
+    (decodes_code, {"cluster__x": "from marshal import loads"}),
+    (decodes_code, {"cluster__x": "eval('1')"}),
+    (decodes_code, {"cluster__x": "exec('1')"}),
+    (decodes_code, {"cluster__x": "import torch\ntorch.load('x')"}),
+    (decodes_code, {"cluster__x": "from torch import load"}),
+    (decodes_code, {"cluster__x": "import yaml\nyaml.load('x', yaml.SafeLoader)"}),
+    (decodes_code, {"cluster__x": "f(trust_remote_code=True)"}),
+    (is_too_long, {"cluster__x": "x = 1\n" * (MAX_FILE_LINES + 1)}),
+    (is_too_long, {"cluster__x": "async def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES}),
+]
+
+
+@pytest.mark.parametrize(("rule", "sources"), CONTROLS)
+def test_the_rule_complains(rule: Rule, sources: dict[str, str]) -> None:
+    assert len(rule(made_up(**sources))) == 1
+
+
+ALLOWED: dict[str, str] = {
+    "cluster__app": "import ray\nimport torch\nfrom ..router import policy\nfrom ..workers import worker",
+    "workers__worker": "import grpc\nfrom . import rank\nfrom .model import runner\nfrom ..proto import limits",
+    "workers__rank": "from .model import runner\nfrom .engine.plan import StepPlan",
+    "workers__model__runner": "import torch\nfrom ..engine.plan import StepPlan\nmodel.eval()\nyaml.safe_load('')",
+    "workers__engine__plan": "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1),
+    "router__policy": "import grpc\nfrom ..proto.limits import MAX_TOKENS\nf(trust_remote_code=False)",
+    "proto__limits": "MAX_TOKENS = 1\n" * MAX_FILE_LINES,
+    "proto__big_pb2": "x = 1\n" * (MAX_FILE_LINES + 1),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rule_is_silent_about_good_code(rule: Rule) -> None:
+    assert rule(made_up(**ALLOWED)) == []

@@ -1,0 +1,454 @@
+"""One worker alone, spoken to over its gRPC service as a router or another worker would."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.channel import peer_channel
+from tandem.proto.errors import TandemError
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, is_idle, token_request, worker_stub
+from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.workers.rank import Rank
+from tandem.workers.transfer.wire import PULL_METHOD, Open, Pull, TransferKey, encode
+from tandem.workers.worker import Worker, WorkerConfig
+
+GREEDY = inference_pb2.SamplingParams(temperature=0, top_p=1)
+
+
+def submit(request_id: str = "a", **fields: Any) -> worker_pb2.Submit:
+    """A good submit, but for the fields given."""
+    good: dict[str, Any] = {
+        "attempt": 1,
+        "task": worker_pb2.TASK_WHOLE,
+        "token_ids": range(20),
+        "max_tokens": 5,
+        "sampling": GREEDY,
+    }
+    return worker_pb2.Submit(request_id=request_id, **good | fields)
+
+
+class RawSession:
+    """A Session stream as the test speaks it."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call = worker_stub(channel).Session()
+        self.messages: list[worker_pb2.SessionResponse] = []
+
+    async def send(self, command: worker_pb2.Submit | worker_pb2.Cancel) -> None:
+        name = "submit" if isinstance(command, worker_pb2.Submit) else "cancel"
+        await self._call.write(worker_pb2.SessionRequest(**{name: command}))  # type: ignore[arg-type]
+
+    async def read(self) -> worker_pb2.SessionResponse | None:
+        """The next message; None at the stream's end."""
+        async with asyncio.timeout(10):
+            message = await self._call.read()
+        if not isinstance(message, worker_pb2.SessionResponse):
+            return None
+        self.messages.append(message)
+        return message
+
+    async def until(self, good: Callable[[worker_pb2.Output], bool], count: int = 1) -> list[worker_pb2.Output]:
+        """Reads until `count` outputs are good; returns those."""
+        found: list[worker_pb2.Output] = []
+        while len(found) < count:
+            message = await self.read()
+            assert message is not None, "the session ended"
+            found += filter(good, message.outputs)
+        return found
+
+    async def failure(self) -> worker_pb2.Failure:
+        (output,) = await self.until(lambda output: output.HasField("failure"))
+        return output.failure
+
+    def tokens(self, request_id: str = "a") -> list[int]:
+        """All tokens of a request among the messages read."""
+        outputs = [output for message in self.messages for output in message.outputs if output.request_id == request_id]
+        return [token for output in outputs for token in output.tokens.ids]
+
+    async def half_close(self) -> None:
+        await self._call.done_writing()
+
+
+def ended(output: worker_pb2.Output) -> bool:
+    return bool(output.tokens.finish_reason)
+
+
+@asynccontextmanager
+async def worker_of(rank: Rank, role: str = "decode", **config: Any) -> AsyncIterator[tuple[Worker, RawSession]]:
+    """A worker and a session to it; on leaving it must have freed all that the session used."""
+    worker = await Worker.serve(rank, WorkerConfig(model="", **config), worker_id="worker", role=role)
+    try:
+        async with peer_channel(worker.address) as channel:
+            yield worker, RawSession(channel)
+        await idle(worker)
+    finally:
+        await worker.stop()
+
+
+async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:
+    """Waits until the worker holds nothing for anybody."""
+    async with asyncio.timeout(5), peer_channel(worker.address) as channel:
+        while True:
+            status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())
+            assert status.balanced
+            if is_idle(status):
+                return status
+            await asyncio.sleep(0.005)
+
+
+def executor_of(rank: Rank) -> FakeExecutor:
+    assert isinstance(rank.executor, FakeExecutor)
+    return rank.executor
+
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "no tokens to generate": {"max_tokens": 0},
+    "more than the context": {"max_tokens": 2048 - 19},
+    "far more than the context": {"max_tokens": 2**32 - 1},
+    "no prompt": {"token_ids": []},
+    "token out of range": {"token_ids": [1, VOCAB]},
+    "token far out of range": {"token_ids": [2**32 - 1]},
+    "prompt over the context": {"token_ids": [1] * 2048},
+    "index beyond the tokens": {"first_index": 20},
+    "temperature NaN": {"sampling": {"temperature": float("nan"), "top_p": 1}},
+    "temperature infinite": {"sampling": {"temperature": float("inf"), "top_p": 1}},
+    "temperature negative": {"sampling": {"temperature": -1, "top_p": 1}},
+    "top_p zero": {"sampling": {"top_p": 0}},
+    "top_p NaN": {"sampling": {"top_p": float("nan")}},
+    "min_p over one": {"sampling": {"top_p": 1, "min_p": 1.5}},
+    "no task": {"task": worker_pb2.TASK_UNSPECIFIED},
+    "unknown task": {"task": 77},
+    "decode without kv": {"task": worker_pb2.TASK_DECODE},
+    "kv of another length": {
+        "task": worker_pb2.TASK_DECODE,
+        "kv": worker_pb2.KvHandle(num_tokens=19, endpoints=["127.0.0.1:1"]),
+    },
+    "kv without endpoint": {"task": worker_pb2.TASK_DECODE, "kv": worker_pb2.KvHandle(num_tokens=20)},
+    "too many stop tokens": {"stop_token_ids": range(65)},
+    "salt too long": {"cache_salt": bytes(65)},
+}
+
+
+async def test_a_malformed_submit_is_refused_and_the_session_goes_on() -> None:
+    async with worker_of(fake_rank()) as (worker, session):
+        for name, fields in MALFORMED.items():
+            await session.send(submit(name, **fields))
+            failure = await session.failure()
+            assert failure.kind == worker_pb2.FAILURE_KIND_INVALID, name
+            assert failure.message
+            assert worker.address not in failure.message
+        await session.send(submit())
+        await session.until(ended)
+        assert session.tokens() == expected_tokens(range(20), 5, VOCAB)
+
+
+async def test_a_key_in_use_is_refused_and_its_owner_goes_on() -> None:
+    async with worker_of(fake_rank(step_seconds=0.01)) as (_, session):
+        await session.send(submit(max_tokens=20))
+        await session.send(submit(max_tokens=20, token_ids=[1, 2]))
+        assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_INVALID
+        await session.until(ended)
+        assert session.tokens() == expected_tokens(range(20), 20, VOCAB)
+
+
+async def test_an_empty_command_and_a_cancel_of_nothing_change_nothing() -> None:
+    async with worker_of(fake_rank()) as (_, session):
+        await session._call.write(worker_pb2.SessionRequest())
+        await session.send(worker_pb2.Cancel(request_id="never", attempt=3))
+        await session.send(submit())
+        await session.until(ended)
+
+
+async def test_a_full_queue_and_a_pool_too_small_are_told_apart() -> None:
+    rank = fake_rank(num_blocks=8, step_seconds=0.01)
+    async with worker_of(rank, max_sequences=1, max_waiting=1) as (worker, session):
+        assert worker.info().context_tokens == 8 * 16
+        await session.send(submit("too long", max_tokens=8 * 16))
+        assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_INVALID
+        await session.send(submit("runs", max_tokens=60))
+        await session.until(lambda output: output.HasField("admitted"))
+        await session.send(submit("waits"))
+        await session.send(submit("is refused"))
+        (refused,) = await session.until(lambda output: output.HasField("failure"))
+        assert (refused.request_id, refused.failure.kind) == ("is refused", worker_pb2.FAILURE_KIND_FULL)
+        await session.until(ended, count=2)
+        assert session.tokens("waits") == expected_tokens(range(20), 5, VOCAB)
+
+
+async def test_one_message_a_step_whatever_the_batch() -> None:
+    rank = fake_rank(num_blocks=512)
+    async with worker_of(rank) as (_, session):
+        for n in range(16):
+            await session.send(submit(str(n), token_ids=range(n, n + 20), max_tokens=50))
+        await session.until(ended, count=16)
+    with_tokens = [m for m in session.messages if any(output.HasField("tokens") for output in m.outputs)]
+    assert len(with_tokens) <= executor_of(rank).num_steps < 16 * 50 / 4
+    assert len(session.messages) <= 2 * executor_of(rank).num_steps
+    for n in range(16):
+        assert session.tokens(str(n)) == expected_tokens(range(n, n + 20), 50, VOCAB)
+    for message in session.messages:
+        load = message.load
+        blocks = load.free_blocks + load.cached_blocks + load.owned_blocks + load.leased_blocks + load.reserved_blocks
+        assert blocks == load.total_blocks == 512
+
+
+async def test_the_end_of_the_stream_cancels_what_came_over_it() -> None:
+    async with worker_of(fake_rank(step_seconds=0.005)) as (worker, session):
+        for n in range(8):
+            await session.send(submit(str(n), max_tokens=1000))
+        await session.until(lambda output: output.HasField("tokens"))
+        await session.half_close()
+        while await session.read() is not None:
+            pass
+        status = await idle(worker)
+        assert status.num_sessions == 0
+
+
+@pytest.mark.parametrize("task", [worker_pb2.TASK_WHOLE, worker_pb2.TASK_PREFILL, worker_pb2.TASK_DECODE])
+async def test_a_cancelled_request_is_silent_and_frees_all(task: int) -> None:
+    async with worker_of(fake_rank(step_seconds=0.005)) as (worker, session):
+        kv = worker_pb2.KvHandle(num_tokens=20, endpoints=[worker.address], transfer_id=b"?")
+        await session.send(submit(task=task, max_tokens=1000, kv=kv))
+        await session.until(lambda output: True)
+        await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
+        await idle(worker)
+        await session.send(submit("b"))
+        await session.until(ended)
+
+
+# --- the engine fails ----------------------------------------------------------------------------------------------
+
+
+async def test_a_failed_engine_tells_everybody_at_once() -> None:
+    rank = fake_rank(step_seconds=0.002)
+    worker = await Worker.serve(rank, WorkerConfig(model=""), worker_id="worker", role="decode")
+    async with peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        for n in range(4):
+            await session.send(submit(str(n), max_tokens=1000))
+        await session.until(lambda output: output.HasField("tokens"))
+        executor_of(rank).fail_after_steps = 0
+        failures = await session.until(lambda output: output.HasField("failure"), count=4)
+        assert {output.failure.kind for output in failures} == {worker_pb2.FAILURE_KIND_WORKER}
+        assert await session.read() is None
+        with pytest.raises(RuntimeError, match="has failed"):
+            worker.check_health()
+        began = time.monotonic()
+        status = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())
+        assert not status.balanced
+        assert time.monotonic() - began < 5
+        again = RawSession(channel)
+        await again.send(submit("late"))
+        assert (await again.failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+    await worker.stop()
+
+
+async def test_requests_of_a_failed_decode_worker_end_on_the_other() -> None:
+    ranks = [fake_rank(), fake_rank(step_seconds=0.002), fake_rank(step_seconds=0.002)]
+    left = iter(ranks)
+    async with fleet(1, 2, rank=lambda role: next(left)) as running:
+
+        async def one(number: int) -> int:
+            prompt = range(number, number + 50)
+            tokens, timeline = await running.generate(token_request(prompt, 60))
+            assert tokens == expected_tokens(prompt, 60, VOCAB)
+            return timeline.attempts
+
+        requests = [asyncio.create_task(one(number)) for number in range(8)]
+        async with asyncio.timeout(10):
+            while executor_of(ranks[1]).num_steps < 20:
+                await asyncio.sleep(0.002)
+        executor_of(ranks[1]).fail_after_steps = 0
+        attempts = await asyncio.gather(*requests)
+        assert sorted(set(attempts)) == [1, 2]
+        broken = running.workers.pop(1)
+        with pytest.raises(RuntimeError, match="has failed"):
+            broken.check_health()
+
+
+async def test_without_another_worker_the_request_fails() -> None:
+    async with fleet(0, 1) as running:
+        executor = running.workers[0]._rank.executor
+        assert isinstance(executor, FakeExecutor)
+        executor.fail_after_steps = 3
+        with pytest.raises(TandemError, match="no worker is ready"):
+            await running.generate(token_request(range(50), 60))
+        running.workers.clear()
+
+
+# --- draining and stopping -----------------------------------------------------------------------------------------
+
+
+async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> None:
+    worker = await Worker.serve(
+        fake_rank(step_seconds=0.005), WorkerConfig(model=""), worker_id="worker", role="decode"
+    )
+    async with peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        await session.send(submit(max_tokens=40))
+        await session.until(lambda output: output.HasField("tokens"))
+        began = time.monotonic()
+        stopping = asyncio.create_task(worker.stop(grace=30))
+        await asyncio.sleep(0)
+        assert worker.info().draining
+        await session.send(submit("new"))
+        assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+        await session.until(ended)
+        assert session.tokens() == expected_tokens(range(20), 40, VOCAB)
+        assert await session.read() is None
+        await stopping
+        assert time.monotonic() - began < 10  # it does not wait for routers that have nothing there
+
+
+async def test_a_draining_prefill_worker_still_gives_its_cache_away() -> None:
+    """The decode worker may open its stream after the drain has begun."""
+    ranks = iter([fake_rank(step_seconds=0.02), fake_rank()])
+    async with fleet(1, 1, rank=lambda role: next(ranks), max_step_tokens=16) as running:
+        request = asyncio.create_task(running.generate(token_request(range(200), 4)))
+        async with asyncio.timeout(10):
+            while not (await running.statuses())[0].num_jobs:
+                await asyncio.sleep(0.002)
+        await running.workers.pop(0).stop(grace=20)
+        tokens, timeline = await request
+        assert tokens == expected_tokens(range(200), 4, VOCAB)
+        assert timeline.attempts == 1
+
+
+async def test_stop_with_requests_under_way_is_quick() -> None:
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.01)) as running:
+        requests = [asyncio.create_task(running.generate(token_request(range(n, 300), 500))) for n in range(8)]
+        async with asyncio.timeout(10):
+            while not all(status.num_jobs for status in await running.statuses()):
+                await asyncio.sleep(0.002)
+        began = time.monotonic()
+        await asyncio.gather(*(worker.stop() for worker in running.workers))
+        assert time.monotonic() - began < 2
+        running.workers.clear()
+        for result in await asyncio.gather(*requests, return_exceptions=True):
+            assert isinstance(result, TandemError)
+
+
+async def test_a_port_that_is_taken_is_an_os_error() -> None:
+    async with worker_of(fake_rank()) as (worker, _):
+        port = int(worker.address.rpartition(":")[2])
+        with pytest.raises(OSError, match="cannot bind"):
+            await Worker.serve(fake_rank(), WorkerConfig(model="", port=port), worker_id="other", role="decode")
+
+
+# --- leases --------------------------------------------------------------------------------------------------------
+
+
+async def pull(channel: grpc.aio.Channel, handle: worker_pb2.KvHandle, epoch: int, rank: Rank) -> str:
+    """Asks for the cache of a handle; returns how the worker refuses."""
+    key = TransferKey(transfer_id=handle.transfer_id, epoch=epoch)
+    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(PULL_METHOD)()
+    try:
+        await call.write(encode(key, Open(layout=asdict(rank.kv.layout))))
+        await call.write(encode(key, Pull(first_token=0)))
+        while isinstance(await call.read(), bytes):
+            pass
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass
+    assert await call.code() is grpc.StatusCode.ABORTED
+    return await call.details() or ""
+
+
+async def prefilled(session: RawSession) -> worker_pb2.KvHandle:
+    await session.send(submit(task=worker_pb2.TASK_PREFILL))
+    (admitted,) = await session.until(lambda output: output.HasField("admitted"))
+    if not session.tokens():
+        await session.until(lambda output: output.HasField("tokens"))
+    return admitted.admitted.kv
+
+
+async def test_cache_that_nobody_comes_for_is_freed() -> None:
+    rank = fake_rank()
+    async with worker_of(rank, "prefill", lease_seconds=0.05) as (worker, session):
+        handle = await prefilled(session)
+        await idle(worker)  # although the session lives and nobody has cancelled
+        async with peer_channel(worker.address) as channel:
+            assert await pull(channel, handle, handle.epoch, rank) == "KV cache gone"
+
+
+async def test_cache_of_another_life_of_the_worker_is_gone() -> None:
+    rank = fake_rank()
+    async with worker_of(rank, "prefill") as (worker, session):
+        handle = await prefilled(session)
+        async with peer_channel(worker.address) as channel:
+            assert await pull(channel, handle, handle.epoch - 1, rank) == "KV cache gone"
+            status = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())
+        assert status.num_leases == 1
+        assert status.info.load.leased_blocks == 2
+        await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
+        await idle(worker)
+
+
+@pytest.mark.parametrize("first_token", [VOCAB, 2**40])
+async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
+    first_token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(1, 1) as running:
+        monkeypatch.setattr(
+            type(running.workers[0]._exporter), "complete", with_token(running.workers[0]._exporter.complete, first_token)
+        )
+        with pytest.raises(TandemError, match="could not be moved"):
+            await running.generate(token_request(range(50), 4))
+        for worker in running.workers:
+            worker.check_health()
+
+
+def with_token(complete: Callable[[int, int], None], token: int) -> Callable[[object, int, int], None]:
+    return lambda exporter, sequence_id, first_token: complete(sequence_id, token)
+
+
+# --- preemption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None:
+    async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=14), growth_tokens=16) as running:
+
+        async def one(number: int) -> int:
+            prompt = range(number, number + 30)
+            tokens, timeline = await running.generate(token_request(prompt, 80))
+            assert tokens == expected_tokens(prompt, 80, VOCAB)
+            return timeline.attempts
+
+        assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
+        await all_idle(running)
+
+
+async def all_idle(running: Fleet) -> None:
+    await asyncio.gather(*(idle(worker) for worker in running.workers))
+
+
+# --- without Ray ---------------------------------------------------------------------------------------------------
+
+NO_RAY = """
+import sys
+sys.modules["ray"] = None
+import tandem.workers.worker
+from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.engine.sequence import SequenceSpec, Task
+engine = Engine(FakeExecutor(4, 16), EngineConfig(num_blocks=4))
+engine.submit(SequenceSpec(id=1, task=Task.WHOLE, tokens=(1, 2), max_tokens=1, sampling=SamplingParams(temperature=0)))
+assert [e.token for e in engine.step() if hasattr(e, "token")] == expected_tokens((1, 2), 1, 512)
+"""
+
+
+def test_a_worker_needs_no_ray() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_RAY], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

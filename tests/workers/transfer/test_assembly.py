@@ -1,0 +1,167 @@
+"""How a transfer is cut into frames, and that no other sequence of frames passes for it."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tandem.workers.engine.fake import FakeKv
+from tandem.workers.engine.plan import KvLayout
+from tandem.workers.transfer import export
+from tandem.workers.transfer.export import plan_frames
+from tandem.workers.transfer.pull import Assembly, Target, Want
+from tandem.workers.transfer.wire import FRAME_BYTES, Commit, Data, TransferError, TransferKey
+
+LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+NUM_TOKENS, NUM_CACHED, BLOCK = 44, 16, 16
+BLOCKS = (5, 2, 7)
+WANT = Want(key=TransferKey(transfer_id=b"t", epoch=1), num_tokens=NUM_TOKENS, prefix_hash=b"hash")
+TARGET = Target(blocks=BLOCKS, num_cached=NUM_CACHED)
+COMMIT = Commit(num_frames=0, num_tokens=NUM_TOKENS, prefix_hash=b"hash", first_token=42)
+
+Frame = tuple[Data, memoryview]
+
+
+def memory() -> FakeKv:
+    return FakeKv(8, BLOCK, LAYOUT)
+
+
+def source() -> FakeKv:
+    kv = memory()
+    data = random.Random(1).randbytes(3 * NUM_TOKENS * LAYOUT.bytes_per_token_layer)
+    kv.write(BLOCKS, 0, NUM_TOKENS, 0, 3, memoryview(data))
+    return kv
+
+
+def cut(kv: FakeKv) -> list[Frame]:
+    """The frames of one transfer, in bursts as chunks of a prefill become ready."""
+    frames: list[Frame] = []
+    for burst, (start, end) in enumerate([(16, 30), (30, 31), (31, 44)]):
+        for span in plan_frames(3, 64, start, end):
+            payload = kv.read(BLOCKS, span.first_token, span.num_tokens, span.first_layer, span.num_layers)
+            frames.append(
+                (
+                    Data(
+                        index=len(frames),
+                        first_layer=span.first_layer,
+                        num_layers=span.num_layers,
+                        first_token=span.first_token,
+                        num_tokens=span.num_tokens,
+                        num_bytes=payload.nbytes,
+                        burst=burst,
+                        age=0.0,
+                    ),
+                    payload,
+                )
+            )
+    return frames
+
+
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "FRAME_BYTES", 5 * 64)
+
+
+SOURCE = source()
+
+
+def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
+    """Lets an assembly take the frames; returns the memory written. Raises TransferError unless all is well."""
+    kv = memory()
+    assembly = Assembly(WANT, TARGET, kv)
+    for frame, payload in frames:
+        assembly.take(frame, payload)
+    assert assembly.finish(commit) == 42
+    return kv
+
+
+@given(st.integers(1, 40), st.sampled_from([64, 768, 2**18, 2**20]), st.integers(0, 500), st.integers(0, 1500))
+def test_a_plan_covers_every_layer_of_every_token_once(layers: int, cell: int, start: int, count: int) -> None:
+    seen: Counter[tuple[int, int]] = Counter()
+    ends = [start] * layers
+    assume(layers * count < 6000)
+    for span in plan_frames(layers, cell, start, start + count):
+        assert span.num_layers * span.num_tokens * cell <= max(FRAME_BYTES, cell)
+        for layer in range(span.first_layer, span.first_layer + span.num_layers):
+            assert ends[layer] == span.first_token
+            ends[layer] += span.num_tokens
+            seen.update((layer, token) for token in range(span.first_token, span.first_token + span.num_tokens))
+    assert seen == Counter((layer, token) for layer in range(layers) for token in range(start, start + count))
+
+
+def test_the_frames_as_cut_are_taken() -> None:
+    frames = cut(SOURCE)
+    kv = transfer(frames, replace(COMMIT, num_frames=len(frames)))
+    assert kv.read(BLOCKS, 16, 28, 0, 3) == SOURCE.read(BLOCKS, 16, 28, 0, 3)
+    assert not any(kv.read(BLOCKS, 0, 16, 0, 3))  # what was cached is not touched
+
+
+EDITS = st.lists(st.tuples(st.sampled_from(["drop", "repeat", "swap", "move"]), *[st.integers(0, 20)] * 2), max_size=3)
+
+
+@given(EDITS, st.booleans(), st.booleans())
+def test_no_other_sequence_of_frames_passes(edits: list[tuple[str, int, int]], renumber: bool, recount: bool) -> None:
+    """Even if the sender numbers and counts what it sends: then it may pass, but only with every byte in its place."""
+    frames = cut(SOURCE)
+    original = list(frames)
+    for edit, a, b in edits:
+        i, j = a % len(frames), b % len(frames)
+        if edit == "drop":
+            del frames[i]
+        elif edit == "repeat":
+            frames.insert(j, frames[i])
+        elif edit == "swap":
+            frames[i], frames[j] = frames[j], frames[i]
+        else:
+            frames.insert(j, frames.pop(i))
+    if renumber:
+        frames = [(replace(frame, index=i), payload) for i, (frame, payload) in enumerate(frames)]
+    commit = replace(COMMIT, num_frames=len(frames) if recount else len(original))
+    same = frames == original
+    try:
+        kv = transfer(frames, commit)
+    except TransferError:
+        assert not same
+        return
+    assert same or renumber
+    assert kv.read(BLOCKS, 16, 28, 0, 3) == SOURCE.read(BLOCKS, 16, 28, 0, 3)
+
+
+@given(
+    st.integers(0, 20),
+    st.sampled_from(["index", "first_layer", "num_layers", "first_token", "num_tokens", "num_bytes"]),
+    st.sampled_from([-1, 1, 2, 3, 2**62]),
+)
+def test_a_frame_that_names_another_place_is_refused(position: int, field: str, shift: int) -> None:
+    frames = cut(SOURCE)
+    frame, payload = frames[position % len(frames)]
+    value = max(0, getattr(frame, field) + shift)
+    assume(value != getattr(frame, field))
+    frames[position % len(frames)] = (replace(frame, **{field: value}), payload)
+    with pytest.raises(TransferError):
+        transfer(frames, replace(COMMIT, num_frames=len(frames)))
+
+
+@given(st.integers(0, 20), st.integers(-64, 64).filter(bool))
+def test_a_frame_of_another_size_is_refused(position: int, change: int) -> None:
+    frames = cut(SOURCE)
+    position %= len(frames)
+    frame, payload = frames[position]
+    resized = memoryview((bytes(payload) + bytes(64))[: payload.nbytes + change])
+    for num_bytes in (frame.num_bytes, resized.nbytes):
+        frames[position] = (replace(frame, num_bytes=num_bytes), resized)
+        with pytest.raises(TransferError, match="wrong length"):
+            transfer(frames, replace(COMMIT, num_frames=len(frames)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_frames": 3}, {"num_tokens": 43}, {"num_tokens": 45}, {"prefix_hash": b"other"}]
+)
+def test_a_commit_of_something_else_is_refused(change: dict[str, object]) -> None:
+    frames = cut(SOURCE)
+    commit = replace(COMMIT, num_frames=len(frames))
+    with pytest.raises(TransferError):
+        transfer(frames, replace(commit, **change))  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""KV frames: what goes in comes out, and everything else is refused with TransferError and nothing else."""
+
+import struct
+from typing import Any
+
+import google_crc32c
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.workers.transfer.wire import (
+    Ack,
+    Commit,
+    Data,
+    Message,
+    Open,
+    Pull,
+    TransferError,
+    TransferKey,
+    decode,
+    encode,
+)
+
+COUNTS = st.integers(0, 2**63)
+KEYS = st.builds(TransferKey, transfer_id=st.binary(min_size=16, max_size=16), epoch=COUNTS)
+MESSAGES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Open, layout=st.dictionaries(st.text(max_size=9), st.integers(0, 99) | st.text(max_size=9), max_size=8)),
+    st.builds(Pull, first_token=COUNTS),
+    st.builds(Ack),
+    st.builds(
+        Data,
+        index=COUNTS,
+        first_layer=COUNTS,
+        num_layers=COUNTS,
+        first_token=COUNTS,
+        num_tokens=COUNTS,
+        num_bytes=COUNTS,
+        burst=COUNTS,
+        age=st.floats(0, 1e9),
+    ),
+    st.builds(Commit, num_frames=COUNTS, num_tokens=COUNTS, prefix_hash=st.binary(max_size=32), first_token=COUNTS),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+)
+DATA_FRAME = encode(
+    TransferKey(transfer_id=b"0123456789abcdef", epoch=7),
+    Data(index=1, first_layer=0, num_layers=1, first_token=0, num_tokens=2, num_bytes=8, burst=0, age=0.5),
+    b"kv bytes",
+)
+
+
+def seal(body: bytes) -> bytes:
+    """A frame whose checksum is right, whatever it says."""
+    return struct.pack(">I", google_crc32c.value(body)) + body
+
+
+def frame_of(header: object) -> bytes:
+    packed = msgpack.packb(header)
+    return seal(struct.pack(">I", len(packed)) + packed)
+
+
+@given(KEYS, MESSAGES, st.binary(max_size=200))
+def test_a_frame_comes_back_as_it_went(key: TransferKey, message: Message, payload: bytes) -> None:
+    found_key, found, found_payload = decode(encode(key, message, payload))
+    assert (found_key, found, bytes(found_payload)) == (key, message, payload)
+
+
+def test_every_flipped_bit_is_seen() -> None:
+    for bit in range(8 * len(DATA_FRAME)):
+        frame = bytearray(DATA_FRAME)
+        frame[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(TransferError):
+            decode(bytes(frame))
+
+
+def test_every_truncation_is_seen() -> None:
+    for length in range(len(DATA_FRAME)):
+        with pytest.raises(TransferError):
+            decode(DATA_FRAME[:length])
+
+
+@given(st.binary(max_size=300))
+def test_bytes_of_somebody_else_are_refused(body: bytes) -> None:
+    for frame in (body, seal(body)):
+        with pytest.raises(TransferError):
+            decode(frame)
+
+
+@given(st.lists(VALUES, max_size=5) | VALUES)
+def test_a_sealed_header_of_any_shape_is_refused(header: object) -> None:
+    with pytest.raises(TransferError):
+        decode(frame_of(header))
+
+
+@given(MESSAGES, st.data(), VALUES)
+def test_a_field_of_another_type_is_refused_or_still_of_its_type(
+    message: Message, data: st.DataObject, value: Any
+) -> None:
+    """A peer that seals its frames well may still send anything; nothing but TransferError may come of it."""
+    name, transfer_id, epoch, values = msgpack.unpackb(encode(TransferKey(transfer_id=b"t", epoch=1), message)[8:])
+    header = [name, transfer_id, epoch, values]
+    place = data.draw(st.sampled_from(["transfer_id", "epoch", *values]))
+    if place in values:
+        values[place] = value
+    else:
+        header[1 if place == "transfer_id" else 2] = value
+    try:
+        key, found, _ = decode(frame_of(header))
+    except TransferError:
+        return
+    part = key if place in ("transfer_id", "epoch") else found
+    expected = {"transfer_id": bytes, "prefix_hash": bytes, "age": float, "layout": dict}.get(place, int)
+    assert type(getattr(part, place)) is expected
+
+
+@pytest.mark.parametrize("age", [float("nan"), float("inf"), -1.0, "1", None])
+def test_an_age_that_no_clock_says_is_refused(age: object) -> None:
+    name, transfer_id, epoch, values = msgpack.unpackb(DATA_FRAME[8:-8])
+    with pytest.raises(TransferError, match="age"):
+        decode(frame_of([name, transfer_id, epoch, values | {"age": age}]))
+
+
+def test_a_header_longer_than_the_frame_is_refused() -> None:
+    with pytest.raises(TransferError, match="header length"):
+        decode(seal(struct.pack(">I", 2**32 - 1) + b"\x90"))

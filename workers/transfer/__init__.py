@@ -1,0 +1,1 @@
+"""KV caches on their way from one worker to another."""

@@ -1,0 +1,253 @@
+"""The side of a transfer that holds KV cache and sends it while the prefill still runs.
+
+Everything here runs in one event loop, and reads of KV memory are synchronous: once `withdraw` has returned, no byte of
+the blocks is read any more and they may be reused.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+
+from ..engine.plan import KvStore
+from .wire import FRAME_BYTES, Ack, Commit, Data, Message, Open, Pull, TransferError, TransferKey, decode, encode
+
+FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """KV cache on offer: the blocks of one PREFILL sequence, whose tokens become readable as they are computed."""
+
+    key: TransferKey
+    sequence_id: int
+    blocks: tuple[int, ...]
+    num_tokens: int
+    prefix_hash: bytes
+    num_ready: int = 0
+    first_token: int | None = None  # known when the prefill is done
+    withdrawn: bool = False
+    streams: int = 0  # open pulls; each pins the cache
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    expiry: asyncio.TimerHandle | None = None
+
+    def notify(self) -> None:
+        """Wakes the stream that waits for more tokens, the commit or the end."""
+        self.changed.set()
+
+
+class Exporter:
+    """The KV cache that this worker offers, by transfer id.
+
+    `on_release(sequence_id)` is called exactly once for each export that a reader acknowledged or whose lease ran out;
+    the engine may then free the blocks. After `withdraw` it is not called.
+    """
+
+    def __init__(
+        self,
+        kv: KvStore,
+        *,
+        epoch: int,
+        lease_seconds: float,
+        stall_seconds: float,
+        on_release: Callable[[int], None],
+        frame_hook: FrameHook | None = None,
+    ) -> None:
+        self._kv = kv
+        self._epoch = epoch
+        self._lease_seconds = lease_seconds
+        self._stall_seconds = stall_seconds
+        self._on_release = on_release
+        self._frame_hook = frame_hook
+        self._exports: dict[bytes, Export] = {}
+        self._by_sequence: dict[int, Export] = {}
+
+    @property
+    def num_exports(self) -> int:
+        return len(self._exports)
+
+    @property
+    def num_streams(self) -> int:
+        return sum(export.streams for export in self._exports.values())
+
+    def offer(self, sequence_id: int, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes) -> bytes:
+        """Opens an export; returns its transfer id."""
+        key = TransferKey(transfer_id=secrets.token_bytes(16), epoch=self._epoch)
+        export = Export(key, sequence_id, blocks, num_tokens, prefix_hash)
+        self._exports[key.transfer_id] = self._by_sequence[sequence_id] = export
+        return key.transfer_id
+
+    def progress(self, sequence_id: int, num_ready: int) -> None:
+        """The first num_ready tokens are computed."""
+        export = self._by_sequence.get(sequence_id)
+        if export is not None:
+            export.num_ready = num_ready
+            export.notify()
+
+    def complete(self, sequence_id: int, first_token: int) -> None:
+        """The prefill is done. Without an open stream the lease begins to run."""
+        export = self._by_sequence.get(sequence_id)
+        if export is not None:
+            export.first_token = first_token
+            export.notify()
+            self._arm(export)
+
+    def withdraw(self, sequence_id: int) -> None:
+        """Ends an export from this side; its streams end with an error. Idempotent."""
+        export = self._by_sequence.get(sequence_id)
+        if export is not None:
+            self._forget(export)
+
+    async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+        """Answers one Pull stream. Raises TransferError for every way it can fail."""
+        async with aclosing(self._converse(aiter(incoming))) as frames:
+            async for frame in self._frame_hook(frames) if self._frame_hook else frames:
+                yield frame
+
+    async def _converse(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        key, opening = await _receive(incoming, self._stall_seconds)
+        export = self._find(key, opening)
+        export.streams += 1
+        if export.expiry:
+            export.expiry.cancel()
+        try:
+            # The puller may queue for blocks for as long as it likes: its stream is the pin, and a dead peer ends it.
+            _, request = await _receive(incoming, None, key)
+            if not isinstance(request, Pull) or request.first_token > export.num_tokens:
+                raise TransferError("KV pull out of order")
+            num_frames = 0
+            async with aclosing(self._send_data(export, request.first_token)) as frames:
+                async for frame in frames:
+                    num_frames += 1
+                    yield frame
+            yield encode(key, self._commit(export, num_frames))
+            _, ack = await _receive(incoming, self._stall_seconds, key)
+            if isinstance(ack, Ack) and not export.withdrawn:
+                self._forget(export)
+                self._on_release(export.sequence_id)
+        finally:
+            export.streams -= 1
+            self._arm(export)
+
+    async def _send_data(self, export: Export, first_token: int) -> AsyncGenerator[bytes, None]:
+        """All tokens from first_token on, as soon as each is computed; returns when the first token is known."""
+        sent, index, burst = first_token, 0, 0
+        while sent < export.num_tokens or export.first_token is None:
+            await self._wait_for_more(export, sent)
+            began, ready = time.monotonic(), export.num_ready
+            for message in plan_frames(self._kv.layout.num_layers, self._kv.layout.bytes_per_token_layer, sent, ready):
+                if export.withdrawn:
+                    raise TransferError("KV cache withdrawn")
+                payload = self._kv.read(
+                    export.blocks, message.first_token, message.num_tokens, message.first_layer, message.num_layers
+                )
+                frame = Data(
+                    index=index,
+                    first_layer=message.first_layer,
+                    num_layers=message.num_layers,
+                    first_token=message.first_token,
+                    num_tokens=message.num_tokens,
+                    num_bytes=payload.nbytes,
+                    burst=burst,
+                    age=time.monotonic() - began,
+                )
+                index += 1
+                yield encode(export.key, frame, payload)
+            sent, burst = max(sent, ready), burst + 1
+
+    async def _wait_for_more(self, export: Export, sent: int) -> None:
+        while not export.withdrawn and export.num_ready <= sent and export.first_token is None:
+            export.changed.clear()
+            try:
+                async with asyncio.timeout(self._stall_seconds):
+                    await export.changed.wait()
+            except TimeoutError as error:
+                raise TransferError("KV cache made no progress") from error
+        if export.withdrawn:
+            raise TransferError("KV cache withdrawn")
+
+    def _commit(self, export: Export, num_frames: int) -> Commit:
+        if export.withdrawn or export.first_token is None:
+            raise TransferError("KV cache withdrawn")
+        return Commit(
+            num_frames=num_frames,
+            num_tokens=export.num_tokens,
+            prefix_hash=export.prefix_hash,
+            first_token=export.first_token,
+        )
+
+    def _find(self, key: TransferKey, opening: Message) -> Export:
+        if not isinstance(opening, Open):
+            raise TransferError("KV pull out of order")
+        if opening.layout != asdict(self._kv.layout):
+            raise TransferError("KV layouts differ")
+        export = self._exports.get(key.transfer_id)
+        if export is None or export.key != key:
+            raise TransferError("KV cache gone")
+        return export
+
+    def _arm(self, export: Export) -> None:
+        """Starts the lease of a finished prefill that nobody reads."""
+        if export.first_token is None or export.streams or export.withdrawn:
+            return
+        if export.expiry:
+            export.expiry.cancel()
+        export.expiry = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, export)
+
+    def _expire(self, export: Export) -> None:
+        self._forget(export)
+        self._on_release(export.sequence_id)
+
+    def _forget(self, export: Export) -> None:
+        export.withdrawn = True
+        if export.expiry:
+            export.expiry.cancel()
+        self._exports.pop(export.key.transfer_id, None)
+        self._by_sequence.pop(export.sequence_id, None)
+        export.notify()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameSpan:
+    """What one data frame covers."""
+
+    first_layer: int
+    num_layers: int
+    first_token: int
+    num_tokens: int
+
+
+def plan_frames(num_layers: int, token_layer_bytes: int, start: int, end: int) -> list[FrameSpan]:
+    """Cuts all layers of tokens [start, end) into frames of about FRAME_BYTES, long in tokens before wide in layers."""
+    spans = []
+    chunk = max(1, FRAME_BYTES // token_layer_bytes)
+    for first_token in range(start, end, chunk):
+        num_tokens = min(chunk, end - first_token)
+        width = max(1, FRAME_BYTES // (token_layer_bytes * num_tokens))
+        for first_layer in range(0, num_layers, width):
+            spans.append(
+                FrameSpan(
+                    first_layer=first_layer,
+                    num_layers=min(width, num_layers - first_layer),
+                    first_token=first_token,
+                    num_tokens=num_tokens,
+                )
+            )
+    return spans
+
+
+async def _receive(
+    incoming: AsyncIterator[bytes], timeout: float | None, expected: TransferKey | None = None
+) -> tuple[TransferKey, Message]:
+    """The puller's next frame. Raises TransferError if it does not come, cannot be read or names another transfer."""
+    try:
+        async with asyncio.timeout(timeout):
+            frame = await anext(incoming)
+    except (StopAsyncIteration, TimeoutError) as error:
+        raise TransferError("KV puller fell silent") from error
+    key, message, _ = decode(frame)
+    if expected is not None and key != expected:
+        raise TransferError("KV frame of another transfer")
+    return key, message

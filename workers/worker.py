@@ -1,0 +1,402 @@
+"""One worker: an engine, its KV cache, and the gRPC service through which routers and other workers reach them.
+
+Runs in any process that has an event loop; needs no Ray. Knows nothing of text, of pools or of other workers' load.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from ..proto import worker_pb2, worker_pb2_grpc
+from ..proto.channel import peer_channel, peer_server
+from ..proto.hashing import hash_prompt
+from .engine.block_pool import BlockState
+from .engine.config import EngineConfig
+from .engine.engine import DoesNotFit, Engine, QueueFull
+from .engine.events import Admitted, Event, Joined, Preempted, Progress, Token
+from .engine.sequence import SequenceSpec, Task
+from .engine_thread import EngineThread
+from .rank import Rank, RankConfig, load_rank
+from .session import InvalidSubmit, Job, RouterSession, layout_message, parse_layout, parse_submit, tokens_output
+from .transfer.export import Exporter, FrameHook
+from .transfer.pull import Puller, Target, Want
+from .transfer.wire import PULL_METHOD, TransferError, TransferKey
+
+logger = logging.getLogger(__name__)
+
+_COMMAND_SECONDS = 30.0  # the engine answers between two steps; no step takes as long
+
+ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(RankConfig):
+    """One worker: its rank, its budgets and its address."""
+
+    max_step_tokens: int = 512  # tokens computed in one step: the chunk size of a long prompt
+    max_sequences: int = 64
+    max_waiting: int = 1024
+    growth_tokens: int = 256
+    prefix_caching: bool = True
+    host: str = "127.0.0.1"  # the one interface to bind
+    port: int = 0  # 0 takes a free one
+    lease_seconds: float = 30.0  # how long KV cache that nobody has come for is kept
+    stall_seconds: float = 30.0  # a KV transfer without progress for so long has failed
+
+
+class Worker(worker_pb2_grpc.WorkerServicer):
+    """Serves `tandem.v1.Worker` and the KV endpoint on one port. Make one with `start`, end it with `stop`."""
+
+    def __init__(self, rank: Rank, config: WorkerConfig, *, worker_id: str, role: str, frame_hook: FrameHook | None):
+        self.worker_id = worker_id
+        self.role = role
+        self.epoch = time.time_ns()  # grows with every start of a worker of this id
+        self.address = ""
+        self._rank = rank
+        self._config = config
+        self._engine = Engine(
+            rank.executor,
+            EngineConfig(
+                num_blocks=rank.num_blocks,
+                block_size=rank.block_size,
+                max_step_tokens=config.max_step_tokens,
+                max_sequences=config.max_sequences,
+                max_waiting=config.max_waiting,
+                growth_tokens=config.growth_tokens,
+                prefix_caching=config.prefix_caching,
+            ),
+        )
+        self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
+        self._thread = EngineThread(self._engine, deliver=self._deliver, failed=self._fail)
+        self._exporter = Exporter(
+            rank.kv,
+            epoch=self.epoch,
+            lease_seconds=config.lease_seconds,
+            stall_seconds=config.stall_seconds,
+            on_release=self._released,
+            frame_hook=frame_hook,
+        )
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._puller = Puller(rank.kv, stall_seconds=config.stall_seconds, channel=self._channel)
+        self._jobs: dict[int, Job] = {}
+        self._sessions: set[RouterSession] = set()
+        self._ids = itertools.count(1)
+        self._draining = False
+        self._failure: BaseException | None = None
+        self._idle = asyncio.Event()
+        self._server = peer_server()
+
+    @classmethod
+    async def start(cls, config: WorkerConfig, *, worker_id: str, role: str = "decode") -> Self:
+        """Loads the model, binds the port and serves. Raises CheckpointError for a bad model folder and OSError for a
+        port that is taken."""
+        rank = await asyncio.to_thread(load_rank, config)
+        return await cls.serve(rank, config, worker_id=worker_id, role=role)
+
+    @classmethod
+    async def serve(
+        cls, rank: Rank, config: WorkerConfig, *, worker_id: str, role: str, frame_hook: FrameHook | None = None
+    ) -> Self:
+        """Serves a loaded rank. `frame_hook` stands between the exporter and gRPC; fault tests put theirs there."""
+        worker = cls(rank, config, worker_id=worker_id, role=role, frame_hook=frame_hook)
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
+        service, method = PULL_METHOD.strip("/").split("/")
+        # No serializers: frames are bytes.
+        pull: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(worker._pull)
+        worker._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: pull}),))
+        try:
+            port = worker._server.add_insecure_port(f"{config.host}:{config.port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot bind {config.host}:{config.port}") from error
+        worker.address = f"{config.host}:{port}"
+        await worker._server.start()
+        worker._thread.start()
+        return worker
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Refuses new requests, gives running ones up to `grace` seconds, then ends everything. Raises TimeoutError if
+        the engine's step does not end."""
+        self._draining = True
+        deadline = time.monotonic() + grace
+        if self._jobs and grace > 0:  # the server goes on meanwhile: decode workers come for the KV cache
+            self._idle.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    await self._idle.wait()
+        for session in self._sessions:
+            session.close()
+        await self._server.stop(max(deadline - time.monotonic(), 0.0))
+        for job in list(self._jobs.values()):
+            self._end(job)
+        try:
+            await self._thread.stop(_COMMAND_SECONDS)
+        finally:
+            await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    def check_health(self) -> None:
+        """Raises RuntimeError if the engine has failed."""
+        if self._failure is not None:
+            raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
+
+    def load(self) -> worker_pb2.Load:
+        """A snapshot for placement; counters of the engine's thread, each read once."""
+        scheduler, blocks = self._engine.scheduler, self._engine.blocks()
+        return worker_pb2.Load(
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_holding,
+            waiting_tokens=scheduler.waiting_tokens,
+            free_blocks=blocks[BlockState.FREE],
+            cached_blocks=blocks[BlockState.CACHED],
+            owned_blocks=blocks[BlockState.OWNED],
+            leased_blocks=blocks[BlockState.LEASED],
+            reserved_blocks=blocks[BlockState.RESERVED],
+            total_blocks=self._rank.num_blocks,
+        )
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """How the directory knows this worker."""
+        return worker_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=ROLES[self.role],
+            address=self.address,
+            layout=layout_message(self._rank.kv.layout),
+            block_size=self._rank.block_size,
+            context_tokens=self._context_tokens,
+            load=self.load(),
+            draining=self._draining,
+        )
+
+    # --- the gRPC service -------------------------------------------------------------------------------------------
+
+    async def Session(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
+    ) -> None:
+        """Commands down, one message per engine step up. However the stream ends, its jobs end with it."""
+        session = RouterSession()
+        self._sessions.add(session)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            while (outputs := await session.take()) is not None:
+                if outputs:
+                    await context.write(worker_pb2.SessionResponse(outputs=outputs, load=self.load()))
+        finally:
+            reader.cancel()
+            self._sessions.discard(session)
+            for job in list(session.jobs.values()):
+                self._end(job)
+            (error,) = await asyncio.gather(reader, return_exceptions=True)
+            if isinstance(error, Exception):
+                logger.error("a session of %s broke", self.worker_id, exc_info=error)
+
+    async def GetStatus(
+        self,
+        request: worker_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse],
+    ) -> worker_pb2.GetStatusResponse:
+        """Counts everything that could leak, and audits the books."""
+        try:
+            await self._thread.call(Engine.check_integrity, _COMMAND_SECONDS)
+            balanced = True
+        except RuntimeError:
+            logger.exception("the books of %s do not balance or cannot be read", self.worker_id)
+            balanced = False
+        return worker_pb2.GetStatusResponse(
+            info=self.info(),
+            num_sessions=len(self._sessions),
+            num_leases=self._exporter.num_exports,
+            num_transfers=self._exporter.num_streams
+            + self._puller.num_closing
+            + sum(job.pulling is not None for job in self._jobs.values()),
+            num_jobs=len(self._jobs),
+            balanced=balanced,
+        )
+
+    async def _pull(
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
+        try:
+            async with aclosing(self._exporter.serve(request_iterator)) as frames:
+                async for frame in frames:
+                    await context.write(frame)
+        except TransferError as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+
+    # --- jobs -------------------------------------------------------------------------------------------------------
+
+    async def _read(self, session: RouterSession, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        try:
+            async for request in requests:
+                if request.WhichOneof("command") == "submit":
+                    self._submit(session, request.submit)
+                elif job := session.jobs.get((request.cancel.request_id, request.cancel.attempt)):
+                    self._end(job)
+        finally:
+            session.close()
+
+    def _submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
+        key = (submit.request_id, submit.attempt)
+        kind, text = worker_pb2.FAILURE_KIND_INVALID, "request_id: already in use"
+        if self._draining or self._failure is not None:
+            kind, text = worker_pb2.FAILURE_KIND_WORKER, "worker is going away"
+        elif key not in session.jobs:
+            try:
+                spec = parse_submit(
+                    submit,
+                    next(self._ids),
+                    vocab_size=self._rank.vocab_size,
+                    context_tokens=self._context_tokens,
+                    eos_ids=self._rank.eos_ids,
+                )
+            except InvalidSubmit as error:
+                text = str(error)
+            else:
+                self._accept(Job(spec, session, key), submit)
+                return
+        session.put(key, failure=worker_pb2.Failure(kind=kind, message=text))
+
+    def _accept(self, job: Job, submit: worker_pb2.Submit) -> None:
+        self._jobs[job.spec.id] = job.session.jobs[job.key] = job
+        if job.spec.task is Task.DECODE:
+            job.target = asyncio.get_running_loop().create_future()
+            job.pulling = asyncio.create_task(self._fetch(job, submit.kv))
+            job.pulling.add_done_callback(self._check_task)
+        self._thread.post(partial(self._enqueue, job.spec))
+
+    def _enqueue(self, spec: SequenceSpec, engine: Engine) -> None:
+        """In the engine's thread."""
+        try:
+            engine.submit(spec)
+        except QueueFull:
+            failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_FULL, message="queue full")
+        except DoesNotFit as error:
+            failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_INVALID, message=str(error))
+        else:
+            return
+        self._thread.tell(partial(self._refuse, spec.id, failure))
+
+    def _refuse(self, sequence_id: int, failure: worker_pb2.Failure) -> None:
+        if job := self._jobs.get(sequence_id):
+            job.session.put(job.key, failure=failure)
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        """Forgets a job and frees what it holds, wherever it stands. First the transfers stop touching its blocks."""
+        self._jobs.pop(job.spec.id, None)
+        job.session.jobs.pop(job.key, None)
+        if job.pulling:
+            job.pulling.cancel()
+        self._exporter.withdraw(job.spec.id)
+        self._thread.post(lambda engine: engine.cancel(job.spec.id))
+        if not self._jobs:
+            self._idle.set()
+
+    def _released(self, sequence_id: int) -> None:
+        """The lease of a finished prefill has ended."""
+        if job := self._jobs.get(sequence_id):
+            self._end(job)
+
+    async def _fetch(self, job: Job, handle: worker_pb2.KvHandle) -> None:
+        """Brings the KV cache of a DECODE job, then lets it join the batch."""
+        assert job.target is not None
+        want = Want(
+            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
+            num_tokens=len(job.spec.tokens),
+            prefix_hash=hash_prompt(job.spec.tokens, job.spec.salt),
+        )
+        try:
+            job.fetched = await self._puller.fetch(handle.endpoints[0], parse_layout(handle.layout), want, job.target)
+            if job.fetched.first_token >= self._rank.vocab_size:
+                raise TransferError("KV commit with an impossible token")
+        except TransferError as error:
+            logger.warning("%s: %s", self.worker_id, error)
+            job.pulling = None
+            self._refuse(
+                job.spec.id, worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_TRANSFER, message="KV transfer failed")
+            )
+            return
+        job.pulling = None
+        first_token = job.fetched.first_token
+        self._thread.post(lambda engine: engine.commit_import(job.spec.id, first_token))
+
+    def _check_task(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._fail(error)
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        if endpoint not in self._channels:
+            self._channels[endpoint] = peer_channel(endpoint)
+        return self._channels[endpoint]
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _deliver(self, events: list[Event]) -> None:
+        """Routes one step's events; each session's share leaves as one message."""
+        for event in events:
+            if job := self._jobs.get(event.id):
+                self._route(job, event)
+
+    def _route(self, job: Job, event: Event) -> None:
+        match event:
+            case Admitted():
+                job.session.put(job.key, admitted=self._admitted(job, event))
+            case Progress():
+                self._exporter.progress(job.spec.id, event.num_computed)
+            case Joined():
+                assert job.fetched is not None
+                joined = worker_pb2.Joined(
+                    transfer_bytes=job.fetched.num_bytes, transfer_active_seconds=job.fetched.active_seconds
+                )
+                job.session.put(job.key, joined=joined)
+            case Token():
+                job.session.put(job.key, tokens=tokens_output(event))
+                if event.finish is not None:
+                    self._end(job)
+                elif job.spec.task is Task.PREFILL:
+                    self._exporter.complete(job.spec.id, event.token)
+            case Preempted():
+                failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_PREEMPTED, message="preempted")
+                self._refuse(job.spec.id, failure)
+
+    def _admitted(self, job: Job, event: Admitted) -> worker_pb2.Admitted:
+        message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
+        if job.target is not None and not job.target.done():
+            job.target.set_result(Target(blocks=event.blocks, num_cached=event.num_cached))
+        if job.spec.task is Task.PREFILL:
+            prefix_hash = hash_prompt(job.spec.tokens, job.spec.salt)
+            num_tokens = len(job.spec.tokens)
+            transfer_id = self._exporter.offer(job.spec.id, event.blocks, num_tokens, prefix_hash)
+            message.kv.CopyFrom(
+                worker_pb2.KvHandle(
+                    worker_id=self.worker_id,
+                    epoch=self.epoch,
+                    transfer_id=transfer_id,
+                    num_tokens=num_tokens,
+                    prefix_hash=prefix_hash,
+                    layout=layout_message(self._rank.kv.layout),
+                    endpoints=[self.address],
+                )
+            )
+        return message
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine is gone: every request hears of it at once and may go elsewhere."""
+        self._failure = self._failure or error
+        logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
+        for job in list(self._jobs.values()):
+            self._refuse(
+                job.spec.id, worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="worker is going away")
+            )
+        for session in self._sessions:
+            session.close()
