@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def hash_root(salt: bytes) -> bytes:
-    """The parent of a chain's first block. Tenants with different salts never share a block."""
-    return hashlib.blake2b(salt, digest_size=16).digest()
+    """The parent of a chain's first block: a domain of its own, so that no salt continues another tenant's chain."""
+    return hashlib.blake2b(salt, digest_size=16, person=b"salt").digest()
 
 
 def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
