@@ -1,6 +1,7 @@
 """Starts a service on a local Ray or on a running cluster, waits until it can answer, and takes it down again."""
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -8,19 +9,19 @@ import socket
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import grpc
 import ray
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
 from ..proto.errors import TandemError
+from ..router.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app
 from .config import TandemConfig
 from .directory import close_directory
@@ -31,7 +32,9 @@ DEFAULT_STATUS_PORT: Final = 8000  # where KubeRay's probes ask Serve
 OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024  # nothing large passes through it
 FAILURE_CHECK_SECONDS: Final = 1.0
 HEALTH_SECONDS: Final = 10.0
-ALIVE_SECONDS: Final = 2.0
+REACH_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 2.0
+DELETE_CHECK_SECONDS: Final = 0.1
 
 
 class LaunchError(TandemError):
@@ -76,7 +79,7 @@ def _local_ray(config: TandemConfig) -> Iterator[None]:
         with _own_sigterm():
             ray.init(
                 address="local",
-                num_cpus=max(1, os.cpu_count() or 1),
+                **_local_resources(config),
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=config.dashboard,
                 log_to_driver=False,
@@ -89,17 +92,34 @@ def _local_ray(config: TandemConfig) -> Iterator[None]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _local_resources(config: TandemConfig) -> dict[str, Any]:
+    """Enough of all that the replicas reserve: on one machine every placement fits."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for section, replicas in (
+        (config.router, 1),
+        (config.prefill, config.prefill.replicas),
+        (config.decode, config.decode.replicas),
+    ):
+        totals["CPU"] += replicas * section.num_cpus
+        for name, amount in section.resources.items():
+            totals[name] += replicas * amount
+    whole = {name: math.ceil(amount) for name, amount in totals.items()}  # Ray takes no fraction of a node's resource
+    return {"num_cpus": max(os.cpu_count() or 1, whole.pop("CPU")), "resources": whole}
+
+
 @contextmanager
 def _joined_ray(address: str) -> Iterator[None]:
     if ray.is_initialized():  # a program that has joined the cluster already stays joined
         yield
         return
+    _check_reachable(address)
     try:
         with _own_sigterm():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise LaunchError(f"address: {address}: {str(error).partition(chr(10))[0]}") from None
+    try:
         yield
-    except ConnectionError:
-        raise LaunchError(f"no Ray cluster answers at {address}") from None
     finally:
         ray.shutdown()
 
@@ -133,12 +153,9 @@ def _deploy(config: TandemConfig, folder: str) -> tuple[str, str]:
     target = serve.RunTarget(target=app, name=config.name, route_prefix=f"/{config.name}")
     (router,) = serve.run_many([target], wait_for_applications_running=False)
     grpc_address, http_address = _wait(config, router, deadline)
-    with grpc.insecure_channel(grpc_address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), timeout=HEALTH_SECONDS, wait_for_ready=True
-        )
-    if health.status != health_pb2.HealthCheckResponse.SERVING:
-        raise LaunchError("the service started, but says it cannot serve")
+    with Client(grpc_address) as client:
+        if not client.health(timeout=HEALTH_SECONDS):
+            raise LaunchError(f"the service has started, but does not answer at {grpc_address}")
     return grpc_address, http_address
 
 
@@ -170,23 +187,36 @@ def _reason(status: ApplicationStatusOverview) -> str:
 
 def _take_down(config: TandemConfig) -> None:
     """Ends the application and its directory, in the time that a graceful stop may take."""
-    alive = threading.Event()
+    answered, given_up = threading.Event(), threading.Event()
 
     def delete() -> None:
-        serve.status()
-        alive.set()
-        serve.delete(config.name)
-        close_directory(config.name)
+        serve.delete(config.name, _blocking=False)  # blocking, it would look once a second, for a minute
+        while not given_up.is_set() and config.name in serve.status().applications:
+            answered.set()
+            given_up.wait(DELETE_CHECK_SECONDS)
+        answered.set()
+        if not given_up.is_set():
+            close_directory(config.name)  # now that no heartbeat would open it again
 
-    # In a thread, because Serve's own limit is a minute; Ray's end takes down what would not stop.
+    # In a thread, because calls to a Ray that has died never end. It must make none after the end of Ray.
     thread = threading.Thread(target=delete, name="tandem-stop", daemon=True)
     thread.start()
-    if not alive.wait(ALIVE_SECONDS):  # a signal to the whole process group has killed Ray first
-        log.warning("Ray does not answer any more")
-        return
-    thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + 1)
+    if answered.wait(ANSWER_SECONDS):
+        thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + 1)
+    given_up.set()
     if thread.is_alive():
-        log.warning("the service did not stop in time")
+        log.warning("the service did not stop in order" if answered.is_set() else "Ray does not answer any more")
+
+
+def _check_reachable(address: str) -> None:
+    """Raises LaunchError if nobody listens at a HOST:PORT. Ray itself would try for two minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        return  # "auto" and the like: for Ray to judge
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except OSError as error:
+        raise LaunchError(f"address: no Ray cluster answers at {address} ({error})") from None
 
 
 def _check_free(config: TandemConfig, host: str) -> None:

@@ -148,13 +148,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
 
     def load(self) -> worker_pb2.Load:
-        """A snapshot for placement; counters of the engine's thread, each read once."""
+        """A snapshot for placement; counters of the engine's thread, each read once. The engine may move blocks between
+        two reads, so the free ones are what the others leave."""
         scheduler, blocks = self._engine.scheduler, self._engine.blocks()
+        held = sum(count for state, count in blocks.items() if state is not BlockState.FREE)
         return worker_pb2.Load(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_holding,
             waiting_tokens=scheduler.waiting_tokens,
-            free_blocks=blocks[BlockState.FREE],
+            free_blocks=max(self._rank.num_blocks - held, 0),
             cached_blocks=blocks[BlockState.CACHED],
             owned_blocks=blocks[BlockState.OWNED],
             leased_blocks=blocks[BlockState.LEASED],

@@ -111,7 +111,12 @@ class Serving:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         command = [*TANDEM, "serve", "--grpc-port", "0", "--http-port", "0", *args]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # a process group of its own, as a shell would give it
         )
 
     def wait_ready(self) -> tuple[str, str]:
@@ -123,10 +128,14 @@ class Serving:
         return ready[1], ready[2]
 
     def stop(self, signum: signal.Signals) -> tuple[float, str, str]:
-        """Sends the signal; returns the seconds until everything had ended, and the rest of stdout and stderr."""
+        """Sends the signal, SIGINT to the whole group as a terminal does; returns the seconds until everything had
+        ended, and the rest of stdout and stderr."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         started = time.monotonic()
-        self.process.send_signal(signum)
+        if signum == signal.SIGINT:
+            os.killpg(self.process.pid, signum)
+        else:
+            self.process.send_signal(signum)
         out, err = self.process.communicate(timeout=30)
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, alive
@@ -200,6 +209,12 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Se
     assert seconds < 15
 
 
+def test_an_address_where_nobody_listens_is_named(model: Path) -> None:
+    done = run("serve", str(model), "--address", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: address: no Ray cluster answers at 127.0.0.1:1" in done.stderr
+
+
 def test_a_taken_port_is_named(serving: Callable[..., Serving]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -207,3 +222,16 @@ def test_a_taken_port_is_named(serving: Callable[..., Serving]) -> None:
         out, err = service.process.communicate(timeout=30)
     assert (service.process.returncode, out) == (1, "")
     assert f"error: router.grpc_port: 127.0.0.1:{port} cannot be bound; is it taken?\n" in err
+
+
+def test_placement_by_resources_fits_on_one_machine(serving: Callable[..., Serving], tmp_path: Path) -> None:
+    path = tmp_path / "placed.yaml"
+    path.write_text(
+        "model: ignored\n"
+        "router: {num_cpus: 4, resources: {front: 1}}\n"
+        "prefill: {num_cpus: 4, resources: {p: 0.5}}\n"
+        "decode: {num_cpus: 4, block_size: 32}\n"
+    )
+    grpc_address, _ = serving("--config", str(path)).wait_ready()
+    generated = run("generate", "The quick brown", "--target", grpc_address, "--max-tokens", "4")
+    assert generated.returncode == 0, generated.stderr

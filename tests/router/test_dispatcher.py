@@ -1,6 +1,5 @@
 """Requests through real workers, sessions and KV transfers, with an executor that checks every byte of KV cache."""
 
-
 import pytest
 
 from tandem.tests.fleet import VOCAB, fleet, token_request

@@ -1,18 +1,19 @@
-"""KV transfers that go wrong in every way: each is noticed, none yields a wrong token, nothing is left behind."""
+"""KV transfers and workers that go wrong in every way: each is noticed, none yields a wrong token, nothing is left."""
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 
+import google_crc32c
 import pytest
 
 from tandem.proto.errors import TandemError
 from tandem.router import dispatcher
-from tandem.tests.fleet import VOCAB, fleet, token_request
-from tandem.workers.engine.fake import expected_tokens
-from tandem.workers.transfer import export, wire
+from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
+from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.workers.transfer import export
 from tandem.workers.transfer.wire import Commit, Data, TransferError, TransferKey, decode, encode
 
 NUM_INJECTIONS = 1000
@@ -105,7 +106,7 @@ async def test_a_thousand_faults_are_all_noticed(
     chance = random.Random(3)
     noticed = attempts = 0
 
-    async with fleet(2, 2, frame_hook=injector, max_step_tokens=32, stall_seconds=3.0) as running:
+    async with fleet(2, 2, frame_hook=injector, max_step_tokens=32, stall_seconds=5.0) as running:
 
         async def client() -> None:
             nonlocal noticed, attempts
@@ -127,7 +128,7 @@ async def test_a_thousand_faults_are_all_noticed(
 
 async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the test above could see a fault that the frames' checks let through."""
-    monkeypatch.setattr(wire.google_crc32c, "value", lambda body: 0)
+    monkeypatch.setattr(google_crc32c, "value", lambda body: 0)
 
     async def flip(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for frame in frames:
@@ -163,3 +164,71 @@ async def test_a_request_outlives_two_lost_transfers_and_not_three(times: int) -
         else:
             with pytest.raises(TandemError, match="could not be moved"):
                 await running.generate(token_request(range(100), 4))
+
+
+@pytest.mark.parametrize("first_token", [VOCAB, 2**40])
+async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
+    first_token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(1, 1) as running:
+        monkeypatch.setattr(
+            type(running.workers[0]._exporter),
+            "complete",
+            with_token(running.workers[0]._exporter.complete, first_token),
+        )
+        with pytest.raises(TandemError, match="could not be moved"):
+            await running.generate(token_request(range(50), 4))
+        for worker in running.workers:
+            worker.check_health()
+
+
+def with_token(complete: Callable[[int, int], None], token: int) -> Callable[[object, int, int], None]:
+    return lambda exporter, sequence_id, first_token: complete(sequence_id, token)
+
+
+async def test_requests_of_a_failed_decode_worker_end_on_the_other() -> None:
+    ranks = [fake_rank(), fake_rank(step_seconds=0.002), fake_rank(step_seconds=0.002)]
+    executor = ranks[1].executor
+    assert isinstance(executor, FakeExecutor)
+    left = iter(ranks)
+    async with fleet(1, 2, rank=lambda role: next(left)) as running:
+
+        async def one(number: int) -> int:
+            prompt = range(number, number + 50)
+            tokens, timeline = await running.generate(token_request(prompt, 60))
+            assert tokens == expected_tokens(prompt, 60, VOCAB)
+            return timeline.attempts
+
+        requests = [asyncio.create_task(one(number)) for number in range(8)]
+        async with asyncio.timeout(10):
+            while executor.num_steps < 20:
+                await asyncio.sleep(0.002)
+        executor.fail_after_steps = 0
+        attempts = await asyncio.gather(*requests)
+        assert sorted(set(attempts)) == [1, 2]
+        broken = running.workers.pop(1)
+        with pytest.raises(RuntimeError, match="has failed"):
+            broken.check_health()
+
+
+async def test_without_another_worker_the_request_fails() -> None:
+    async with fleet(0, 1) as running:
+        executor = running.workers[0]._rank.executor
+        assert isinstance(executor, FakeExecutor)
+        executor.fail_after_steps = 3
+        with pytest.raises(TandemError, match="no worker is ready"):
+            await running.generate(token_request(range(50), 60))
+        running.workers.clear()
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None:
+    async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=14), growth_tokens=16) as running:
+
+        async def one(number: int) -> int:
+            prompt = range(number, number + 30)
+            tokens, timeline = await running.generate(token_request(prompt, 80))
+            assert tokens == expected_tokens(prompt, 80, VOCAB)
+            return timeline.attempts
+
+        assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10

@@ -16,7 +16,7 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.errors import TandemError
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, is_idle, token_request, worker_stub
+from tandem.tests.fleet import VOCAB, fake_rank, fleet, is_idle, token_request, worker_stub
 from tandem.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.workers.rank import Rank
 from tandem.workers.transfer.wire import PULL_METHOD, Open, Pull, TransferKey, encode
@@ -253,39 +253,6 @@ async def test_a_failed_engine_tells_everybody_at_once() -> None:
     await worker.stop()
 
 
-async def test_requests_of_a_failed_decode_worker_end_on_the_other() -> None:
-    ranks = [fake_rank(), fake_rank(step_seconds=0.002), fake_rank(step_seconds=0.002)]
-    left = iter(ranks)
-    async with fleet(1, 2, rank=lambda role: next(left)) as running:
-
-        async def one(number: int) -> int:
-            prompt = range(number, number + 50)
-            tokens, timeline = await running.generate(token_request(prompt, 60))
-            assert tokens == expected_tokens(prompt, 60, VOCAB)
-            return timeline.attempts
-
-        requests = [asyncio.create_task(one(number)) for number in range(8)]
-        async with asyncio.timeout(10):
-            while executor_of(ranks[1]).num_steps < 20:
-                await asyncio.sleep(0.002)
-        executor_of(ranks[1]).fail_after_steps = 0
-        attempts = await asyncio.gather(*requests)
-        assert sorted(set(attempts)) == [1, 2]
-        broken = running.workers.pop(1)
-        with pytest.raises(RuntimeError, match="has failed"):
-            broken.check_health()
-
-
-async def test_without_another_worker_the_request_fails() -> None:
-    async with fleet(0, 1) as running:
-        executor = running.workers[0]._rank.executor
-        assert isinstance(executor, FakeExecutor)
-        executor.fail_after_steps = 3
-        with pytest.raises(TandemError, match="no worker is ready"):
-            await running.generate(token_request(range(50), 60))
-        running.workers.clear()
-
-
 # --- draining and stopping -----------------------------------------------------------------------------------------
 
 
@@ -391,45 +358,6 @@ async def test_cache_of_another_life_of_the_worker_is_gone() -> None:
         assert status.info.load.leased_blocks == 2
         await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
         await idle(worker)
-
-
-@pytest.mark.parametrize("first_token", [VOCAB, 2**40])
-async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
-    first_token: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with fleet(1, 1) as running:
-        monkeypatch.setattr(
-            type(running.workers[0]._exporter), "complete", with_token(running.workers[0]._exporter.complete, first_token)
-        )
-        with pytest.raises(TandemError, match="could not be moved"):
-            await running.generate(token_request(range(50), 4))
-        for worker in running.workers:
-            worker.check_health()
-
-
-def with_token(complete: Callable[[int, int], None], token: int) -> Callable[[object, int, int], None]:
-    return lambda exporter, sequence_id, first_token: complete(sequence_id, token)
-
-
-# --- preemption ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefill", [0, 1])
-async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None:
-    async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=14), growth_tokens=16) as running:
-
-        async def one(number: int) -> int:
-            prompt = range(number, number + 30)
-            tokens, timeline = await running.generate(token_request(prompt, 80))
-            assert tokens == expected_tokens(prompt, 80, VOCAB)
-            return timeline.attempts
-
-        assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
-        await all_idle(running)
-
-
-async def all_idle(running: Fleet) -> None:
-    await asyncio.gather(*(idle(worker) for worker in running.workers))
 
 
 # --- without Ray ---------------------------------------------------------------------------------------------------
