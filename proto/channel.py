@@ -15,6 +15,7 @@ PEER_OPTIONS: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     # A worker that comes back is found again soon.
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one try to connect may take
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # A port that is taken is an error, and no proxy of the environment stands between two workers.

@@ -22,7 +22,7 @@ from .view import DirectoryView
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_LOST: Final = 2
-"""A request that was with so many workers when they died is not given a third."""
+"""A request that so many workers had begun when they died is not given to another."""
 
 MAX_TRANSFERS_LOST: Final = 3
 
@@ -32,11 +32,12 @@ _AVOIDED: Final = (worker_pb2.FAILURE_KIND_FULL, worker_pb2.FAILURE_KIND_WORKER)
 class AttemptFailed(Exception):
     """One attempt has ended without the request's end; another may follow."""
 
-    def __init__(self, kind: "worker_pb2.FailureKind", worker_id: str, message: str) -> None:
+    def __init__(self, kind: "worker_pb2.FailureKind", worker_id: str, message: str, *, admitted: bool = False) -> None:
         super().__init__(message)
         self.kind = kind
         self.worker_id = worker_id
         self.message = message
+        self.admitted = admitted  # the worker had begun to compute it, so that it may be what killed the worker
 
 
 class Dispatcher:
@@ -185,21 +186,21 @@ async def _next(attempt: Attempt, worker_id: str) -> worker_pb2.Output:
     try:
         output = await attempt.next()
     except LinkBroken:
-        raise AttemptFailed(worker_pb2.FAILURE_KIND_WORKER, worker_id, "worker lost") from None
+        kind = worker_pb2.FAILURE_KIND_WORKER
+        raise AttemptFailed(kind, worker_id, "worker lost", admitted=attempt.admitted) from None
     if output.HasField("failure"):
-        raise AttemptFailed(output.failure.kind, worker_id, output.failure.message)
+        raise AttemptFailed(output.failure.kind, worker_id, output.failure.message, admitted=attempt.admitted)
     return output
 
 
 def _check(failures: list[AttemptFailed]) -> None:
     """Raises the request's end if it has failed often enough; returns if another attempt is due."""
     last = failures[-1]
-    count = sum(failure.kind == last.kind for failure in failures)
     if last.kind == worker_pb2.FAILURE_KIND_INVALID:
         raise InvalidArgument(last.message, "prompt")
-    if last.kind == worker_pb2.FAILURE_KIND_WORKER and count >= MAX_WORKERS_LOST:
+    if sum(f.kind == worker_pb2.FAILURE_KIND_WORKER and f.admitted for f in failures) >= MAX_WORKERS_LOST:
         raise InternalError("the request was given up after two workers were lost")
-    if last.kind == worker_pb2.FAILURE_KIND_TRANSFER and count >= MAX_TRANSFERS_LOST:
+    if sum(f.kind == worker_pb2.FAILURE_KIND_TRANSFER for f in failures) >= MAX_TRANSFERS_LOST:
         raise InternalError("the KV cache could not be moved")
 
 

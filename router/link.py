@@ -26,6 +26,7 @@ class Attempt:
         self._link = link
         self._key = key
         self._outputs: asyncio.Queue[worker_pb2.Output | None] = asyncio.Queue()
+        self.admitted = False  # the worker has begun with it
 
     async def next(self) -> worker_pb2.Output:
         """The next answer. Raises LinkBroken when none can come any more."""
@@ -37,6 +38,7 @@ class Attempt:
 
     def put(self, output: worker_pb2.Output | None) -> None:
         """An answer from the link; None is its end."""
+        self.admitted |= output is not None and output.HasField("admitted")
         self._outputs.put_nowait(output)
 
     def end(self) -> None:

@@ -274,12 +274,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             job.target = asyncio.get_running_loop().create_future()
             job.pulling = asyncio.create_task(self._fetch(job, submit.kv))
             job.pulling.add_done_callback(self._check_task)
-        self._thread.post(partial(self._enqueue, job.spec))
+        self._thread.post(partial(self._enqueue, job.spec, time.monotonic()))
 
-    def _enqueue(self, spec: SequenceSpec, engine: Engine) -> None:
-        """In the engine's thread."""
+    def _enqueue(self, spec: SequenceSpec, submitted: float, engine: Engine) -> None:
+        """In the engine's thread, once its step has ended: that wait is queueing, too."""
         try:
-            engine.submit(spec)
+            engine.submit(spec, submitted)
         except QueueFull:
             failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_FULL, message="queue full")
         except DoesNotFit as error:
@@ -345,9 +345,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     def _deliver(self, events: list[Event]) -> None:
         """Routes one step's events; each session's share leaves as one message."""
-        for event in events:
-            if job := self._jobs.get(event.id):
-                self._route(job, event)
+        try:
+            for event in events:
+                if job := self._jobs.get(event.id):
+                    self._route(job, event)
+        except Exception as error:  # a defect: the events after it are lost, so nobody may go on waiting for them
+            self._fail(error)
 
     def _route(self, job: Job, event: Event) -> None:
         match event:

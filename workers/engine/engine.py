@@ -30,13 +30,14 @@ class Engine:
         self.scheduler = Scheduler(config, clock)
         self._executor = executor
 
-    def submit(self, spec: SequenceSpec) -> None:
-        """Queues a sequence. Raises QueueFull or DoesNotFit, and then holds nothing of it."""
+    def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
+        """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else from now. Raises
+        QueueFull or DoesNotFit, and then holds nothing of it."""
         if not self.scheduler.fits(spec):
             raise DoesNotFit(f"{len(spec.tokens)} + {spec.max_tokens} tokens; room for {self.config.capacity_tokens}")
         if self.scheduler.num_waiting >= self.config.max_waiting:
             raise QueueFull(f"{self.config.max_waiting} sequences are waiting")
-        self.scheduler.add(spec)
+        self.scheduler.add(spec, submitted)
 
     def cancel(self, sequence_id: int) -> None:
         """Frees whatever the sequence holds, be it queued, importing, running or leased. Idempotent.

@@ -58,9 +58,9 @@ class Scheduler:
         """Whether `schedule` could do something now. Imports that wait for their bytes are no work."""
         return bool(self._running or self._joined or self._dropped or self._can_admit())
 
-    def add(self, spec: SequenceSpec) -> None:
+    def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:
         """Queues a sequence. The caller has checked `fits` and the queue's bound."""
-        sequence = Sequence(spec, self.config.block_size, self._clock())
+        sequence = Sequence(spec, self.config.block_size, self._clock() if submitted is None else submitted)
         self._sequences[spec.id] = sequence
         self._waiting.append(sequence)
 
