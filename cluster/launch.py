@@ -11,10 +11,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+import psutil
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -34,6 +36,7 @@ FAILURE_CHECK_SECONDS: Final = 1.0
 HEALTH_SECONDS: Final = 10.0
 REACH_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 2.0
+END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
 
 
@@ -75,20 +78,15 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
 @contextmanager
 def _local_ray(config: TandemConfig) -> Iterator[None]:
     scratch = tempfile.mkdtemp(prefix="tandem-")
+    options = _local_resources(config) | {
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": config.dashboard,
+        "_temp_dir": scratch,
+    }
     try:
-        with _own_sigterm():
-            ray.init(
-                address="local",
-                **_local_resources(config),
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=config.dashboard,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=scratch,
-            )
-        yield
+        with _ray(address="local", **options):
+            yield
     finally:
-        ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -113,24 +111,58 @@ def _joined_ray(address: str) -> Iterator[None]:
         yield
         return
     _check_reachable(address)
-    try:
-        with _own_sigterm():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ray.exceptions.RayError) as error:
-        raise LaunchError(f"address: {address}: {str(error).partition(chr(10))[0]}") from None
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_ray(address=address))
+        except (ConnectionError, ray.exceptions.RayError) as error:
+            raise LaunchError(f"address: {address}: {str(error).partition(chr(10))[0]}") from None
         yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Gives SIGTERM back to the program: ray.init takes it to exit at once."""
-    previous = signal.getsignal(signal.SIGTERM)
-    yield
+def _ray(**options: Any) -> Iterator[None]:
+    """Ray from init to shutdown, both in a thread of their own.
+
+    There no signal cuts init short: half a Ray would leave processes behind. The thread lives as long as Ray, for the
+    kernel kills Ray's processes with the thread that started them."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tandem-ray") as thread:
+        try:
+            start = thread.submit(ray.init, log_to_driver=False, logging_level=logging.ERROR, **options)
+            try:
+                start.result()
+            finally:
+                wait([start])
+                _take_sigterm_back()
+            yield
+        finally:
+            family = _processes_of(options["_temp_dir"]) if "_temp_dir" in options else []
+            thread.submit(ray.shutdown).result()
+            _end(family)
+
+
+def _take_sigterm_back() -> None:
+    """Ray's core has put a handler of its own beneath Python's, which aborts the process."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+def _processes_of(scratch: str) -> list[psutil.Process]:
+    """The processes of the Ray that this process has started with `scratch`, and their children."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if any(scratch in word for word in child.cmdline()):
+                found += [child, *child.children(recursive=True)]
+    return found
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Waits for processes that were told to end, and kills the rest: a raylet that is cut off leaves its agents."""
+    _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=END_SECONDS)
 
 
 def _start_serve(config: TandemConfig, *, local: bool) -> str:
