@@ -14,7 +14,7 @@ help:  ## show these lines
 
 venv: .venv/.installed  ## create .venv with the pinned versions; redone when they change
 
-demo: .venv/.installed  ## serve the demo model on this machine, ask it three things at once, stop
+demo: .venv/.installed  ## serve the demo model on this machine, ask it four things at once, stop
 	@$(BIN)/python -m tandem.cluster.demo
 
 test: .venv/.installed  ## run every test
