@@ -1,5 +1,6 @@
 """Attention over a paged KV cache: the interface, and one implementation in plain torch for any device."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,6 +8,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from . import kernels
 from .kv import PagedKv
 
 
@@ -42,11 +44,25 @@ class _Part(Protocol):
     """Some of the step's sequences, attended to in one go."""
 
     rows: slice | torch.Tensor  # of the flat batch
-    table: torch.Tensor  # the rows of (block, head) to gather
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """query [rows, num_heads, head_dim], keys and values as gathered; returns [rows, num_heads * head_dim]."""
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
+        """query [rows, num_heads, head_dim] to [rows, num_heads * head_dim]."""
         ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _NativeDecodes:
+    """Sequences with one new token, on a CPU: the kernel reads their blocks where they lie."""
+
+    rows: slice | torch.Tensor
+    tables: torch.Tensor  # [sum of table lengths], the block tables one after the other
+    offsets: torch.Tensor  # [batch], where each begins
+    first_keys: torch.Tensor  # [batch], the first position each token sees
+    last_keys: torch.Tensor  # [batch], its own position
+
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
+        keys, values = kv.layer(layer)
+        return kernels.decode_attention(query, keys, values, self.tables, self.offsets, self.first_keys, self.last_keys)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +73,12 @@ class _Decodes:
     table: torch.Tensor  # [batch * num_kv_heads * width]
     mask: torch.Tensor  # [batch * num_kv_heads, 1, width * block_size], 0 or -inf
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
         """The heads that share a KV head become the rows of one product."""
         batch, num_heads, head_dim = query.shape
         products = self.mask.shape[0]
         query = query.reshape(products, -1, head_dim)
-        keys, values = keys.view(products, -1, head_dim), values.view(products, -1, head_dim)
+        keys, values = (rows[self.table].view(products, -1, head_dim) for rows in kv.gather_rows(layer))
         scores = torch.baddbmm(self.mask, query, keys.transpose(1, 2), alpha=head_dim**-0.5)
         return torch.bmm(scores.softmax(-1), values).view(batch, num_heads * head_dim)
 
@@ -77,54 +93,63 @@ class _Chunk:
     num_keys: int
     mask: torch.Tensor | None  # [num_tokens, num_keys], 0 or -inf; None is plain causal from position 0
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
         """KV heads are the batch of the product; the heads that share one see it expanded, not copied."""
         num_tokens, num_heads, head_dim = query.shape
         group = num_heads // self.num_kv_heads
         query = query.reshape(num_tokens, self.num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         keys, values = (
-            rows.view(self.num_kv_heads, 1, -1, head_dim)[:, :, : self.num_keys].expand(-1, group, -1, -1)
-            for rows in (keys, values)
+            rows[self.table].view(self.num_kv_heads, 1, -1, head_dim)[:, :, : self.num_keys].expand(-1, group, -1, -1)
+            for rows in kv.gather_rows(layer)
         )
         result = functional.scaled_dot_product_attention(query, keys, values, self.mask, is_causal=self.mask is None)
         return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads * head_dim)
 
 
 class TorchAttention:
-    """Gathers the blocks a step needs, then dense products. `windows` holds each layer's sliding window or None."""
+    """Gathers the blocks a step needs, then dense products; on CPUs single tokens go through a C kernel that gathers
+    nothing. `windows` holds each layer's sliding window or None."""
 
-    def __init__(self, kv: PagedKv, windows: Sequence[int | None]) -> None:
+    def __init__(self, kv: PagedKv, windows: Sequence[int | None], num_heads: int, *, native: bool = True) -> None:
+        """`native=False` keeps to plain torch."""
         self._kv = kv
         self._windows = tuple(windows)
+        self._native = native and kernels.can_attend(kv.data, num_heads // kv.layout.num_kv_heads)
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        planner = _Planner(self._kv, spans)
+        planner = _Planner(self._kv, spans, native=self._native)
         parts = {window: planner.parts(window) for window in set(self._windows)}
-        return _TorchStep(self._kv, planner.slots(), [parts[window] for window in self._windows])
+        return _TorchStep(self._kv, planner.slots(), [parts[window] for window in self._windows], native=self._native)
 
 
 class _TorchStep:
-    def __init__(self, kv: PagedKv, slots: torch.Tensor, parts: list[list[_Part]]) -> None:
+    def __init__(self, kv: PagedKv, slots: torch.Tensor, parts: list[list[_Part]], *, native: bool) -> None:
         self._kv = kv
+        self._native = native
         self._slots = slots  # [num_tokens * num_kv_heads], rows of (block, head, token)
         self._parts = parts  # per layer
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key_rows, value_rows = self._kv.scatter_rows(layer)
-        key_rows.index_copy_(0, self._slots, key.reshape(-1, key.shape[-1]))
-        value_rows.index_copy_(0, self._slots, value.reshape(-1, value.shape[-1]))
-        keys, values = self._kv.gather_rows(layer)
+        if self._native:
+            kernels.store_kv(key, value, key_rows, value_rows, self._slots)
+        else:
+            key_rows.index_copy_(0, self._slots, key.reshape(-1, key.shape[-1]))
+            value_rows.index_copy_(0, self._slots, value.reshape(-1, value.shape[-1]))
+        parts = self._parts[layer]
+        if len(parts) == 1:  # all decodes, or one prompt alone: nothing to put together
+            return parts[0].attend(query, self._kv, layer)
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        for part in self._parts[layer]:
-            step_keys, step_values = keys.index_select(0, part.table), values.index_select(0, part.table)
-            result[part.rows] = part.attend(query[part.rows], step_keys, step_values)
+        for part in parts:
+            result[part.rows] = part.attend(query[part.rows], self._kv, layer)
         return result
 
 
 class _Planner:
     """Builds the tables of one step."""
 
-    def __init__(self, kv: PagedKv, spans: Sequence[SequenceSpan]) -> None:
+    def __init__(self, kv: PagedKv, spans: Sequence[SequenceSpan], *, native: bool) -> None:
+        self._native = native
         self._block_size = kv.block_size
         self._num_kv_heads = kv.layout.num_kv_heads
         self._dtype = kv.data.dtype
@@ -148,16 +173,32 @@ class _Planner:
         return torch.cat(slots).to(self._device)
 
     def parts(self, window: int | None) -> list[_Part]:
-        """Groups the sequences with one token by the bit length of their table, so that padding at most doubles."""
+        """One part a prompt, and one for all single tokens; without the kernel these are grouped by the bit length of
+        their table, so that padding at most doubles."""
         groups: dict[int, list[int]] = {}
         parts: list[_Part] = []
         for index, span in enumerate(self._spans):
             if span.num_tokens == 1:
-                groups.setdefault(self._num_blocks(span).bit_length(), []).append(index)
+                group = 0 if self._native else self._num_blocks(span).bit_length()
+                groups.setdefault(group, []).append(index)
             else:
                 parts.append(self._chunk(index, span, window))
-        parts += [self._decodes(indices, window) for indices in groups.values()]
+        decodes = self._native_decodes if self._native else self._decodes
+        parts += [decodes(indices, window) for indices in groups.values()]
         return parts
+
+    def _native_decodes(self, indices: list[int], window: int | None) -> _NativeDecodes:
+        spans = [self._spans[index] for index in indices]
+        tables = list(itertools.chain.from_iterable(span.blocks for span in spans))
+        lengths = torch.tensor([0, *(len(span.blocks) for span in spans)])
+        last_keys = torch.tensor([span.start for span in spans])
+        return _NativeDecodes(
+            rows=self._rows([self._first_rows[index] for index in indices]),
+            tables=torch.tensor(tables, dtype=torch.int32),
+            offsets=lengths.cumsum(0)[:-1],
+            first_keys=torch.zeros_like(last_keys) if window is None else (last_keys + 1 - window).clamp(min=0),
+            last_keys=last_keys,
+        )
 
     def _decodes(self, indices: list[int], window: int | None) -> _Decodes:
         spans = [self._spans[index] for index in indices]

@@ -42,6 +42,10 @@ class PagedKv:
             dtype=DTYPES[layout.dtype],
             device=device,
         )
+        # A view of each layer's keys and values; made once, since making views is what a small step spends its time on.
+        self._layers = [tuple(layer.unbind(0)) for layer in self.data]
+        self._gather = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self._layers]
+        self._scatter = [tuple(part.flatten(0, 2) for part in layer) for layer in self._layers]
         self._token_bytes = layout.bytes_per_token_layer
         self._tokens = _by_token(self.data)
 
@@ -49,14 +53,19 @@ class PagedKv:
     def layout(self) -> KvLayout:
         return self._layout
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer where they lie: each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        keys, values = self._layers[layer]
+        return keys, values
+
     def gather_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer as rows of (block, head): each [num_blocks * num_kv_heads, tokens * head_dim]."""
-        keys, values = self.data[layer].flatten(1, 2).flatten(2)
+        keys, values = self._gather[layer]
         return keys, values
 
     def scatter_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer as rows of (block, head, token): each [rows, head_dim]."""
-        keys, values = self.data[layer].flatten(1, 3)
+        keys, values = self._scatter[layer]
         return keys, values
 
     def read(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from . import kernels
 from .weights import Weights
 
 
@@ -37,8 +38,11 @@ class RmsNorm:
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         self._weight = weight
         self._epsilon = epsilon
+        self._native = kernels.usable(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._native:
+            return kernels.rms_norm(x.contiguous(), self._weight, self._epsilon)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)
         return self._weight * (wide * scale).to(x.dtype)
@@ -53,7 +57,10 @@ class GatedMlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden] to the same."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        gate_up = self._gate_up(x)  # [num_tokens, 2 * intermediate]
+        if kernels.usable(gate_up):
+            return self._down(kernels.silu_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self._down(functional.silu(gate) * up)
 
 

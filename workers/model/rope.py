@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from . import kernels
 from .config import RopeConfig
 
 
@@ -39,7 +40,10 @@ class RotaryTable:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryTable's result."""
+    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryTable's result, in place where there is a kernel."""
+    if kernels.usable(heads):
+        kernels.rotate(heads, cos, sin)
+        return heads
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 

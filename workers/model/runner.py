@@ -34,7 +34,7 @@ class ModelRunner:
         self.kv = kv
         self._decoder = decoder
         self._device = kv.data.device
-        self._attention = TorchAttention(kv, config.windows)
+        self._attention = TorchAttention(kv, config.windows, config.num_heads)
         self._rotary = RotaryTable(config.rope, config.head_dim, dtype=kv.data.dtype, device=self._device)
         self._sequences: dict[int, _Sequence] = {}
 
