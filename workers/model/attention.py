@@ -66,6 +66,20 @@ class _NativeDecodes:
 
 
 @dataclass(slots=True, kw_only=True)
+class _NativeChunk:
+    """Several new tokens of one sequence, on a CPU: again the kernel reads the blocks where they lie."""
+
+    rows: slice | torch.Tensor
+    table: torch.Tensor  # [table length], the block table
+    start: int
+    window: int
+
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
+        keys, values = kv.layer(layer)
+        return kernels.chunk_attention(query, keys, values, self.table, self.start, self.window)
+
+
+@dataclass(slots=True, kw_only=True)
 class _Decodes:
     """Sequences with one new token and block tables of similar length: one batched product for all."""
 
@@ -114,10 +128,12 @@ class TorchAttention:
         """`native=False` keeps to plain torch."""
         self._kv = kv
         self._windows = tuple(windows)
-        self._native = native and kernels.can_attend(kv.data, num_heads // kv.layout.num_kv_heads)
+        group = num_heads // kv.layout.num_kv_heads
+        self._native = native and kernels.can_attend(kv.data, group)
+        self._native_chunks = native and kernels.can_attend_chunks(kv.data, group)
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        planner = _Planner(self._kv, spans, native=self._native)
+        planner = _Planner(self._kv, spans, native=self._native, native_chunks=self._native_chunks)
         parts = {window: planner.parts(window) for window in set(self._windows)}
         return _TorchStep(self._kv, planner.slots(), [parts[window] for window in self._windows], native=self._native)
 
@@ -148,8 +164,9 @@ class _TorchStep:
 class _Planner:
     """Builds the tables of one step."""
 
-    def __init__(self, kv: PagedKv, spans: Sequence[SequenceSpan], *, native: bool) -> None:
+    def __init__(self, kv: PagedKv, spans: Sequence[SequenceSpan], *, native: bool, native_chunks: bool) -> None:
         self._native = native
+        self._native_chunks = native_chunks
         self._block_size = kv.block_size
         self._num_kv_heads = kv.layout.num_kv_heads
         self._dtype = kv.data.dtype
@@ -216,14 +233,18 @@ class _Planner:
             mask=mask[:, None].repeat_interleave(self._num_kv_heads, dim=0),
         )
 
-    def _chunk(self, index: int, span: SequenceSpan, window: int | None) -> _Chunk:
-        first = self._first_block(span, window)
+    def _chunk(self, index: int, span: SequenceSpan, window: int | None) -> _Part:
+        rows = slice(self._first_rows[index], self._first_rows[index + 1])
         end = span.start + span.num_tokens
+        if self._native_chunks:
+            table = torch.tensor(span.blocks, dtype=torch.int32)
+            return _NativeChunk(rows=rows, table=table, start=span.start, window=window or end)
+        first = self._first_block(span, window)
         queries = torch.arange(span.start, end)
         keys = torch.arange(first * self._block_size, end)
         causal = span.start == 0 and (window is None or end <= window)
         return _Chunk(
-            rows=slice(self._first_rows[index], self._first_rows[index + 1]),
+            rows=rows,
             table=self._head_rows(torch.tensor([span.blocks[first : self._num_blocks(span)]])),
             num_kv_heads=self._num_kv_heads,
             num_keys=len(keys),

@@ -28,6 +28,16 @@ _SUFFIX: Final = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
 _MAX_GROUP: Final = 32  # as in kernels.c
 
+_P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS: Final = {
+    "decode_attention": (_P, _N, _P, _N, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _F),
+    "chunk_attention": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _F),
+    "store_kv": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N),
+    "rms_norm": (_P, _P, _P, _N, _N, _F),
+    "silu_mul": (_P, _P, _N, _N),
+    "rotate": (_P, _N, _P, _P, _N, _N, _N),
+}
+
 
 def usable(tensor: torch.Tensor) -> bool:
     """Whether there are kernels for tensors of this device and dtype."""
@@ -37,6 +47,12 @@ def usable(tensor: torch.Tensor) -> bool:
 def can_attend(cache: torch.Tensor, group: int) -> bool:
     """Whether `decode_attention` can read a KV cache of this kind, `group` query heads to a KV head."""
     return cache.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(cache)
+
+
+def can_attend_chunks(cache: torch.Tensor, group: int) -> bool:
+    """Whether `chunk_attention` can, which wants bfloat16 and a processor with its dot product."""
+    kernels = library() if usable(cache) and cache.dtype == torch.bfloat16 else None
+    return kernels is not None and bool(kernels.has_chunk_attention(_N(group), _N(cache.shape[-1])))
 
 
 def decode_attention(
@@ -64,6 +80,38 @@ def decode_attention(
         first_keys.data_ptr(),
         last_keys.data_ptr(),
         rows,
+        kv_heads,
+        num_heads // kv_heads,
+        head_dim,
+        block_size,
+        head_dim**-0.5,
+    )
+    return out
+
+
+def chunk_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim] bfloat16
+    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    values: torch.Tensor,  # the same
+    table: torch.Tensor,  # [table length] int32
+    start: int,  # the position of the first token
+    window: int,  # how many tokens each token sees, itself included
+) -> torch.Tensor:
+    """Causal attention of one sequence's new tokens over its keys: [num_tokens, num_heads * head_dim]."""
+    tokens, num_heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = keys.shape
+    out = query.new_empty(tokens, num_heads * head_dim)
+    _kernel("chunk_attention", query)(
+        query.data_ptr(),
+        query.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        table.data_ptr(),
+        start,
+        tokens,
+        window,
         kv_heads,
         num_heads // kv_heads,
         head_dim,
@@ -132,16 +180,6 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("no C kernels, running slower in plain torch: %s", error)
         return None
-
-
-_P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS: Final = {
-    "decode_attention": (_P, _N, _P, _N, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _F),
-    "store_kv": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N),
-    "rms_norm": (_P, _P, _P, _N, _N, _F),
-    "silu_mul": (_P, _P, _N, _N),
-    "rotate": (_P, _N, _P, _P, _N, _N, _N),
-}
 
 
 def _kernel(name: str, tensor: torch.Tensor | None = None) -> Callable[..., None]:

@@ -36,17 +36,21 @@ def test_attention_equals_plain_torch(
 ) -> None:
     torch.manual_seed(0)
     layout = KvLayout(num_layers=2, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, model="m")
-    stores = [PagedKv(layout, num_blocks=64, block_size=8, device=torch.device("cpu")) for _ in range(2)]
+    stores = [PagedKv(layout, num_blocks=128, block_size=8, device=torch.device("cpu")) for _ in range(2)]
     stores[0].data.normal_()
     stores[1].data.copy_(stores[0].data)
-    order = torch.randperm(64).tolist()
+    order = torch.randperm(128).tolist()
     lengths = [1, 8, 9, 130, 257]  # the new token included; one past a tile of the kernel's keys
     spans = [
         SequenceSpan(blocks=[order.pop() for _ in range(-(-length // 8))], start=length - 1, num_tokens=1)
         for length in lengths[:-1]
     ]
-    spans.append(SequenceSpan(blocks=[order.pop() for _ in range(33)], start=254, num_tokens=3))  # and a chunk
-    tokens = len(spans) + 2
+    chunks = ((254, 3), (0, 150), (63, 70))  # start, tokens
+    spans += [
+        SequenceSpan(blocks=[order.pop() for _ in range(-(-(start + count) // 8))], start=start, num_tokens=count)
+        for start, count in chunks
+    ]
+    tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(tokens, num_heads, head_dim).to(DTYPES[dtype])
     key, value = (torch.randn(tokens, kv_heads, head_dim).to(DTYPES[dtype]) for _ in range(2))
     results = []
