@@ -12,6 +12,7 @@ import typer
 
 from ..proto.errors import InvalidArgument, NotFound, TandemError
 from ..workers.model.checkpoint import CheckpointError, check_checkpoint
+from .bench import bench
 from .cli_client import chat, generate, status
 from .config import ConfigError, TandemConfig, load_config
 from .environment import prepare_ray_environment
@@ -29,6 +30,7 @@ app.add_typer(model_app, name="model")
 app.command()(generate)
 app.command()(chat)
 app.command()(status)
+app.command()(bench)
 
 
 def main() -> None:
