@@ -1,0 +1,215 @@
+"""Engines on one loaded model, step by step under a stopwatch."""
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from .bench_floor import synchronize
+from .engine.config import EngineConfig
+from .engine.engine import Engine
+from .engine.events import Event, Token
+from .engine.plan import SamplingParams, StepPlan
+from .engine.sequence import SequenceSpec, Task
+from .model.config import ModelConfig
+from .model.decoder import Decoder, StepBatch
+from .model.kv import PagedKv, kv_layout
+from .model.runner import ModelRunner
+from .model.weights import Weights
+
+BLOCK_SIZE: Final = 16
+WARMUP_STEPS: Final = 4
+PARTS: Final = ("schedule", "prepare", "model", "sample", "emit")
+_GREEDY: Final = SamplingParams(temperature=0.0)
+_PREFILL_SECONDS: Final = 2.0  # repeated for about so long,
+_PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Where the seconds of one engine step went.
+
+    `schedule` decides the plan, `prepare` builds the flat batch from it, `model` ends with the logits, `sample` with
+    the tokens on the host, `emit` books them and makes the events."""
+
+    schedule: float
+    prepare: float
+    model: float
+    sample: float
+    emit: float
+
+    @property
+    def total(self) -> float:
+        return self.schedule + self.prepare + self.model + self.sample + self.emit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """A batch's decode, warm-up left out."""
+
+    batch: int
+    context: float  # positions that a token sees, in the mean over the steps
+    steps: list[StepTime]
+    plans: list[StepPlan]  # from the warm-up on
+    sampled: list[list[int]]  # of each plan
+
+
+class Stopwatch:
+    """The last step's marks. If `exact`, each waits for the device, else only the host's time is known."""
+
+    def __init__(self, device: torch.device, *, exact: bool) -> None:
+        self._device = device
+        self._exact = exact and device.type == "cuda"
+        self.marks: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        if self._exact and not torch.cuda.is_current_stream_capturing():
+            synchronize(self._device)
+        self.marks[name] = time.perf_counter()
+
+
+class TimedDecoder(Decoder):
+    """A decoder that marks its begin and its end."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, watch: Stopwatch) -> None:
+        super().__init__(config, weights)
+        self._watch = watch
+
+    def __call__(self, batch: StepBatch) -> torch.Tensor:
+        self._watch.mark("model")
+        logits = super().__call__(batch)
+        self._watch.mark("sample")
+        return logits
+
+
+class Bed:
+    """A model with KV memory, and the `Executor` that engines run on here, one after the other.
+
+    The KV memory holds noise, so that a decode can begin at any context without a prefill: as on a decode worker, the
+    cache was imported."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, *, dtype: str, num_blocks: int, chunk: int, exact: bool
+    ) -> None:
+        """`chunk` bounds the tokens of a prefill step. `exact` makes StepTime true on a GPU, and its steps slower."""
+        self._chunk = chunk
+        self._watch = Stopwatch(weights.device, exact=exact)
+        kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=weights.device)
+        kv.data[0].normal_(generator=torch.Generator(weights.device).manual_seed(0))
+        kv.data[1:] = kv.data[:1]
+        self.runner = ModelRunner(config, TimedDecoder(config, weights, self._watch), kv)
+        self._vocab_size = config.vocab_size
+        self._num_blocks = num_blocks
+        self._plans: list[StepPlan] = []
+        self._sampled: list[list[int]] = []
+
+    def execute(self, plan: StepPlan) -> list[int]:
+        """See `Executor.execute`."""
+        self._watch.marks = {}
+        self._watch.mark("prepare")
+        tokens = self.runner.execute(plan)
+        self._watch.mark("emit")
+        self._plans.append(plan)
+        self._sampled.append(tokens)
+        return tokens
+
+    def prompt(self, num_tokens: int, seed: int) -> tuple[int, ...]:
+        """Random tokens; no two seeds share a prefix block."""
+        return tuple(random.Random(f"{num_tokens} {seed}").choices(range(self._vocab_size), k=num_tokens))
+
+    def decode(self, batch: int, context: int, steps: int) -> DecodeRun:
+        """Decodes `batch` sequences that hold `context` tokens each, through a whole engine."""
+        engine = self._engine(batch)
+        self._plans, self._sampled = [], []
+        for index in range(batch):
+            prompt = self.prompt(context, index)
+            engine.submit(self._spec(index, Task.DECODE, prompt, max_tokens=WARMUP_STEPS + steps + 2))
+        engine.step()  # admits them, as imports
+        for index in range(batch):
+            engine.commit_import(index, index % self._vocab_size)
+        times = [self._step(engine) for _ in range(WARMUP_STEPS + steps)]
+        run = DecodeRun(
+            batch=batch,
+            context=context + WARMUP_STEPS + (steps + 1) / 2,
+            steps=times[WARMUP_STEPS:],
+            plans=self._plans,
+            sampled=self._sampled,
+        )
+        self._end(engine, batch)
+        return run
+
+    def replay(self, run: DecodeRun) -> tuple[list[float], list[list[int]]]:
+        """The same plans through the ModelRunner alone: seconds of each step after the warm-up, and all tokens."""
+        seconds: list[float] = []
+        sampled: list[list[int]] = []
+        for plan in run.plans:
+            begin = time.perf_counter()
+            sampled.append(self.runner.execute(plan))
+            seconds.append(time.perf_counter() - begin)
+        self.runner.execute(StepPlan(sequences=(), dropped=tuple(range(run.batch))))
+        return seconds[WARMUP_STEPS:], sampled
+
+    def prefill(self, num_tokens: int) -> tuple[float, int]:
+        """Seconds from a lone prompt's submission to its first token, median of several prompts, and that token (of
+        the first prompt)."""
+        self._prefill(min(num_tokens, 2 * self._chunk), seed=-1)  # warm-up
+        seconds: list[float] = []
+        tokens: list[int] = []
+        least, most = _PREFILL_RUNS
+        while len(seconds) < least or (len(seconds) < most and sum(seconds) < _PREFILL_SECONDS):
+            begin = time.perf_counter()
+            tokens.append(self._prefill(num_tokens, seed=len(seconds)))
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds), tokens[0]
+
+    def _prefill(self, num_tokens: int, seed: int) -> int:
+        engine = self._engine(1)
+        engine.submit(self._spec(0, Task.WHOLE, self.prompt(num_tokens, seed), max_tokens=1))
+        events: list[Event] = []
+        while engine.has_work:
+            events += engine.step()
+        return next(event.token for event in events if isinstance(event, Token))
+
+    def _engine(self, batch: int) -> Engine:
+        config = EngineConfig(
+            num_blocks=self._num_blocks,
+            block_size=BLOCK_SIZE,
+            max_step_tokens=max(self._chunk, batch),
+            max_sequences=batch,
+        )
+        return Engine(self, config)
+
+    def _spec(self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
+        return SequenceSpec(id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=_GREEDY)
+
+    def _step(self, engine: Engine) -> StepTime:
+        begin = time.perf_counter()
+        engine.step()
+        end = time.perf_counter()
+        marks = self._watch.marks
+        # A runner may replay a captured step without calling the decoder: then all of `execute` is the model's.
+        model = marks.get("model", marks["prepare"])
+        sample = marks.get("sample", marks["emit"])
+        return StepTime(
+            schedule=marks["prepare"] - begin,
+            prepare=model - marks["prepare"],
+            model=sample - model,
+            sample=marks["emit"] - sample,
+            emit=end - marks["emit"],
+        )
+
+    def _end(self, engine: Engine, batch: int) -> None:
+        """Lets the runner forget the sequences, with no step that the run has recorded."""
+        self._plans, self._sampled = [], []
+        for index in range(batch):
+            engine.cancel(index)
+        while engine.has_work:
+            engine.step()
+
+
+def blocks_for(batch: int, context: int, steps: int) -> int:
+    """KV blocks that `Bed.decode` takes."""
+    return batch * -(-(context + WARMUP_STEPS + steps + 2) // BLOCK_SIZE)
