@@ -18,12 +18,13 @@ import pytest
 from tandem.router.client import Client
 from tandem.tests.tiny import make_tiny_model
 
+OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli import main; main()"]
 READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+)\n$")
 
 
 def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
     command = [*TANDEM, *args]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, env=environment)
 
@@ -108,7 +109,7 @@ class Serving:
     """`tandem serve` as a process of its own, ready."""
 
     def __init__(self, *args: str) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment = {name: value for name, value in os.environ.items() if name not in OURS}
         command = [*TANDEM, "serve", "--grpc-port", "0", "--http-port", "0", *args]
         self.process = subprocess.Popen(
             command,

@@ -129,3 +129,18 @@ async def test_sixteen_mixed_requests_cross_the_nodes(service: Any, model: Path)
     assert len({answer.timeline.prefill_worker for answer in answers}) == 2
     assert len({answer.timeline.decode_worker for answer in answers}) == 2
     wait_until_idle(service.status_url)
+
+
+async def test_clients_that_go_away_free_their_blocks_within_a_second(service: Any) -> None:
+    from tandem.router.client import AsyncClient
+
+    async def leave_early(client: AsyncClient, number: int) -> None:
+        prompt = [number + 3] * (20 * number + 1)
+        async with client.stream(prompt, temperature=0, max_tokens=1000, ignore_eos=True, timeout=60) as stream:
+            async for delta in stream:
+                if delta.first_index >= number:
+                    return
+
+    async with AsyncClient(service.grpc_address) as client:
+        await asyncio.gather(*(leave_early(client, number) for number in range(8)))
+    wait_until_idle(service.status_url, seconds=1)
