@@ -6,6 +6,9 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """One gRPC message or HTTP body. A prompt of the longest context fits many times over."""
 
 MAX_PROMPT_CHARACTERS: Final = 1_000_000
+MAX_PROMPTS: Final = 128
+"""Prompts in one HTTP body."""
+
 MAX_CHAT_MESSAGES: Final = 1_024
 MAX_ROLE_CHARACTERS: Final = 64
 MAX_REQUEST_ID_CHARACTERS: Final = 128

@@ -11,11 +11,8 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from ..proto import inference_pb2
+from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument
-
-MAX_PROMPTS: Final = 128
-"""Prompts in one body."""
 
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's, for /v1/completions only
 
@@ -62,9 +59,9 @@ def _prompts(value: object) -> object:
     """A list of prompts from any of the four forms; each prompt is a string or a list of token ids."""
     prompts = [value] if isinstance(value, str) or _is_ids(value) else value
     if isinstance(prompts, list) and all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
-        if 1 <= len(prompts) <= MAX_PROMPTS:
+        if 1 <= len(prompts) <= limits.MAX_PROMPTS:
             return prompts
-        raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {MAX_PROMPTS} are taken")
+        raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {limits.MAX_PROMPTS} are taken")
     raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of these")
 
 
@@ -109,7 +106,7 @@ class _Body(BaseModel):
     top_p: float | None = None
     top_k: _Int32 | None = None
     min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=limits.MAX_SEED)] | None = None
     stop: Annotated[list[str], BeforeValidator(_strings)] = []
     stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
@@ -206,7 +203,7 @@ def _request(
             top_k=body.top_k,
             top_p=body.top_p,
             min_p=body.min_p,
-            seed=None if body.seed is None else body.seed % 2**64,
+            seed=None if body.seed is None else body.seed % (limits.MAX_SEED + 1),
         ),
         stopping=inference_pb2.StoppingParams(
             max_tokens=max_tokens, stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=bool(body.ignore_eos)

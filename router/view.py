@@ -53,7 +53,7 @@ class DirectoryView:
                 known.info, known.load = info, info.load
 
     def workers(self) -> list[worker_pb2.WorkerInfo]:
-        """All workers known, with the newest load."""
+        """All workers known, as the directory last described them."""
         return [known.info for known in self._workers.values()]
 
     def get(self, worker_id: str) -> worker_pb2.WorkerInfo | None:
