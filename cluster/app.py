@@ -43,7 +43,7 @@ class WorkerPool:
                 device=config.device,
                 block_size=pool.block_size,
                 kv_cache_bytes=pool.kv_cache_bytes,
-                max_step_tokens=pool.max_step_tokens,
+                chunk_tokens=pool.chunk_tokens,
                 max_sequences=pool.max_sequences,
                 context_tokens=config.context_tokens,
                 num_threads=num_threads,
@@ -173,7 +173,7 @@ def _bind_pool(
     num_threads = config.num_threads(pool, num_cores)
     # Threads that spin while another process wants the core cost it up to a factor of 10; as a service, with a router
     # beside it, a worker of two threads is no faster for spinning.
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads)) | {"OMP_WAIT_POLICY": "PASSIVE"}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads)) | {"GOMP_SPINCOUNT": "3000"}
     options = _options(config, pool.replicas, pool.num_cpus, pool.resources, threads)
     if config.device == "cuda":
         options["ray_actor_options"]["num_gpus"] = 1

@@ -43,7 +43,7 @@ class PoolConfig(_Section):
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None shares the cores evenly
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB
-    max_step_tokens: int = Field(default=512, ge=1, le=1_048_576)
+    chunk_tokens: int = Field(default=512, ge=1, le=1_048_576)
     max_sequences: int = Field(default=64, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray
     resources: Resources = {}  # custom Ray resources of a replica

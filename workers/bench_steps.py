@@ -177,7 +177,7 @@ class Bed:
         config = EngineConfig(
             num_blocks=self._num_blocks,
             block_size=BLOCK_SIZE,
-            max_step_tokens=max(self._chunk, batch),
+            chunk_tokens=max(self._chunk, batch),
             max_sequences=batch,
         )
         return Engine(self, config)

@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +43,7 @@ ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 class WorkerConfig(RankConfig):
     """One worker: its rank, its budgets and its address."""
 
-    max_step_tokens: int = 512  # tokens computed in one step: the chunk size of a long prompt
+    chunk_tokens: int = 512  # of prompts, computed in one step beside a token of each running sequence
     max_sequences: int = 64
     max_waiting: int = 1024
     growth_tokens: int = 256
@@ -68,7 +69,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             EngineConfig(
                 num_blocks=rank.num_blocks,
                 block_size=rank.block_size,
-                max_step_tokens=config.max_step_tokens,
+                chunk_tokens=config.chunk_tokens,
                 max_sequences=config.max_sequences,
                 max_waiting=config.max_waiting,
                 growth_tokens=config.growth_tokens,
@@ -99,7 +100,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     async def start(cls, config: WorkerConfig, *, worker_id: str, role: str = "decode") -> Self:
         """Loads the model, binds the port and serves. Raises CheckpointError for a bad model folder and OSError for a
         port that is taken."""
-        rank = await asyncio.to_thread(load_rank, config)
+        # A thread of its own, which ends: while it lives, libgomp counts its OpenMP team beside the engine's, takes the
+        # machine for overcommitted and lets no thread spin.
+        with ThreadPoolExecutor(1) as loader:
+            rank = await asyncio.get_running_loop().run_in_executor(loader, load_rank, config)
         return await cls.serve(rank, config, worker_id=worker_id, role=role)
 
     @classmethod

@@ -49,7 +49,7 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
     chance = random.Random(5)
     turns = asyncio.Semaphore(NUM_AT_ONCE)
     num_exact = 0
-    async with fleet(2, 2, rank=small_rank, max_step_tokens=64, growth_tokens=16) as running:
+    async with fleet(2, 2, rank=small_rank, chunk_tokens=64, growth_tokens=16) as running:
 
         async def one(number: int) -> None:
             nonlocal num_exact
@@ -76,7 +76,7 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
 
 @pytest.mark.parametrize("how", ["close", "channel"])
 async def test_a_router_that_vanishes_leaves_nothing(how: str) -> None:
-    async with fleet(1, 1, rank=small_rank, max_step_tokens=64) as running:
+    async with fleet(1, 1, rank=small_rank, chunk_tokens=64) as running:
         requests = [token_request(range(n, n + 120), 600, name=str(n)) for n in range(12)]
         tasks = [asyncio.create_task(running.generate(request)) for request in requests]
         async with asyncio.timeout(10):

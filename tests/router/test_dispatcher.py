@@ -10,7 +10,7 @@ from tandem.workers.engine.fake import expected_tokens
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 700])
 async def test_tokens_equal_the_reference(prefill: int, length: int) -> None:
     prompt = [(7 * i + length) % VOCAB for i in range(length)]
-    async with fleet(prefill, 1, max_step_tokens=64) as running:
+    async with fleet(prefill, 1, chunk_tokens=64) as running:
         for _ in range(2):  # the second time from the prefix caches
             tokens, timeline = await running.generate(token_request(prompt, 40))
             assert tokens == expected_tokens(prompt, 40, VOCAB)

@@ -106,7 +106,7 @@ async def test_a_thousand_faults_are_all_noticed(
     chance = random.Random(3)
     noticed = attempts = 0
 
-    async with fleet(2, 2, frame_hook=injector, max_step_tokens=32, stall_seconds=5.0) as running:
+    async with fleet(2, 2, frame_hook=injector, chunk_tokens=32, stall_seconds=5.0) as running:
 
         async def client() -> None:
             nonlocal noticed, attempts

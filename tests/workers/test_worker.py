@@ -280,7 +280,7 @@ async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> Non
 async def test_a_draining_prefill_worker_still_gives_its_cache_away() -> None:
     """The decode worker may open its stream after the drain has begun."""
     ranks = iter([fake_rank(step_seconds=0.02), fake_rank()])
-    async with fleet(1, 1, rank=lambda role: next(ranks), max_step_tokens=16) as running:
+    async with fleet(1, 1, rank=lambda role: next(ranks), chunk_tokens=16) as running:
         request = asyncio.create_task(running.generate(token_request(range(200), 4)))
         async with asyncio.timeout(10):
             while not (await running.statuses())[0].num_jobs:

@@ -9,7 +9,7 @@ class EngineConfig:
 
     num_blocks: int
     block_size: int = 16
-    max_step_tokens: int = 512  # tokens computed in one step: the chunk size of a long prompt
+    chunk_tokens: int = 512  # of prompts, computed in one step beside a token of each running sequence
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
     growth_tokens: int = 256  # room for generated tokens that admission reserves; beyond it blocks come one by one

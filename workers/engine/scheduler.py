@@ -15,10 +15,10 @@ from .sequence import Sequence, SequenceSpec, State, Task
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill under a token budget.
+    """Continuous batching with chunked prefill.
 
-    First every running sequence that only needs its next token, then prompts in order of arrival, then admission from
-    the queue in order. The queue's head waits until its blocks are there; nobody overtakes it.
+    First every running sequence that only needs its next token, then, up to `chunk_tokens` together, prompts in order
+    of arrival and admission from the queue in order. The queue's head waits until its blocks are there; nobody overtakes it.
     Owns every sequence from `add` to FINISHED and all blocks they hold. Not thread-safe.
     """
 
@@ -107,17 +107,18 @@ class Scheduler:
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """Decides the next step. Preempts the newest running sequences when an older one cannot grow."""
         events = self._join()
-        budget = self.config.max_step_tokens
+        budget = self.config.chunk_tokens
         steps: dict[int, SequenceStep] = {}
         for sequence in sorted(self._running, key=lambda s: s.num_uncomputed > 1):  # stable: decodes, then prompts
-            if sequence.state is not State.RUNNING or budget == 0:
+            is_prompt = sequence.num_uncomputed > 1
+            if sequence.state is not State.RUNNING or (is_prompt and budget == 0):
                 continue
-            count = min(sequence.num_uncomputed, budget)
+            count = min(sequence.num_uncomputed, budget) if is_prompt else 1
             # Only decodes grow, and a victim is newer than all decodes before it here: none has its step already.
             events += [Preempted(id=victim) for victim in self._grow(sequence, sequence.num_computed + count)]
             if sequence.state is State.RUNNING:
                 steps[sequence.spec.id] = self._step(sequence, count)
-                budget -= count
+                budget -= count if is_prompt else 0
         while budget > 0 and self._can_admit():
             sequence = self._waiting.popleft()
             events.append(self._admit(sequence))

@@ -49,8 +49,8 @@ class _Layer:
         self._mlp = GatedMlp(weights, f"{prefix}.mlp")
 
     def __call__(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        x = x + self._attention(self._attention_norm(x), batch)
-        return x + self._mlp(self._mlp_norm(x))
+        x = self._attention(self._attention_norm(x), x, batch)
+        return self._mlp(self._mlp_norm(x), x)
 
 
 class _Attention:
@@ -65,11 +65,11 @@ class _Attention:
             names = (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight")
             self._qk_norms = [RmsNorm(weights.take(name), config.rms_norm_eps) for name in names]
 
-    def __call__(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """[num_tokens, hidden] to the same."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """[num_tokens, hidden] to the same, added to `residual`."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
         query, key, value = torch.split(heads, self._head_counts, dim=1)  # [num_tokens, heads, head_dim] each
         if self._qk_norms:
             query, key = self._qk_norms[0](query), self._qk_norms[1](key)
         query, key = rotate(query, batch.cos, batch.sin), rotate(key, batch.cos, batch.sin)
-        return self._output(batch.attention(self._index, query, key, value))
+        return self._output(batch.attention(self._index, query, key, value), residual)

@@ -10,13 +10,19 @@ from .weights import Weights
 
 
 class Linear:
-    """y = x W^T + b. On CPUs in bfloat16 the weight is stored in oneDNN's blocked form, a third faster to run."""
+    """y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel where it is the faster, else in
+    oneDNN's blocked form."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight [out, in], bias [out]."""
+        self._num_outputs = weight.shape[0]
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _can_pack()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        self._native = kernels.can_multiply(weight)
+        self._packed = not self._native and _can_pack(weight)
+        if self._native:
+            self._weight = kernels.pack_linear(weight)
+        else:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     @classmethod
     def load(cls, weights: Weights, *names: str) -> "Linear":
@@ -25,10 +31,14 @@ class Linear:
         has_bias = weights.has(f"{names[0]}.bias")
         return cls(weight, torch.cat([weights.take(f"{name}.bias") for name in names]) if has_bias else None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, in] to [num_tokens, out]."""
-        if self._packed:
-            return _packed_linear(x, self._weight, self._bias)
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[num_tokens, in] to [num_tokens, out], added to a residual of the same shape if there is one."""
+        if self._native:
+            return kernels.linear(x, self._weight, self._num_outputs, self._bias, residual)
+        y = _packed_linear(x, self._weight, self._bias) if self._packed else self._plain(x)
+        return y if residual is None else residual + y
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
 
 
@@ -52,20 +62,23 @@ class GatedMlp:
     """down(silu(gate(x)) * up(x)), arXiv 2002.05202."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
-        self._gate_up = Linear.load(weights, f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        gate, up = f"{prefix}.gate_proj", f"{prefix}.up_proj"
+        self._gate_up = Linear.load(weights, gate, up)
         self._down = Linear.load(weights, f"{prefix}.down_proj")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden] to the same."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden] to the same, added to `residual`."""
         gate_up = self._gate_up(x)  # [num_tokens, 2 * intermediate]
         if kernels.usable(gate_up):
-            return self._down(kernels.silu_mul(gate_up))
+            return self._down(kernels.silu_mul(gate_up), residual)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self._down(functional.silu(gate) * up)
+        return self._down(functional.silu(gate) * up, residual)
 
 
-def _can_pack() -> bool:
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

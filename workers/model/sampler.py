@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from ..engine.plan import SamplingParams
+from . import kernels
 
 MIN_TEMPERATURE: Final = 1e-5  # below it a choice is greedy: the division would overflow float32
 NUM_CANDIDATES: Final = 1024  # sorted first; what top-p keeps beyond them costs a sort of the whole vocabulary
@@ -22,16 +23,27 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     """logits [num_rows, vocab_size] to token ids [num_rows], int64.
 
     `positions` are those of the sampled tokens in their sequences."""
-    logits = logits.float()
-    tokens = logits.argmax(-1)
+    native = kernels.usable(logits)
     random = [row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE]
-    for filtered in (False, True):
+    if native:
+        tokens = _sample_native(logits, params, positions)
+    else:
+        logits = logits.float()
+        tokens = logits.argmax(-1)
+    for filtered in (True,) if native else (False, True):
         rows = [row for row in random if _filters(params[row]) == filtered]
         if rows:
             index = torch.tensor(rows, device=logits.device)
             keys = [_keys(params[row].seed, positions[row]) for row in rows]
-            tokens[index] = _draw(logits[index], [params[row] for row in rows], keys, filtered)
+            tokens[index] = _draw(logits[index].float(), [params[row] for row in rows], keys, filtered)
     return tokens
+
+
+def _sample_native(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """The tokens of all rows, those with filters greedily."""
+    temperatures = [0.0 if _filters(row) or row.temperature < MIN_TEMPERATURE else row.temperature for row in params]
+    keys = [_keys(row.seed, position) for row, position in zip(params, positions, strict=True)]
+    return kernels.sample(logits, torch.tensor(temperatures), torch.tensor(keys))
 
 
 def _filters(params: SamplingParams) -> bool:

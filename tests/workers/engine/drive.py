@@ -13,7 +13,7 @@ PROMPT = tuple(range(1, 11))
 
 
 def worker(**config: Any) -> Worker:
-    return Worker(EngineConfig(**({"num_blocks": 32, "block_size": 4, "max_step_tokens": 16} | config)))
+    return Worker(EngineConfig(**({"num_blocks": 32, "block_size": 4, "chunk_tokens": 16} | config)))
 
 
 def spec(

@@ -44,7 +44,7 @@ class Worker:
         events = self.engine.step(early.extend)
         events = early + events
         for plan in self.executor.plans[num_plans:]:
-            assert plan.num_tokens <= self.config.max_step_tokens
+            assert plan.num_tokens <= self.config.chunk_tokens
             assert len(plan.sequences) <= self.config.max_sequences
             assert len({step.sequence_id for step in plan.sequences}) == len(plan.sequences)
         for event in events:

@@ -17,7 +17,7 @@ from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State,
 
 
 def test_long_prompt_goes_in_chunks_and_samples_once() -> None:
-    target = worker(max_step_tokens=4)
+    target = worker(chunk_tokens=4)
     target.submit(spec(1, max_tokens=1))
     events = run(target)
     steps = [plan.sequences[0] for plan in target.executor.plans if plan.sequences]
@@ -32,7 +32,7 @@ def test_long_prompt_goes_in_chunks_and_samples_once() -> None:
 
 
 def test_decodes_come_first_and_a_prompt_gets_the_rest_of_the_budget() -> None:
-    target = worker(max_step_tokens=4)
+    target = worker(chunk_tokens=4)
     target.submit(spec(1, PROMPT[:3], max_tokens=8))
     target.step()
     target.submit(spec(2))
@@ -44,7 +44,7 @@ def test_decodes_come_first_and_a_prompt_gets_the_rest_of_the_budget() -> None:
 
 
 def test_prefill_reports_progress_and_then_holds_a_lease() -> None:
-    target = worker(max_step_tokens=4)
+    target = worker(chunk_tokens=4)
     target.submit(spec(1, task=Task.PREFILL))
     events = run(target)
     assert [event.num_computed for event in events if isinstance(event, Progress)] == [4, 8, 10]
@@ -177,7 +177,7 @@ def test_whole_sequences_of_any_length_and_block_size(block_size: int) -> None:
 
 @pytest.mark.parametrize("task", list(Task))
 def test_cancel_frees_everything_in_every_state_and_twice(task: Task) -> None:
-    target = worker(max_step_tokens=8)
+    target = worker(chunk_tokens=8)
     target.submit(spec(1, task=task))
     target.engine.cancel(1)
     target.check_idle()
@@ -233,7 +233,7 @@ def test_times_are_the_clock_s() -> None:
 
 
 def test_load_counts_the_prompt_tokens_ahead() -> None:
-    target = worker(max_step_tokens=4, max_sequences=1)
+    target = worker(chunk_tokens=4, max_sequences=1)
     target.submit(spec(1))
     target.submit(spec(2, PROMPT[:6]))
     target.submit(spec(3, task=Task.DECODE))
@@ -247,7 +247,7 @@ def test_load_counts_the_prompt_tokens_ahead() -> None:
 
 
 def test_after_a_failed_step_every_block_can_still_be_freed() -> None:
-    target = worker(max_step_tokens=8)
+    target = worker(chunk_tokens=8)
     target.submit(spec(1, PROMPT[:4], max_tokens=9))
     target.submit(spec(2))
     target.submit(spec(3, task=Task.DECODE))

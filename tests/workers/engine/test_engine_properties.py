@@ -38,7 +38,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     return EngineConfig(
         num_blocks=draw(st.integers(least, 3 * least)),
         block_size=block_size,
-        max_step_tokens=draw(st.integers(1, 12)),
+        chunk_tokens=draw(st.integers(1, 12)),
         max_sequences=draw(st.integers(1, 8)),
         growth_tokens=draw(st.integers(0, 4)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
@@ -162,7 +162,7 @@ def random_config(rng: random.Random) -> EngineConfig:
     return EngineConfig(
         num_blocks=rng.randint(least, 3 * least),
         block_size=block_size,
-        max_step_tokens=rng.randint(1, 12),
+        chunk_tokens=rng.randint(1, 12),
         max_sequences=rng.randint(2, 8),
         growth_tokens=rng.randint(0, 4),
     )

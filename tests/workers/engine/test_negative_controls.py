@@ -15,7 +15,7 @@ from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 
 HASH_CHAIN = "tandem.workers.engine.sequence.hash_chain"
-CONFIG = EngineConfig(num_blocks=16, block_size=2, max_step_tokens=8, growth_tokens=2)
+CONFIG = EngineConfig(num_blocks=16, block_size=2, chunk_tokens=8, growth_tokens=2)
 
 
 def serve() -> Pair:

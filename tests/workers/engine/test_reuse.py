@@ -10,7 +10,7 @@ from tandem.workers.engine.sequence import FinishReason, Task
 
 
 def test_decode_that_joins_late_does_not_wait_for_an_older_prompt() -> None:
-    target = worker(max_step_tokens=4, prefix_caching=False)
+    target = worker(chunk_tokens=4, prefix_caching=False)
     source = worker()
     source.submit(spec(1, PROMPT[:3], task=Task.PREFILL))
     (first,) = tokens_of(run(source), 1)
@@ -93,7 +93,7 @@ def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens
 def test_prefill_and_decode_apart_give_the_same_tokens(from_size: int, to_size: int, length: int) -> None:
     tokens = tuple(range(1, length + 1))
     target = worker(block_size=to_size)
-    _, events = imported(target, worker(block_size=from_size, max_step_tokens=5), tokens, 6)
+    _, events = imported(target, worker(block_size=from_size, chunk_tokens=5), tokens, 6)
     assert [type(event) for event in events[:1]] == [Joined]
     assert tokens_of(events, 9) == expected(tokens, 6)[1:]
     assert [event.index for event in events if isinstance(event, Token)] == [1, 2, 3, 4, 5]

@@ -1,0 +1,26 @@
+// What all kernels share. They exist for float32 and for bfloat16 (suffix _f32, _bf16) and compute in float32. The caller
+// owns all memory; nothing is allocated. Threads are those of the OpenMP runtime that torch has loaded.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+enum { MAX_GROUP = 32 };  // query heads that share a KV head
+
+static inline float load_f32(float x) { return x; }
+static inline float store_f32(float x) { return x; }
+static inline float load_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}

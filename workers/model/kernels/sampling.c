@@ -1,0 +1,55 @@
+// The choice of the next token without a filter: see sampler.py, of which this is the fused form.
+
+#include "common.h"
+
+enum { BLOCK = 1024 };
+
+// -log(1 - u) for u in [2^-32, 1 - 2^-24]: the series where 1 - u would round.
+static inline float exponential(float u) {
+    const float series = u * (1 + u * (1.0f / 2 + u * (1.0f / 3 + u * (1.0f / 4 + u * (1.0f / 5)))));
+    return u < 1.0f / 64 ? series : -logf(1 - u);
+}
+
+static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
+    uint32_t x = id * 0x9E3779B1u + first;
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x += second;
+    x *= 0x846CA68Bu;
+    x ^= x >> 16;
+    const float u = ((float)(int32_t)(x & 0x7FFFFFFF) + 0.5f) * 0x1p-31f;
+    return u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
+}
+
+// logits [rows, vocab], rows `stride` elements apart; temperatures [rows], 0 is greedy; keys [rows, 2]; tokens [rows].
+// The first of several equal maxima wins.
+#define DEFINE_SAMPLE(T, NAME)                                                                                         \
+    void sample_##NAME(const T *logits, int64_t stride, const float *temperatures, const uint32_t *keys,               \
+                       int64_t *tokens, int64_t rows, int64_t vocab) {                                                 \
+        _Pragma("omp parallel for if (rows > 1)") for (int64_t row = 0; row < rows; row++) {                           \
+            const T *from = logits + row * stride;                                                                     \
+            const float temperature = temperatures[row];                                                               \
+            const uint32_t first = keys[2 * row], second = keys[2 * row + 1];                                          \
+            float best = -3e38f;                                                                                       \
+            tokens[row] = 0;                                                                                           \
+            for (int64_t begin = 0; begin < vocab; begin += BLOCK) {                                                   \
+                const int64_t count = vocab - begin < BLOCK ? vocab - begin : BLOCK;                                   \
+                float score[BLOCK], top = -3e38f;                                                                      \
+                if (temperature > 0)                                                                                   \
+                    for (int64_t i = 0; i < count; i++)                                                                \
+                        score[i] = load_##NAME(from[begin + i]) / temperature -                                        \
+                                   logf(exponential(uniform((uint32_t)(begin + i), first, second)));                   \
+                else                                                                                                   \
+                    for (int64_t i = 0; i < count; i++) score[i] = load_##NAME(from[begin + i]);                       \
+                for (int64_t i = 0; i < count; i++) top = score[i] > top ? score[i] : top;                             \
+                if (top <= best) continue;                                                                             \
+                best = top;                                                                                            \
+                for (int64_t i = count - 1; i >= 0; i--)                                                               \
+                    if (score[i] == top) tokens[row] = begin + i;                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+DEFINE_SAMPLE(float, f32)
+DEFINE_SAMPLE(uint16_t, bf16)
