@@ -38,6 +38,10 @@ class Linear:
         y = _packed_linear(x, self._weight, self._bias) if self._packed else self._plain(x)
         return y if residual is None else residual + y
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """For an alternated weight, see kernels.alternate: silu(gate) * gated, [num_tokens, out / 2]."""
+        return kernels.linear(x, self._weight, self._num_outputs, gated=True)
+
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
 
@@ -62,17 +66,25 @@ class GatedMlp:
     """down(silu(gate(x)) * up(x)), arXiv 2002.05202."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
-        gate, up = f"{prefix}.gate_proj", f"{prefix}.up_proj"
-        self._gate_up = Linear.load(weights, gate, up)
+        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        gate, up = (weights.take(f"{name}.weight") for name in names)
+        biases = [weights.take(f"{name}.bias") for name in names] if weights.has(f"{names[0]}.bias") else None
+        self._fused = biases is None and kernels.can_gate(gate)
+        weight = kernels.alternate(gate, up) if self._fused else torch.cat((gate, up))
+        self._gate_up = Linear(weight, torch.cat(biases) if biases else None)
         self._down = Linear.load(weights, f"{prefix}.down_proj")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden] to the same, added to `residual`."""
-        gate_up = self._gate_up(x)  # [num_tokens, 2 * intermediate]
-        if kernels.usable(gate_up):
-            return self._down(kernels.silu_mul(gate_up), residual)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self._down(functional.silu(gate) * up, residual)
+        return self._down(self._gate_up.gated(x) if self._fused else _gate(self._gate_up(x)), residual)
+
+
+def _gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """[num_tokens, 2 * intermediate] to [num_tokens, intermediate]."""
+    if kernels.usable(gate_up):
+        return kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

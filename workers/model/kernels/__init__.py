@@ -158,6 +158,17 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def can_gate(gate: torch.Tensor) -> bool:
+    """Whether `linear` can gate: for a weight of gates [outputs, inputs]."""
+    return can_multiply(gate) and gate.shape[0] % (_PANEL // 2) == 0
+
+
+def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Two weights [outputs, inputs] as one [2 * outputs, inputs], in turn 16 rows of each."""
+    runs = [weight.view(-1, _PANEL // 2, weight.shape[1]) for weight in (gate, up)]
+    return torch.cat(runs, dim=1).view(-1, gate.shape[1])
+
+
 def linear(
     x: torch.Tensor,  # [rows, inputs] bfloat16
     packed: torch.Tensor,  # from pack_linear
@@ -168,8 +179,7 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + bias + residual: [rows, outputs].
 
-    `gated` is for a weight whose rows alternate, 16 gates and 16 of what they gate: then it is silu(gate) * gated, and
-    [rows, outputs / 2]."""
+    `gated` is for an alternated weight: then it is silu(gate) * up, [rows, outputs / 2]."""
     rows, inputs = x.shape
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     kernel("linear", x)(

@@ -40,28 +40,66 @@ static inline void multiply(float *c, int64_t c_stride, const uint32_t *a, int64
         for (int j = 0; j < 4; j++) _mm512_store_ps(c + r * c_stride + 16 * j, sums[r][j]);
 }
 
+// 16 rows of 16 words become 16 columns.
+static inline __attribute__((always_inline)) void transpose(__m512i *v) {
+    __m512i u[16];
+    for (int i = 0; i < 16; i += 2) {
+        u[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        u[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            v[i + 2 * j] = _mm512_unpacklo_epi64(u[i + j], u[i + j + 2]);
+            v[i + 2 * j + 1] = _mm512_unpackhi_epi64(u[i + j], u[i + j + 2]);
+        }
+    for (int i = 0; i < 4; i++) {  // v[i], v[i + 4], ...: lane l of each holds column 4 l + i of four rows
+        const __m512i a = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88), b = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xDD);
+        const __m512i c = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xDD);
+        u[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        u[i + 8] = _mm512_shuffle_i32x4(a, c, 0xDD);
+        u[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
+        u[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
+    }
+    memcpy(v, u, sizeof u);
+}
+
 static void load_tile(Tile *t, const uint16_t *keys, const uint16_t *values, const int32_t *table, int64_t begin,
                       int64_t count, int64_t head, int64_t kv_heads, int64_t D, int64_t block_size) {
+    int64_t slots[TILE];
     for (int64_t i = 0; i < TILE; i++) {
         const int64_t key = begin + (i < count ? i : count - 1);  // what is past the end is masked, but must be finite
-        const int64_t slot = ((int64_t)table[key / block_size] * kv_heads + head) * block_size + key % block_size;
-        const uint32_t *k = (const uint32_t *)(keys + slot * D);
-        const uint16_t *v = values + slot * D;
-        uint16_t *to = (uint16_t *)t->value[i / 2] + i % 2;
-        for (int64_t d = 0; d < D / 2; d++) t->key[d][i] = k[d];
-        for (int64_t d = 0; d < D; d++) to[2 * d] = v[d];
+        slots[i] = (((int64_t)table[key / block_size] * kv_heads + head) * block_size + key % block_size) * D;
     }
+    for (int64_t i = 0; i < TILE; i += 16)
+        for (int64_t d = 0; d < D; d += 32) {
+            __m512i rows[16];
+            for (int j = 0; j < 16; j++) rows[j] = _mm512_loadu_si512(keys + slots[i + j] + d);
+            transpose(rows);
+            for (int j = 0; j < 16; j++) _mm512_store_si512(t->key[d / 2 + j] + i, rows[j]);
+        }
+    const __m512i front = _mm512_add_epi16(_mm512_set1_epi32(32 << 16), _mm512_set_epi32(
+        0xF000F, 0xE000E, 0xD000D, 0xC000C, 0xB000B, 0xA000A, 0x90009, 0x80008,
+        0x70007, 0x60006, 0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0));
+    const __m512i back = _mm512_add_epi16(front, _mm512_set1_epi16(16));
+    for (int64_t i = 0; i < TILE; i += 2)
+        for (int64_t d = 0; d < D; d += 32) {
+            const __m512i a = _mm512_loadu_si512(values + slots[i] + d), b = _mm512_loadu_si512(values + slots[i + 1] + d);
+            _mm512_store_si512(t->value[i / 2] + d, _mm512_permutex2var_epi16(a, front, b));
+            _mm512_store_si512(t->value[i / 2] + d + 16, _mm512_permutex2var_epi16(a, back, b));
+        }
 }
 
 // Turns row r's scores into weights: masked outside keys [first, last], softmax against the running peak.
 static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float scale) {
+    const int32_t from = first > 0 ? (int32_t)first : 0, to = last < TILE ? (int32_t)last : TILE;
     float *score = t->score[r], peak = t->top[r], total = 0;
-    for (int64_t i = 0; i < TILE; i++) {
-        score[i] = i >= first && i <= last ? score[i] * scale : -1e30f;
+    for (int32_t i = 0; i < TILE; i++) {
+        score[i] = i >= from && i <= to ? score[i] * scale : -1e30f;
         peak = score[i] > peak ? score[i] : peak;
     }
     for (int64_t i = 0; i < TILE; i++) {
-        const float weight = expf(score[i] - peak);
+        const float weight = decay(score[i] - peak);
         score[i] = score[i] > -1e29f ? weight : 0;
         total += score[i];
     }
@@ -69,7 +107,7 @@ static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, fl
         _mm512_store_si512(t->weight[r] + j / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(score + j + 16),
                                                                                _mm512_load_ps(score + j)));
     if (peak > t->top[r]) {
-        const float shrink = expf(t->top[r] - peak);
+        const float shrink = decay(t->top[r] - peak);
         for (int64_t d = 0; d < D; d++) t->acc[r][d] *= shrink;
         t->sum[r] *= shrink, t->top[r] = peak;
     }

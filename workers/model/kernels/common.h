@@ -24,3 +24,12 @@ static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
     memcpy(&bits, &value, sizeof bits);
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+
+// e^x for x <= 0. Where the true result is next to nothing it is cut off: the vector form of expf falls back to one call
+// for each element when any of them underflows, which costs ten times the rest of a softmax.
+static inline float decay(float x) { return expf(x > -80 ? x : -80); }
+
+static inline float silu(float x) {  // x / (1 + e^-x)
+    const float e = decay(x > 0 ? -x : x);
+    return x * (x > 0 ? 1 : e) / (1 + e);
+}

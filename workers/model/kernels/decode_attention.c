@@ -47,8 +47,8 @@ enum { KEYS = 128 };  // keys of a tile
             for (int64_t g = 0; g < group; g++) {                                                                      \
                 float peak = top[g], total = 0;                                                                        \
                 for (int64_t i = 0; i < count; i++) peak = score[g][i] > peak ? score[g][i] : peak;                    \
-                for (int64_t i = 0; i < count; i++) score[g][i] = expf(score[g][i] - peak), total += score[g][i];      \
-                const float shrink = expf(top[g] - peak);                                                              \
+                for (int64_t i = 0; i < count; i++) score[g][i] = decay(score[g][i] - peak), total += score[g][i];      \
+                const float shrink = decay(top[g] - peak);                                                              \
                 for (int64_t d = 0; d < D; d++) acc[g][d] *= shrink;                                                   \
                 sum[g] = sum[g] * shrink + total, top[g] = peak;                                                       \
             }                                                                                                          \
@@ -138,14 +138,14 @@ static inline __attribute__((always_inline)) void attend_pairs(const uint16_t *q
             for (int64_t i = count; i < padded; i++) score[g][i] = -1e30f;
             for (int64_t i = 0; i < padded; i++) peak = score[g][i] > peak ? score[g][i] : peak;
             for (int64_t i = 0; i < padded; i++) {
-                const float e = expf(score[g][i] - peak);
+                const float e = decay(score[g][i] - peak);
                 score[g][i] = score[g][i] > -1e29f ? e : 0;
                 total += score[g][i];
             }
             for (int64_t i = 0; i < padded; i += 16)
                 _mm256_store_si256((__m256i *)(weight[g] + i / 2),
                                    (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(score[g] + i)));
-            const float shrink = expf(top[g] - peak);
+            const float shrink = decay(top[g] - peak);
             for (int64_t c = 0; c < C; c++)
                 for (int64_t h = 0; h < 2; h++) acc[g][c][h] = _mm512_mul_ps(acc[g][c][h], _mm512_set1_ps(shrink));
             sum[g] = sum[g] * shrink + total, top[g] = peak;

@@ -63,6 +63,19 @@ static void multiply_rows(const uint16_t *x, int64_t x_stride, const uint32_t *p
     }
 }
 
+static inline void add(float *sums, const uint16_t *terms, __mmask32 some) {
+    const __m512i both = _mm512_maskz_loadu_epi16(some, terms);
+    for (int h = 0; h < 2; h++) {
+        const __m256i half = h ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both);
+        const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        _mm512_store_ps(sums + 16 * h, _mm512_add_ps(_mm512_load_ps(sums + 16 * h), wide));
+    }
+}
+
+static inline void gate(const float *sums, uint16_t *y) {
+    for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
+}
+
 // x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs].
 //
 // With `bias` [outputs] and `residual` [rows, outputs], each NULL or added. If `gated`, the weights of gates and of what
@@ -73,7 +86,8 @@ void linear_bf16(const uint16_t *x, int64_t x_stride, const uint32_t *packed, co
 #pragma omp parallel for schedule(static)
     for (int64_t n = 0; n < panels; n++) {
         const uint32_t *panel = packed + n * pairs * PANEL;
-        const int64_t first = n * PANEL, count = outputs - first < PANEL ? outputs - first : PANEL;
+        const int64_t first = n * PANEL;
+        const __mmask32 some = outputs - first < PANEL ? (1u << (outputs - first)) - 1 : ~0u;  // outputs of this panel
         for (int64_t block = 0, row = 0; block < blocks; block++) {
             const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
             // While a panel comes from memory, the line 4 KiB on; while it is read again, a share of the next panel.
@@ -81,18 +95,15 @@ void linear_bf16(const uint16_t *x, int64_t x_stride, const uint32_t *packed, co
             _Alignas(64) float sums[ROWS][PANEL];
             multiply_rows(x + row * x_stride, x_stride, panel, ahead, sums[0], pairs, height);
             for (int64_t r = 0; r < height; r++) {
-                if (bias)
-                    for (int64_t i = 0; i < count; i++) sums[r][i] += load_bf16(bias[first + i]);
+                if (bias) add(sums[r], bias + first, some);
                 if (gated) {
-                    uint16_t *to = y + (row + r) * (outputs / 2) + first / 2;
-                    for (int64_t i = 0; i < PANEL / 2; i++)
-                        to[i] = store_bf16(sums[r][i] / (1 + expf(-sums[r][i])) * sums[r][i + PANEL / 2]);
+                    gate(sums[r], y + (row + r) * (outputs / 2) + first / 2);
                     continue;
                 }
                 const int64_t at = (row + r) * outputs + first;
-                if (residual)
-                    for (int64_t i = 0; i < count; i++) sums[r][i] += load_bf16(residual[at + i]);
-                for (int64_t i = 0; i < count; i++) y[at + i] = store_bf16(sums[r][i]);
+                if (residual) add(sums[r], residual + at, some);
+                const __m512 low = _mm512_load_ps(sums[r]), high = _mm512_load_ps(sums[r] + 16);
+                _mm512_mask_storeu_epi16(y + at, some, (__m512i)_mm512_cvtne2ps_pbh(high, low));
             }
             row += height;
         }

@@ -30,8 +30,7 @@ enum { SMALL = 16384 };  // elements, below which threads cost more than they sa
             const T *gate = x + 2 * row * dim, *up = gate + dim;                                                       \
             T *to = out + row * dim;                                                                                   \
             for (int64_t d = 0; d < dim; d++) {                                                                        \
-                const float g = load_##NAME(gate[d]);                                                                  \
-                to[d] = store_##NAME(g / (1 + expf(-g)) * load_##NAME(up[d]));                                         \
+                to[d] = store_##NAME(silu(load_##NAME(gate[d])) * load_##NAME(up[d]));                                 \
             }                                                                                                          \
         }                                                                                                              \
     }
