@@ -5,6 +5,7 @@ it places, watches and restarts.
 """
 
 import asyncio
+import gc
 import logging
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, cast
@@ -44,6 +45,7 @@ class WorkerPool:
                 block_size=pool.block_size,
                 kv_cache_bytes=pool.kv_cache_bytes,
                 chunk_tokens=pool.chunk_tokens,
+                mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
                 max_sequences=pool.max_sequences,
                 context_tokens=config.context_tokens,
                 num_threads=num_threads,
@@ -54,6 +56,7 @@ class WorkerPool:
             worker_id=f"{self.role}-{serve.get_replica_context().replica_id.unique_id}",
             role=self.role,
         )
+        _freeze()
         self._heartbeats = asyncio.create_task(self._heartbeat())
 
     def __repr__(self) -> str:
@@ -101,6 +104,7 @@ class Router:
         self._workers: list[worker_pb2.WorkerInfo] = []
         self._changed = asyncio.Condition()
         self._doors = await Doors.open(config, Path(folder), _host(config))
+        _freeze()
         self._following = asyncio.create_task(self._follow())
 
     def __repr__(self) -> str:
@@ -155,6 +159,12 @@ class Router:
         return sum(worker.role == role and not worker.draining for worker in self._workers)
 
 
+def _freeze() -> None:
+    """Spares the collector what was imported and loaded: a full collection of that stops every stream for 0.1 s."""
+    gc.collect()
+    gc.freeze()
+
+
 def build_app(config: TandemConfig, folder: str, num_cores: int) -> serve.Application:
     """The application that serves the model in `folder`, which every node must have at that path.
 
@@ -171,8 +181,8 @@ def _bind_pool(
     pool_class: type[WorkerPool], config: TandemConfig, pool: PoolConfig, folder: str, num_cores: int
 ) -> serve.Application:
     num_threads = config.num_threads(pool, num_cores)
-    # Threads that spin while another process wants the core cost it up to a factor of 10; as a service, with a router
-    # beside it, a worker of two threads is no faster for spinning.
+    # Between the kernels of a step OpenMP's threads spin for some microseconds, not longer: threads that spin on while
+    # another process wants the core cost it up to a factor of 10, those that sleep at once wake too late.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads)) | {"GOMP_SPINCOUNT": "3000"}
     options = _options(config, pool.replicas, pool.num_cpus, pool.resources, threads)
     if config.device == "cuda":

@@ -43,7 +43,9 @@ class PoolConfig(_Section):
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None shares the cores evenly
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB
-    chunk_tokens: int = Field(default=512, ge=1, le=1_048_576)
+    chunk_tokens: int = Field(default=512, ge=1, le=1_048_576)  # of prompts, computed in one step
+    # The same while sequences decode, all of which wait for it. None is 512, on CPUs 32: there it costs little.
+    mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     max_sequences: int = Field(default=64, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray
     resources: Resources = {}  # custom Ray resources of a replica
@@ -90,6 +92,9 @@ class TandemConfig(_Section):
     @property
     def num_workers(self) -> int:
         return self.prefill.replicas + self.decode.replicas
+
+    def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
+        return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)
 
     def num_threads(self, pool: PoolConfig, num_cores: int) -> int:
         """Threads of one worker of the pool on a machine of `num_cores` that holds all workers.

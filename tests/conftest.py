@@ -9,4 +9,4 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # OpenMP threads that spin for long while another engine of the process wants the core cost a factor of 5 and more;
 # threads that sleep at once cost one of 2.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from .engine.plan import Executor, KvStore
+from .model import kernels
 from .model.checkpoint import check_checkpoint
 from .model.runner import ModelRunner, kv_bytes_per_block
 
@@ -59,3 +60,8 @@ def load_rank(config: RankConfig) -> Rank:
         context_tokens=context,
         eos_ids=frozenset(model.eos_token_ids),
     )
+
+
+def enter_engine_thread() -> None:
+    """Call once in the thread that is to run the executor of this process's only rank."""
+    kernels.bind_threads()

@@ -26,7 +26,7 @@ from .engine.engine import DoesNotFit, Engine, QueueFull
 from .engine.events import Admitted, Event, Joined, Preempted, Progress, Token
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
-from .rank import Rank, RankConfig, load_rank
+from .rank import Rank, RankConfig, enter_engine_thread, load_rank
 from .session import InvalidSubmit, Job, RouterSession, layout_message, parse_layout, parse_submit, tokens_output
 from .transfer.export import Exporter, FrameHook
 from .transfer.pull import Puller, Target, Want
@@ -43,7 +43,8 @@ ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 class WorkerConfig(RankConfig):
     """One worker: its rank, its budgets and its address."""
 
-    chunk_tokens: int = 512  # of prompts, computed in one step beside a token of each running sequence
+    chunk_tokens: int = 512  # of prompts, computed in one step
+    mixed_chunk_tokens: int = 512  # the same while sequences decode: all of them wait for it
     max_sequences: int = 64
     max_waiting: int = 1024
     growth_tokens: int = 256
@@ -70,6 +71,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 num_blocks=rank.num_blocks,
                 block_size=rank.block_size,
                 chunk_tokens=config.chunk_tokens,
+                mixed_chunk_tokens=config.mixed_chunk_tokens,
                 max_sequences=config.max_sequences,
                 max_waiting=config.max_waiting,
                 growth_tokens=config.growth_tokens,
@@ -98,13 +100,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     @classmethod
     async def start(cls, config: WorkerConfig, *, worker_id: str, role: str = "decode") -> Self:
-        """Loads the model, binds the port and serves. Raises CheckpointError for a bad model folder and OSError for a
-        port that is taken."""
+        """Loads the model, binds the port and serves, as the only worker of this process. Raises CheckpointError for a
+        bad model folder and OSError for a port that is taken."""
         # A thread of its own, which ends: while it lives, libgomp counts its OpenMP team beside the engine's, takes the
         # machine for overcommitted and lets no thread spin.
         with ThreadPoolExecutor(1) as loader:
             rank = await asyncio.get_running_loop().run_in_executor(loader, load_rank, config)
-        return await cls.serve(rank, config, worker_id=worker_id, role=role)
+        worker = await cls.serve(rank, config, worker_id=worker_id, role=role)
+        worker._thread.post(lambda engine: enter_engine_thread())
+        return worker
 
     @classmethod
     async def serve(

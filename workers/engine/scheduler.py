@@ -17,8 +17,8 @@ from .sequence import Sequence, SequenceSpec, State, Task
 class Scheduler:
     """Continuous batching with chunked prefill.
 
-    First every running sequence that only needs its next token, then, up to `chunk_tokens` together, prompts in order
-    of arrival and admission from the queue in order. The queue's head waits until its blocks are there; nobody overtakes it.
+    First every running sequence that only needs its next token. Then, in chunks, prompts in order of arrival and
+    admission from the queue in order. The queue's head waits until its blocks are there; nobody overtakes it.
     Owns every sequence from `add` to FINISHED and all blocks they hold. Not thread-safe.
     """
 
@@ -107,8 +107,8 @@ class Scheduler:
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """Decides the next step. Preempts the newest running sequences when an older one cannot grow."""
         events = self._join()
-        budget = self.config.chunk_tokens
-        steps: dict[int, SequenceStep] = {}
+        config, steps = self.config, dict[int, SequenceStep]()
+        budget = config.mixed_chunk_tokens if any(s.num_uncomputed == 1 for s in self._running) else config.chunk_tokens
         for sequence in sorted(self._running, key=lambda s: s.num_uncomputed > 1):  # stable: decodes, then prompts
             is_prompt = sequence.num_uncomputed > 1
             if sequence.state is not State.RUNNING or (is_prompt and budget == 0):

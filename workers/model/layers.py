@@ -88,9 +88,12 @@ def _gate(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    fits = (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+    return fits and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

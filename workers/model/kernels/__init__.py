@@ -4,6 +4,7 @@ Without a compiler there are none, and the model runs in plain torch, which is a
 Tensors are on the CPU, in float32 or bfloat16, and their last dimension is contiguous.
 """
 
+import os
 from typing import Final
 
 import torch
@@ -153,8 +154,9 @@ def can_multiply(weight: torch.Tensor) -> bool:
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
     """A weight [outputs, inputs] in the order in which `linear` reads it: [ceil(outputs / 32), inputs / 2, 32, 2]."""
     outputs, inputs = weight.shape
+    weight = weight.contiguous()
     packed = weight.new_empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2)
-    kernel("pack_linear")(weight.contiguous().data_ptr(), packed.data_ptr(), outputs, inputs)
+    kernel("pack_linear")(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
     return packed
 
 
@@ -214,3 +216,12 @@ def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor)
         vocab_size,
     )
     return tokens
+
+
+def bind_threads() -> None:
+    """Binds each thread of the calling thread's OpenMP team to a core of its own, if they are as many as the cores of
+    this process: else, after a pause, two threads may land on one core and wait for each other there for many
+    milliseconds."""
+    cores = torch.tensor(sorted(os.sched_getaffinity(0)))
+    if len(cores) == torch.get_num_threads() > 1 and library() is not None:
+        kernel("bind_threads")(cores.data_ptr(), len(cores))

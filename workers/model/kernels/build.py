@@ -32,6 +32,7 @@ _ARGUMENTS: Final = {
     "rotate": (_P, _N, _P, _P, _N, _N, _N),
     "pack_linear": (_P, _P, _N, _N),
     "linear": (_P, _N, _P, _P, _P, _P, _N, _N, _N, _N),
+    "bind_threads": (_P, _N),
     "sample": (_P, _N, _P, _P, _P, _N, _N),
 }
 
