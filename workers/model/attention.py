@@ -179,15 +179,13 @@ class _Planner:
 
     def slots(self) -> torch.Tensor:
         """Where each new token's keys and values go."""
-        slots = []
-        for span in self._spans:
-            positions = torch.arange(span.start, span.start + span.num_tokens)
-            first = span.start // self._block_size
-            table = torch.tensor(span.blocks[first : self._num_blocks(span)])
-            blocks = table[positions // self._block_size - first]
-            rows = (blocks[:, None] * self._num_kv_heads + self._heads) * self._block_size
-            slots.append((rows + positions[:, None] % self._block_size).flatten())
-        return torch.cat(slots).to(self._device)
+        size = self._block_size
+        rows = [  # of each token's first head; in plain Python, since most steps have a token of each sequence
+            span.blocks[position // size] * self._num_kv_heads * size + position % size
+            for span in self._spans
+            for position in range(span.start, span.start + span.num_tokens)
+        ]
+        return (torch.tensor(rows)[:, None] + self._heads * size).flatten().to(self._device)
 
     def parts(self, window: int | None) -> list[_Part]:
         """One part a prompt, and one for all single tokens; without the kernel these are grouped by the bit length of

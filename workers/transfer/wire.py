@@ -85,8 +85,9 @@ class TransferKey:
 def encode(key: TransferKey, message: Message, payload: bytes | memoryview = b"") -> bytes:
     """One frame, ready to send."""
     header = msgpack.packb([type(message).__name__, key.transfer_id, key.epoch, asdict(message)])
-    body = b"".join((struct.pack(">I", len(header)), header, payload))
-    return struct.pack(">I", google_crc32c.value(body)) + body
+    head = struct.pack(">I", len(header)) + header
+    checksum = google_crc32c.extend(google_crc32c.value(head), bytes(payload))
+    return b"".join((struct.pack(">I", checksum), head, payload))
 
 
 def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
