@@ -44,7 +44,7 @@ class PoolConfig(_Section):
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB
     chunk_tokens: int = Field(default=512, ge=1, le=1_048_576)  # of prompts, computed in one step
-    # The same while sequences decode, all of which wait for it. None is 512, on CPUs 32: there it costs little.
+    # The same beside sequences that decode: all of them wait for it. None is 512, on CPUs 32.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     max_sequences: int = Field(default=64, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray

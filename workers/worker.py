@@ -44,7 +44,7 @@ class WorkerConfig(RankConfig):
     """One worker: its rank, its budgets and its address."""
 
     chunk_tokens: int = 512  # of prompts, computed in one step
-    mixed_chunk_tokens: int = 512  # the same while sequences decode: all of them wait for it
+    mixed_chunk_tokens: int = 512  # the same beside sequences that decode: all of them wait for it
     max_sequences: int = 64
     max_waiting: int = 1024
     growth_tokens: int = 256

@@ -10,7 +10,7 @@ class EngineConfig:
     num_blocks: int
     block_size: int = 16
     chunk_tokens: int = 512  # of prompts, computed in one step
-    mixed_chunk_tokens: int = 512  # the same while sequences decode: all of them wait for it
+    mixed_chunk_tokens: int = 512  # the same beside sequences that decode: all of them wait for it
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
     growth_tokens: int = 256  # room for generated tokens that admission reserves; beyond it blocks come one by one

@@ -107,8 +107,9 @@ class Scheduler:
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """Decides the next step. Preempts the newest running sequences when an older one cannot grow."""
         events = self._join()
-        config, steps = self.config, dict[int, SequenceStep]()
-        budget = config.mixed_chunk_tokens if any(s.num_uncomputed == 1 for s in self._running) else config.chunk_tokens
+        steps: dict[int, SequenceStep] = {}
+        decodes = any(sequence.num_uncomputed == 1 for sequence in self._running)
+        budget = self.config.mixed_chunk_tokens if decodes else self.config.chunk_tokens
         for sequence in sorted(self._running, key=lambda s: s.num_uncomputed > 1):  # stable: decodes, then prompts
             is_prompt = sequence.num_uncomputed > 1
             if sequence.state is not State.RUNNING or (is_prompt and budget == 0):

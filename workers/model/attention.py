@@ -45,8 +45,8 @@ class _Part(Protocol):
 
     rows: slice | torch.Tensor  # of the flat batch
 
-    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
-        """query [rows, num_heads, head_dim] to [rows, num_heads * head_dim]."""
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
+        """query [rows, num_heads, head_dim]; out [rows, num_heads * head_dim]."""
         ...
 
 
@@ -60,9 +60,10 @@ class _NativeDecodes:
     first_keys: torch.Tensor  # [batch], the first position each token sees
     last_keys: torch.Tensor  # [batch], its own position
 
-    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
         keys, values = kv.layer(layer)
-        return kernels.decode_attention(query, keys, values, self.tables, self.offsets, self.first_keys, self.last_keys)
+        starts = (self.offsets, self.first_keys, self.last_keys)
+        kernels.decode_attention(query, keys, values, self.tables, *starts, out)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,9 +75,9 @@ class _NativeChunk:
     start: int
     window: int
 
-    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
         keys, values = kv.layer(layer)
-        return kernels.chunk_attention(query, keys, values, self.table, self.start, self.window)
+        kernels.chunk_attention(query, keys, values, self.table, self.start, self.window, out)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,14 +88,14 @@ class _Decodes:
     table: torch.Tensor  # [batch * num_kv_heads * width]
     mask: torch.Tensor  # [batch * num_kv_heads, 1, width * block_size], 0 or -inf
 
-    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
         """The heads that share a KV head become the rows of one product."""
-        batch, num_heads, head_dim = query.shape
+        head_dim = query.shape[-1]
         products = self.mask.shape[0]
         query = query.reshape(products, -1, head_dim)
         keys, values = (rows[self.table].view(products, -1, head_dim) for rows in kv.gather_rows(layer))
         scores = torch.baddbmm(self.mask, query, keys.transpose(1, 2), alpha=head_dim**-0.5)
-        return torch.bmm(scores.softmax(-1), values).view(batch, num_heads * head_dim)
+        out.view(products, -1, head_dim).copy_(torch.bmm(scores.softmax(-1), values))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class _Chunk:
     num_keys: int
     mask: torch.Tensor | None  # [num_tokens, num_keys], 0 or -inf; None is plain causal from position 0
 
-    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
         """KV heads are the batch of the product; the heads that share one see it expanded, not copied."""
         num_tokens, num_heads, head_dim = query.shape
         group = num_heads // self.num_kv_heads
@@ -117,7 +118,7 @@ class _Chunk:
             for rows in kv.gather_rows(layer)
         )
         result = functional.scaled_dot_product_attention(query, keys, values, self.mask, is_causal=self.mask is None)
-        return result.permute(2, 0, 1, 3).reshape(num_tokens, num_heads * head_dim)
+        out.view(num_tokens, self.num_kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))
 
 
 class TorchAttention:
@@ -152,12 +153,14 @@ class _TorchStep:
         else:
             key_rows.index_copy_(0, self._slots, key.reshape(-1, key.shape[-1]))
             value_rows.index_copy_(0, self._slots, value.reshape(-1, value.shape[-1]))
-        parts = self._parts[layer]
-        if len(parts) == 1:  # all decodes, or one prompt alone: nothing to put together
-            return parts[0].attend(query, self._kv, layer)
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        for part in parts:
-            result[part.rows] = part.attend(query[part.rows], self._kv, layer)
+        for part in self._parts[layer]:
+            if isinstance(part.rows, slice):
+                part.attend(query[part.rows], self._kv, layer, result[part.rows])
+            else:
+                out = result.new_empty(len(part.rows), result.shape[1])
+                part.attend(query[part.rows], self._kv, layer, out)
+                result[part.rows] = out
         return result
 
 

@@ -31,16 +31,21 @@ def test_long_prompt_goes_in_chunks_and_samples_once() -> None:
     assert tokens_of(events, 1) == expected(PROMPT, 1)
 
 
-def test_decodes_come_first_and_a_prompt_gets_the_rest_of_the_budget() -> None:
-    target = worker(chunk_tokens=4)
+def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own() -> None:
+    target = worker(chunk_tokens=8, mixed_chunk_tokens=4, prefix_caching=False)
     target.submit(spec(1, PROMPT[:3], max_tokens=8))
     target.step()
     target.submit(spec(2))
-    for _ in range(3):
-        target.step()
+    events: list[Event] = []
+    for chunk in (4, 4, 2):
+        events += target.step()
         steps = target.executor.plans[-1].sequences
-        assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, 3)]
-    assert tokens_of(run(target), 2) == expected(PROMPT, 4)
+        assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, chunk)]
+    assert tokens_of(events + run(target), 2) == expected(PROMPT, 4)
+    target.submit(spec(3))
+    target.step()
+    assert [len(step.token_ids) for step in target.executor.plans[-1].sequences] == [8], "alone it is the whole chunk"
+    run(target)
 
 
 def test_prefill_reports_progress_and_then_holds_a_lease() -> None:

@@ -39,6 +39,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         num_blocks=draw(st.integers(least, 3 * least)),
         block_size=block_size,
         chunk_tokens=draw(st.integers(1, 12)),
+        mixed_chunk_tokens=draw(st.integers(1, 12)),
         max_sequences=draw(st.integers(1, 8)),
         growth_tokens=draw(st.integers(0, 4)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
@@ -163,6 +164,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         num_blocks=rng.randint(least, 3 * least),
         block_size=block_size,
         chunk_tokens=rng.randint(1, 12),
+        mixed_chunk_tokens=rng.randint(1, 12),
         max_sequences=rng.randint(2, 8),
         growth_tokens=rng.randint(0, 4),
     )

@@ -10,7 +10,7 @@ from tandem.workers.engine.sequence import FinishReason, Task
 
 
 def test_decode_that_joins_late_does_not_wait_for_an_older_prompt() -> None:
-    target = worker(chunk_tokens=4, prefix_caching=False)
+    target = worker(chunk_tokens=4, mixed_chunk_tokens=3, prefix_caching=False)
     source = worker()
     source.submit(spec(1, PROMPT[:3], task=Task.PREFILL))
     (first,) = tokens_of(run(source), 1)

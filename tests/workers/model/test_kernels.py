@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem.workers.engine.plan import KvLayout
-from tandem.workers.model import kernels
+from tandem.workers.engine.plan import KvLayout, SamplingParams
+from tandem.workers.model import kernels, sampler
 from tandem.workers.model.attention import SequenceSpan, TorchAttention
 from tandem.workers.model.config import RopeConfig
 from tandem.workers.model.kv import PagedKv
@@ -79,6 +79,73 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     untouched = x.view(rows, 9, 64)[:, 7:].clone()
     assert (rotate(heads, cos, sin).float() - expected).abs().max() <= tolerance
     assert torch.equal(x.view(rows, 9, 64)[:, 7:], untouched)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 40, 129])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (576, 1536), (50, 34), (1, 2)])
+def test_linear_equals_plain_torch(rows: int, outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+    if not kernels.can_multiply(weight):
+        pytest.skip("no bfloat16 dot product on this processor, or AMX")
+    x = torch.randn(rows, 3 * inputs).bfloat16()[:, inputs : 2 * inputs]  # a view, as the decoder may have it
+    residual = torch.randn(rows, outputs).bfloat16()
+    plain = functional.linear(x.float(), weight.float())
+    packed = kernels.pack_linear(weight)
+    close(kernels.linear(x, packed, outputs), plain)
+    close(kernels.linear(x, packed, outputs, bias, residual), plain + bias.float() + residual.float())
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+def test_gated_linear_equals_plain_torch(rows: int) -> None:
+    torch.manual_seed(0)
+    gate, up = torch.randn(2, 48, 64).bfloat16()
+    if not kernels.can_gate(gate):
+        pytest.skip("no bfloat16 dot product on this processor, or AMX")
+    x = torch.randn(rows, 64).bfloat16() * 8  # gates of up to 200: where e^x leaves the range of float32
+    packed = kernels.pack_linear(kernels.alternate(gate, up))
+    expected = functional.silu(functional.linear(x.float(), gate.float())) * functional.linear(x.float(), up.float())
+    close(kernels.linear(x, packed, 96, gated=True), expected)
+
+
+def close(ours: torch.Tensor, reference: torch.Tensor) -> None:
+    """Equal but for one rounding to bfloat16 and the order of the sum."""
+    assert ours.shape == reference.shape
+    assert (ours.float() - reference).abs().max() <= 2**-8 * reference.abs().max()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("vocab_size", [7, 1024, 3000])
+def test_sampling_equals_plain_torch(dtype: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, random and filtered rows, the last token among those that win. Near ties may fall either way."""
+    torch.manual_seed(0)
+    logits = (torch.randn(600, vocab_size) * 3).to(DTYPES[dtype])
+    logits[0, -1] = 50
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=0.3, seed=2**63),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=9),
+    ]
+    params = [kinds[row % 4] for row in range(600)]
+    ours = sampler.sample(logits, params, range(600))
+    monkeypatch.setattr(kernels, "usable", lambda tensor: False)
+    reference = sampler.sample(logits, params, range(600))
+    assert ours[0] == vocab_size - 1
+    assert torch.equal(ours[::4], reference[::4])
+    assert torch.equal(ours[3::4], reference[3::4])
+    assert (ours != reference).sum() <= 1
+
+
+def test_equal_logits_are_drawn_equally_often() -> None:
+    """Four million variates reach the ends of the noise, where a rounded logarithm would favour a few tokens."""
+    logits = torch.zeros(64, 64)
+    counts = torch.zeros(64)
+    for first in range(0, 65_536, 64):
+        tokens = sampler.sample(logits, [SamplingParams(seed=1)] * 64, range(first, first + 64))
+        counts += torch.bincount(tokens, minlength=64)
+    chi_square = ((counts - 1024).square() / 1024).sum().item()
+    assert abs(chi_square - 63) < 5 * (2 * 63) ** 0.5
 
 
 def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ def decode_attention(
     offsets: torch.Tensor,  # [rows] int64, where each row's block table begins
     first_keys: torch.Tensor,  # [rows] int64, the first position each query sees
     last_keys: torch.Tensor,  # [rows] int64, the last one
-) -> torch.Tensor:
-    """Attention of one query per row over its own keys, read in place: [rows, num_heads * head_dim]."""
+    out: torch.Tensor,  # [rows, num_heads * head_dim]
+) -> None:
+    """Attention of one query per row over its own keys, read in place."""
     rows, num_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
-    out = query.new_empty(rows, num_heads * head_dim)
     kernel("decode_attention", query)(
         query.data_ptr(),
         query.stride(0),
@@ -63,7 +63,6 @@ def decode_attention(
         block_size,
         head_dim**-0.5,
     )
-    return out
 
 
 def chunk_attention(
@@ -73,11 +72,11 @@ def chunk_attention(
     table: torch.Tensor,  # [table length] int32
     start: int,  # the position of the first token
     window: int,  # how many tokens each token sees, itself included
-) -> torch.Tensor:
-    """Causal attention of one sequence's new tokens over its keys: [num_tokens, num_heads * head_dim]."""
+    out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
+) -> None:
+    """Causal attention of one sequence's new tokens over its keys."""
     tokens, num_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
-    out = query.new_empty(tokens, num_heads * head_dim)
     kernel("chunk_attention", query)(
         query.data_ptr(),
         query.stride(0),
@@ -95,7 +94,6 @@ def chunk_attention(
         block_size,
         head_dim**-0.5,
     )
-    return out
 
 
 def store_kv(
