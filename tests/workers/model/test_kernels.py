@@ -1,6 +1,7 @@
 """The C kernels against plain torch."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ from tandem.workers.engine.plan import KvLayout, SamplingParams
 from tandem.workers.model import kernels, sampler
 from tandem.workers.model.attention import SequenceSpan, TorchAttention
 from tandem.workers.model.config import RopeConfig
+from tandem.workers.model.kernels import build
 from tandem.workers.model.kv import PagedKv
-from tandem.workers.model.layers import RmsNorm
+from tandem.workers.model.layers import Linear, RmsNorm
 from tandem.workers.model.rope import RotaryTable, rotate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -108,10 +110,21 @@ def test_gated_linear_equals_plain_torch(rows: int) -> None:
     close(kernels.linear(x, packed, 96, gated=True), expected)
 
 
-def close(ours: torch.Tensor, reference: torch.Tensor) -> None:
-    """Equal but for one rounding to bfloat16 and the order of the sum."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_without_our_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's packed form in bfloat16, plain torch else: on processors without the dot product, or with AMX."""
+    monkeypatch.setattr(kernels, "can_multiply", lambda weight: False)
+    torch.manual_seed(0)
+    weight, bias, x, residual = (torch.randn(*shape).to(dtype) for shape in ((96, 64), (96,), (5, 64), (5, 96)))
+    product = functional.linear(x.float(), weight.float(), bias.float())
+    close(Linear(weight, bias)(x), product)
+    close(Linear(weight, bias)(x, residual), product + residual.float(), roundings=2)
+
+
+def close(ours: torch.Tensor, reference: torch.Tensor, roundings: int = 1) -> None:
+    """Equal but for roundings to bfloat16 and the order of the sum."""
     assert ours.shape == reference.shape
-    assert (ours.float() - reference).abs().max() <= 2**-8 * reference.abs().max()
+    assert (ours.float() - reference).abs().max() <= roundings * 2**-8 * reference.abs().max()
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -146,6 +159,16 @@ def test_equal_logits_are_drawn_equally_often() -> None:
         counts += torch.bincount(tokens, minlength=64)
     chi_square = ((counts - 1024).square() / 1024).sum().item()
     assert abs(chi_square - 63) < 5 * (2 * 63) ** 0.5
+
+
+def test_they_compile_without_a_warning() -> None:
+    """Only here: a user's newer compiler that warns of something new is still to build them."""
+    flags = [*build._FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    for march in ("native", "x86-64-v2") if platform.machine() == "x86_64" else ("native",):
+        for source in Path(kernels.__file__).parent.glob("*.c"):
+            command = ["cc", *flags, f"-march={march}", str(source)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
 
 
 def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-// Attention of several new tokens of one sequence over its paged cache.
+// Attention of several new tokens of one sequence over its paged cache, in tiles with a running softmax
+// (arXiv 2205.14135), on the bfloat16 dot product of AVX-512.
 
 #include "common.h"
 
-// Attention of a chunk of one sequence over its paged cache, in tiles with a running softmax (arXiv 2205.14135), on the
-// bfloat16 dot product of AVX-512.
-//
 // query, out  [tokens, kv_heads * group, head_dim], tokens `query_stride` and `out_stride` elements apart
 // keys, values, table  as for decode_attention; token i has position start + i and sees the `window` keys up to it
 //
@@ -84,7 +82,8 @@ static void load_tile(Tile *t, const uint16_t *keys, const uint16_t *values, con
     const __m512i back = _mm512_add_epi16(front, _mm512_set1_epi16(16));
     for (int64_t i = 0; i < TILE; i += 2)
         for (int64_t d = 0; d < D; d += 32) {
-            const __m512i a = _mm512_loadu_si512(values + slots[i] + d), b = _mm512_loadu_si512(values + slots[i + 1] + d);
+            const __m512i a = _mm512_loadu_si512(values + slots[i] + d);
+            const __m512i b = _mm512_loadu_si512(values + slots[i + 1] + d);
             _mm512_store_si512(t->value[i / 2] + d, _mm512_permutex2var_epi16(a, front, b));
             _mm512_store_si512(t->value[i / 2] + d + 16, _mm512_permutex2var_epi16(a, back, b));
         }
@@ -135,7 +134,8 @@ void chunk_attention_bf16(const uint16_t *query, int64_t query_stride, uint16_t 
         memset(t->acc, 0, sizeof t->acc[0] * padded);
         for (int64_t r = 0; r < padded; r++) {
             const int64_t from = r < rows ? r : rows - 1;
-            memcpy(t->query[r], query + (token + from / group) * query_stride + (head * group + from % group) * D, 2 * D);
+            const uint16_t *row = query + (token + from / group) * query_stride + (head * group + from % group) * D;
+            memcpy(t->query[r], row, 2 * D);
             t->top[r] = -1e30f, t->sum[r] = 0;
         }
         int64_t begin = start + token + 1 - window;

@@ -1,5 +1,5 @@
-// What all kernels share. They exist for float32 and for bfloat16 (suffix _f32, _bf16) and compute in float32. The caller
-// owns all memory; nothing is allocated. Threads are those of the OpenMP runtime that torch has loaded.
+// What all kernels share. They exist for float32 and for bfloat16 (suffix _f32, _bf16) and compute in float32. The
+// caller owns all memory; nothing is allocated. Threads are those of the OpenMP runtime that torch has loaded.
 #pragma once
 
 #include <math.h>
@@ -25,8 +25,8 @@ static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// e^x for x <= 0. Where the true result is next to nothing it is cut off: the vector form of expf falls back to one call
-// for each element when any of them underflows, which costs ten times the rest of a softmax.
+// e^x for x <= 0. Where the true result is next to nothing it is cut off: the vector form of expf falls back to one
+// call for each element when any of them underflows, which costs ten times the rest of a softmax.
 static inline float decay(float x) { return expf(x > -80 ? x : -80); }
 
 static inline float silu(float x) {  // x / (1 + e^-x)

@@ -1,10 +1,9 @@
-// Attention of sequences with one new token over their paged caches.
+// Attention of single queries over a paged cache: one pass with a running softmax (arXiv 2205.14135).
 
 #include "common.h"
 
 enum { KEYS = 128 };  // keys of a tile
 
-// Attention of single queries over a paged cache: one pass with a running softmax (arXiv 2205.14135).
 //
 // query, out      [rows, kv_heads * group, head_dim], rows `query_stride` and `out_stride` elements apart
 // keys, values    one layer's cache: [blocks, kv_heads, block_size, head_dim]
@@ -22,8 +21,8 @@ enum { KEYS = 128 };  // keys of a tile
     CASE(ATTEND, 64, 8) CASE(ATTEND, 128, 1) CASE(ATTEND, 128, 2) CASE(ATTEND, 128, 4) CASE(ATTEND, 128, 5)            \
     CASE(ATTEND, 128, 7) CASE(ATTEND, 128, 8)
 
-#define DEFINE_ATTEND(T, NAME)                                                                                      \
-    static inline __attribute__((always_inline)) void attend_wide_##NAME(                                                   \
+#define DEFINE_ATTEND(T, NAME)                                                                                         \
+    static inline __attribute__((always_inline)) void attend_wide_##NAME(                                              \
         const T *query, T *out, const T *keys, const T *values, const int32_t *table, int64_t first, int64_t last,     \
         int64_t head, int64_t kv_heads, int64_t group, const int64_t D, int64_t block_size, float scale) {             \
         float q[MAX_GROUP][D], acc[MAX_GROUP][D], score[MAX_GROUP][KEYS], wide[D], top[MAX_GROUP], sum[MAX_GROUP];     \
@@ -47,8 +46,8 @@ enum { KEYS = 128 };  // keys of a tile
             for (int64_t g = 0; g < group; g++) {                                                                      \
                 float peak = top[g], total = 0;                                                                        \
                 for (int64_t i = 0; i < count; i++) peak = score[g][i] > peak ? score[g][i] : peak;                    \
-                for (int64_t i = 0; i < count; i++) score[g][i] = decay(score[g][i] - peak), total += score[g][i];      \
-                const float shrink = decay(top[g] - peak);                                                              \
+                for (int64_t i = 0; i < count; i++) score[g][i] = decay(score[g][i] - peak), total += score[g][i];     \
+                const float shrink = decay(top[g] - peak);                                                             \
                 for (int64_t d = 0; d < D; d++) acc[g][d] *= shrink;                                                   \
                 sum[g] = sum[g] * shrink + total, top[g] = peak;                                                       \
             }                                                                                                          \
@@ -154,7 +153,8 @@ static inline __attribute__((always_inline)) void attend_pairs(const uint16_t *q
             for (int64_t c = 0; c < C; c++) {
                 const __m512i a = _mm512_loadu_si512(values + slots[i] + 32 * c);
                 const __m512i b = _mm512_loadu_si512(values + slots[i + 1] + 32 * c);
-                const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b), high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+                const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b);
+                const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(a, b);
                 for (int64_t g = 0; g < group; g++) {
                     const __m512bh w = (__m512bh)_mm512_set1_epi32((int)weight[g][i / 2]);
                     acc[g][c][0] = _mm512_dpbf16_ps(acc[g][c][0], w, low);
@@ -189,7 +189,7 @@ static inline __attribute__((always_inline)) void attend_bf16(const uint16_t *qu
     attend_wide_bf16(query, out, keys, values, table, first, last, head, kv_heads, group, D, block_size, scale);
 }
 
-#define DEFINE_DECODE(T, NAME, ATTEND)                                          \
+#define DEFINE_DECODE(T, NAME, ATTEND)                                                                                 \
     void decode_attention_##NAME(const T *query, int64_t query_stride, T *out, int64_t out_stride, const T *keys,      \
                                  const T *values, const int32_t *tables, const int64_t *offsets,                       \
                                  const int64_t *first_key, const int64_t *last_key, int64_t rows, int64_t kv_heads,    \
@@ -201,9 +201,9 @@ static inline __attribute__((always_inline)) void attend_bf16(const uint16_t *qu
             const int32_t *table = tables + offsets[row];                                                              \
             const int64_t first = first_key[row], last = last_key[row];                                                \
             switch (head_dim * 64 + group) {                                                                           \
-                CASES(ATTEND)                                                                                         \
+                CASES(ATTEND)                                                                                          \
             default:                                                                                                   \
-                ATTEND(from, to, keys, values, table, first, last, head, kv_heads, group, head_dim, block_size, \
+                ATTEND(from, to, keys, values, table, first, last, head, kv_heads, group, head_dim, block_size,        \
                               scale);                                                                                  \
             }                                                                                                          \
         }                                                                                                              \

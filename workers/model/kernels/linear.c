@@ -1,7 +1,7 @@
 // y = x W^T for the few rows of a decode step and for prompt chunks alike, on the bfloat16 dot product of AVX-512.
 //
-// A small product is bound by how fast the weights come from memory, so these are packed in the very order in which they
-// are read: panels of 32 outputs, and within a panel, for each pair of inputs, the 32 pairs of weights side by side.
+// A small product is bound by how fast the weights come from memory, so these are packed in the very order in which
+// they are read: panels of 32 outputs, and in a panel, for each pair of inputs, the 32 pairs of weights side by side.
 // A block of up to 12 rows keeps its sums in registers while it reads a panel once.
 
 #include "common.h"
@@ -51,13 +51,13 @@ static inline __attribute__((always_inline)) void multiply(const uint16_t *x, in
     }
 }
 
-#define CASE(R)                                                  \
-    case R:                                                      \
-        multiply(x, x_stride, panel, ahead, sums, pairs, R);     \
+#define CASE(R)                                                                                                        \
+    case R:                                                                                                            \
+        multiply(x, x_stride, panel, ahead, sums, pairs, R);                                                           \
         break;
 
-static void multiply_rows(const uint16_t *x, int64_t x_stride, const uint32_t *panel, const uint32_t *ahead, float *sums,
-                          int64_t pairs, int64_t rows) {
+static void multiply_rows(const uint16_t *x, int64_t x_stride, const uint32_t *panel, const uint32_t *ahead,
+                          float *sums, int64_t pairs, int64_t rows) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
     }
@@ -78,8 +78,8 @@ static inline void gate(const float *sums, uint16_t *y) {
 
 // x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs].
 //
-// With `bias` [outputs] and `residual` [rows, outputs], each NULL or added. If `gated`, the weights of gates and of what
-// they gate alternate in runs of 16, and y [rows, outputs / 2] = silu(gate) * gated (arXiv 2002.05202).
+// `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL. If `gated`, the weights of gates
+// and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = silu(gate) * gated (arXiv 2002.05202).
 void linear_bf16(const uint16_t *x, int64_t x_stride, const uint32_t *packed, const uint16_t *bias,
                  const uint16_t *residual, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs, int64_t gated) {
     const int64_t pairs = inputs / 2, panels = (outputs + PANEL - 1) / PANEL, blocks = (rows + ROWS - 1) / ROWS;

@@ -4,8 +4,8 @@
 
 enum { SMALL = 16384 };  // elements, below which threads cost more than they save
 
-// Root mean square norm (arXiv 1910.07467) of each row: out = weight * x / rms(x). The normed row is rounded to T before
-// the weight, as transformers does.
+// Root mean square norm (arXiv 1910.07467) of each row: out = weight * x / rms(x). The normed row is rounded to T
+// before the weight, as transformers does.
 //
 // x, out  [rows, dim]; weight [dim]
 #define DEFINE_NORM(T, NAME)                                                                                           \
