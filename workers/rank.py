@@ -11,7 +11,7 @@ from .model.checkpoint import check_checkpoint
 from .model.runner import ModelRunner, kv_bytes_per_block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankConfig:
     """What one rank loads and where it computes."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Self
 
@@ -21,7 +21,7 @@ from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import peer_channel, peer_server
 from ..proto.hashing import hash_prompt
 from .engine.block_pool import BlockState
-from .engine.config import EngineConfig
+from .engine.config import Budgets, EngineConfig
 from .engine.engine import DoesNotFit, Engine, QueueFull
 from .engine.events import Admitted, Event, Joined, Preempted, Progress, Token
 from .engine.sequence import SequenceSpec, Task
@@ -39,16 +39,10 @@ _COMMAND_SECONDS = 30.0  # the engine answers between two steps; no step takes a
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig(RankConfig):
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(Budgets, RankConfig):
     """One worker: its rank, its budgets and its address."""
 
-    chunk_tokens: int = 512  # of prompts, computed in one step
-    mixed_chunk_tokens: int = 512  # the same beside sequences that decode: all of them wait for it
-    max_sequences: int = 64
-    max_waiting: int = 1024
-    growth_tokens: int = 256
-    prefix_caching: bool = True
     host: str = "127.0.0.1"  # the one interface to bind
     port: int = 0  # 0 takes a free one
     lease_seconds: float = 30.0  # how long KV cache that nobody has come for is kept
@@ -70,12 +64,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             EngineConfig(
                 num_blocks=rank.num_blocks,
                 block_size=rank.block_size,
-                chunk_tokens=config.chunk_tokens,
-                mixed_chunk_tokens=config.mixed_chunk_tokens,
-                max_sequences=config.max_sequences,
-                max_waiting=config.max_waiting,
-                growth_tokens=config.growth_tokens,
-                prefix_caching=config.prefix_caching,
+                **{field.name: getattr(config, field.name) for field in fields(Budgets)},
             ),
         )
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)

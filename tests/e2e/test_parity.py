@@ -39,7 +39,7 @@ async def test_greedy_equals_transformers(
 ) -> None:
     threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
     ranks = lambda role: demo_model.rank(num_threads=threads)  # noqa: E731
-    async with fleet(prefill, decode, rank=ranks, chunk_tokens=chunk) as running:
+    async with fleet(prefill, decode, rank=ranks, chunk_tokens=chunk, mixed_chunk_tokens=chunk) as running:
         assert await generate_all(running, prompts) == expected
         if chunk == 512:  # again, from warm prefix caches
             assert await generate_all(running, prompts) == expected

@@ -129,6 +129,7 @@ async def test_a_thousand_faults_are_all_noticed(
 async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the test above could see a fault that the frames' checks let through."""
     monkeypatch.setattr(google_crc32c, "value", lambda body: 0)
+    monkeypatch.setattr(google_crc32c, "extend", lambda checksum, body: 0)
 
     async def flip(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for frame in frames:

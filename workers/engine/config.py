@@ -3,18 +3,24 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Budgets in tokens, blocks and sequences."""
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """What an engine may take on, in tokens and sequences."""
 
-    num_blocks: int
-    block_size: int = 16
     chunk_tokens: int = 512  # of prompts, computed in one step
     mixed_chunk_tokens: int = 512  # the same beside sequences that decode: all of them wait for it
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
     growth_tokens: int = 256  # room for generated tokens that admission reserves; beyond it blocks come one by one
     prefix_caching: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Budgets):
+    """Budgets, and the blocks there are."""
+
+    num_blocks: int
+    block_size: int = 16
 
     @property
     def capacity_tokens(self) -> int:

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,27 @@ def test_equal_logits_are_drawn_equally_often() -> None:
         counts += torch.bincount(tokens, minlength=64)
     chi_square = ((counts - 1024).square() / 1024).sum().item()
     assert abs(chi_square - 63) < 5 * (2 * 63) ** 0.5
+
+
+def test_a_team_of_all_cores_gets_one_each() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("one core")
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        torch.set_num_threads(len(cores) - 1)
+        kernels.bind_threads()
+        seen.append(os.sched_getaffinity(0))
+        torch.set_num_threads(len(cores))
+        kernels.bind_threads()
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [cores, {min(cores)}]
+    assert os.sched_getaffinity(0) == cores, "the threads that compute nothing stay free"
 
 
 def test_they_compile_without_a_warning() -> None:
