@@ -122,8 +122,8 @@ class _Chunk:
 
 
 class TorchAttention:
-    """Gathers the blocks a step needs, then dense products; on CPUs single tokens go through a C kernel that gathers
-    nothing. `windows` holds each layer's sliding window or None."""
+    """Gathers the blocks a step needs, then dense products; where there are C kernels, these read the blocks in place.
+    `windows` holds each layer's sliding window or None."""
 
     def __init__(self, kv: PagedKv, windows: Sequence[int | None], num_heads: int, *, native: bool = True) -> None:
         """`native=False` keeps to plain torch."""

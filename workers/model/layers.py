@@ -35,15 +35,13 @@ class Linear:
         """[num_tokens, in] to [num_tokens, out], added to a residual of the same shape if there is one."""
         if self._native:
             return kernels.linear(x, self._weight, self._num_outputs, self._bias, residual)
-        y = _packed_linear(x, self._weight, self._bias) if self._packed else self._plain(x)
+        product = _packed_linear if self._packed else functional.linear
+        y = product(x, self._weight, self._bias)
         return y if residual is None else residual + y
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """For an alternated weight, see kernels.alternate: silu(gate) * gated, [num_tokens, out / 2]."""
         return kernels.linear(x, self._weight, self._num_outputs, gated=True)
-
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self._weight, self._bias)
 
 
 class RmsNorm:
