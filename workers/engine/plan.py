@@ -3,9 +3,12 @@
 Knows nothing of tensors, devices or networks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+PENDING_TOKEN: Final = -1
+"""In a plan: the token that the sequence's step before this one samples, whose number the planner does not know yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class SequenceStep:
     """One sequence's part of a step. A rank keeps the block table; only what is new travels."""
 
     sequence_id: int
-    token_ids: tuple[int, ...]  # the tokens whose KV is computed in this step, at least one
+    token_ids: tuple[int, ...]  # the tokens whose KV is computed in this step, at least one; or PENDING_TOKEN alone
     start: int  # the position of token_ids[0]; every earlier position has its KV in the block table
     new_blocks: tuple[int, ...]  # appended to the sequence's block table before the step
     sampling: SamplingParams | None  # set in the sequence's first step on this worker, then None
@@ -44,11 +47,18 @@ class StepPlan:
 
 
 class Executor(Protocol):
-    """Carries out plans. Called from one thread; blocks until the step is done."""
+    """Carries out plans in the order in which they come. Used from one thread."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        """Starts a step, where the device allows it without waiting for the steps before.
+
+        The result, called once, waits for the step to end and returns the sampled tokens of the sequences with
+        `sample`, in the plan's order. At most one step may be launched before the last one's tokens are collected."""
+        ...
 
     def execute(self, plan: StepPlan) -> list[int]:
-        """Computes the step; returns the sampled tokens of the sequences with `sample`, in the plan's order."""
-        ...
+        """Launches a step and waits for its tokens."""
+        return self.launch(plan)()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +81,7 @@ class KvStore(Protocol):
     """The KV cache memory of one rank, as the transfer reads and writes it in canonical form.
 
     The caller owns the blocks for the whole call. Reads and writes of blocks that the running step does not touch
-    are safe from any thread while `Executor.execute` runs.
+    are safe from any thread while a step runs.
     """
 
     @property

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from . import kernels
+from .kernels import cpu
 from .kv import PagedKv
 
 
@@ -34,6 +34,9 @@ class StepAttention(Protocol):
 
 class AttentionBackend(Protocol):
     """One way to compute attention over a `PagedKv`."""
+
+    reads_whole_blocks: bool
+    """Whether what lies past a sequence's end in its last block must be finite numbers."""
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """Prepares a step over the given sequences, whose tokens lie one after the other."""
@@ -63,7 +66,7 @@ class _NativeDecodes:
     def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
         keys, values = kv.layer(layer)
         starts = (self.offsets, self.first_keys, self.last_keys)
-        kernels.decode_attention(query, keys, values, self.tables, *starts, out)
+        cpu.decode_attention(query, keys, values, self.tables, *starts, out)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +80,7 @@ class _NativeChunk:
 
     def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
         keys, values = kv.layer(layer)
-        kernels.chunk_attention(query, keys, values, self.table, self.start, self.window, out)
+        cpu.chunk_attention(query, keys, values, self.table, self.start, self.window, out)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,13 +128,15 @@ class TorchAttention:
     """Gathers the blocks a step needs, then dense products; where there are C kernels, these read the blocks in place.
     `windows` holds each layer's sliding window or None."""
 
+    reads_whole_blocks = True
+
     def __init__(self, kv: PagedKv, windows: Sequence[int | None], num_heads: int, *, native: bool = True) -> None:
         """`native=False` keeps to plain torch."""
         self._kv = kv
         self._windows = tuple(windows)
         group = num_heads // kv.layout.num_kv_heads
-        self._native = native and kernels.can_attend(kv.data, group)
-        self._native_chunks = native and kernels.can_attend_chunks(kv.data, group)
+        self._native = native and cpu.can_attend(kv.data, group)
+        self._native_chunks = native and cpu.can_attend_chunks(kv.data, group)
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         planner = _Planner(self._kv, spans, native=self._native, native_chunks=self._native_chunks)
@@ -149,7 +154,7 @@ class _TorchStep:
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key_rows, value_rows = self._kv.scatter_rows(layer)
         if self._native:
-            kernels.store_kv(key, value, key_rows, value_rows, self._slots)
+            cpu.store_kv(key, value, key_rows, value_rows, self._slots)
         else:
             key_rows.index_copy_(0, self._slots, key.reshape(-1, key.shape[-1]))
             value_rows.index_copy_(0, self._slots, value.reshape(-1, value.shape[-1]))

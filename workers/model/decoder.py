@@ -19,7 +19,7 @@ class StepBatch:
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed as `rotate` takes it
     attention: StepAttention
-    sampled_rows: torch.Tensor  # [num_sampled], the tokens whose logits are wanted
+    sampled_rows: torch.Tensor | None  # [num_sampled], the tokens whose logits are wanted; None is all
 
 
 class Decoder:
@@ -37,7 +37,7 @@ class Decoder:
         x = self._embedding[batch.token_ids]  # [num_tokens, hidden]
         for layer in self._layers:
             x = layer(x, batch)
-        return self._head(self._norm(x[batch.sampled_rows]))
+        return self._head(self._norm(x if batch.sampled_rows is None else x[batch.sampled_rows]))
 
 
 class _Layer:
@@ -56,7 +56,7 @@ class _Layer:
 class _Attention:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str, index: int) -> None:
         self._index = index
-        self._head_counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._head_counts = [config.num_heads, config.num_kv_heads]
         self._head_dim = config.head_dim
         self._qkv = Linear.load(weights, f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
         self._output = Linear.load(weights, f"{prefix}.o_proj")
@@ -68,8 +68,10 @@ class _Attention:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """[num_tokens, hidden] to the same, added to `residual`."""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        query, key, value = torch.split(heads, self._head_counts, dim=1)  # [num_tokens, heads, head_dim] each
+        rotated, value = torch.split(heads, [sum(self._head_counts), self._head_counts[1]], dim=1)
         if self._qk_norms:
-            query, key = self._qk_norms[0](query), self._qk_norms[1](key)
-        query, key = rotate(query, batch.cos, batch.sin), rotate(key, batch.cos, batch.sin)
+            parts = zip(self._qk_norms, torch.split(rotated, self._head_counts, dim=1), strict=True)
+            query, key = (rotate(norm(part), batch.cos, batch.sin) for norm, part in parts)
+        else:
+            query, key = torch.split(rotate(rotated, batch.cos, batch.sin), self._head_counts, dim=1)
         return self._output(batch.attention(self._index, query, key, value), residual)

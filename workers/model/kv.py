@@ -8,6 +8,7 @@ import torch
 
 from ..engine.plan import KvLayout
 from .config import ModelConfig
+from .device import to_device
 from .weights import DTYPES
 
 
@@ -48,6 +49,9 @@ class PagedKv:
         self._scatter = [tuple(part.flatten(0, 2) for part in layer) for layer in self._layers]
         self._token_bytes = layout.bytes_per_token_layer
         self._tokens = _by_token(self.data)
+        if self.data.is_cuda:
+            self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
     def layout(self) -> KvLayout:
@@ -73,9 +77,8 @@ class PagedKv:
     ) -> memoryview:
         """See `KvStore.read`. Raises ValueError if the tokens or layers are out of range."""
         index = self._index(blocks, first_token, num_tokens, first_layer, num_layers)
-        picked = self._tokens[index]
-        host = picked.cpu().numpy() if isinstance(picked, torch.Tensor) else picked
-        return memoryview(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
+        host = self._read_gpu(index) if self.data.is_cuda else np.ascontiguousarray(self._tokens[index])
+        return memoryview(host.reshape(-1).view(np.uint8).data)
 
     def write(
         self,
@@ -92,11 +95,31 @@ class PagedKv:
         if data.nbytes != expected:
             raise ValueError(f"KV data has {data.nbytes} bytes, {expected} are expected")
         shape = (num_layers, 2, num_tokens, self._layout.num_kv_heads)
-        if isinstance(self._tokens, torch.Tensor):
-            words = np.frombuffer(data, np.int32).reshape(*shape, -1).copy()
-            self._tokens[index] = torch.from_numpy(words).to(self.data.device)
+        if self.data.is_cuda:
+            self._write_gpu(index, np.frombuffer(data, np.int32).reshape(*shape, -1))
         else:
             self._tokens[index] = np.frombuffer(data, self._tokens.dtype).reshape(shape)
+
+    def _read_gpu(self, index: tuple[Any, ...]) -> "np.ndarray[Any, Any]":
+        """On a stream of its own, so that it waits for no step: whoever reads has heard that the tokens are there. Only
+        writes, of which nobody hears when they are done, come first."""
+        with torch.cuda.stream(self._reader):
+            self._reader.wait_event(self._written)
+            picked = self._tokens[self._there(index)]
+            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(picked, non_blocking=True)
+        self._reader.synchronize()
+        return host.numpy()
+
+    def _write_gpu(self, index: tuple[Any, ...], words: "np.ndarray[Any, Any]") -> None:
+        """In order with the steps: the last owner's may still run, the new owner's come behind."""
+        host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+        host.numpy()[...] = words
+        self._tokens[self._there(index)] = host.to(self.data.device, non_blocking=True)
+        self._written.record()
+
+    def _there(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
+        layers, both, *places = index
+        return layers, both, *(to_device(torch.from_numpy(place), self.data.device) for place in places)
 
     def _index(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
@@ -111,11 +134,7 @@ class PagedKv:
             raise ValueError(f"a block is not within {self.num_blocks}")
         positions = np.arange(first_token, first_token + num_tokens)
         block, offset = table[positions // self.block_size], positions % self.block_size
-        layers = slice(first_layer, first_layer + num_layers)
-        if isinstance(self._tokens, torch.Tensor):
-            device = self.data.device
-            return layers, slice(None), torch.from_numpy(block).to(device), torch.from_numpy(offset).to(device)
-        return layers, slice(None), block, offset
+        return slice(first_layer, first_layer + num_layers), slice(None), block, offset
 
 
 def _by_token(data: torch.Tensor) -> Any:

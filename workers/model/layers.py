@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from . import kernels
+from .kernels import cpu
 from .weights import Weights
 
 
@@ -17,10 +18,10 @@ class Linear:
         """weight [out, in], bias [out]."""
         self._num_outputs = weight.shape[0]
         self._bias = bias
-        self._native = kernels.can_multiply(weight)
+        self._native = cpu.can_multiply(weight)
         self._packed = not self._native and _can_pack(weight)
         if self._native:
-            self._weight = kernels.pack_linear(weight)
+            self._weight = cpu.pack_linear(weight)
         else:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
@@ -32,16 +33,19 @@ class Linear:
         return cls(weight, torch.cat([weights.take(f"{name}.bias") for name in names]) if has_bias else None)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[num_tokens, in] to [num_tokens, out], added to a residual of the same shape if there is one."""
+        """[num_tokens, in] to [num_tokens, out], added to a residual of the same shape if there is one, maybe in
+        place."""
         if self._native:
-            return kernels.linear(x, self._weight, self._num_outputs, self._bias, residual)
+            return cpu.linear(x, self._weight, self._num_outputs, self._bias, residual)
         product = _packed_linear if self._packed else functional.linear
+        if residual is not None and self._bias is None and not self._packed:
+            return residual.addmm_(x, self._weight.t())
         y = product(x, self._weight, self._bias)
         return y if residual is None else residual + y
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """For an alternated weight, see kernels.alternate: silu(gate) * gated, [num_tokens, out / 2]."""
-        return kernels.linear(x, self._weight, self._num_outputs, gated=True)
+        """For an alternated weight, see cpu.alternate: silu(gate) * gated, [num_tokens, out / 2]."""
+        return cpu.linear(x, self._weight, self._num_outputs, gated=True)
 
 
 class RmsNorm:
@@ -50,11 +54,11 @@ class RmsNorm:
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         self._weight = weight
         self._epsilon = epsilon
-        self._native = kernels.usable(weight)
+        self._kernels = kernels.of(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._native:
-            return kernels.rms_norm(x.contiguous(), self._weight, self._epsilon)
+        if self._kernels:
+            return self._kernels.rms_norm(x, self._weight, self._epsilon)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)
         return self._weight * (wide * scale).to(x.dtype)
@@ -67,8 +71,8 @@ class GatedMlp:
         names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         gate, up = (weights.take(f"{name}.weight") for name in names)
         biases = [weights.take(f"{name}.bias") for name in names] if weights.has(f"{names[0]}.bias") else None
-        self._fused = biases is None and kernels.can_gate(gate)
-        weight = kernels.alternate(gate, up) if self._fused else torch.cat((gate, up))
+        self._fused = biases is None and cpu.can_gate(gate)
+        weight = cpu.alternate(gate, up) if self._fused else torch.cat((gate, up))
         self._gate_up = Linear(weight, torch.cat(biases) if biases else None)
         self._down = Linear.load(weights, f"{prefix}.down_proj")
 
@@ -79,8 +83,8 @@ class GatedMlp:
 
 def _gate(gate_up: torch.Tensor) -> torch.Tensor:
     """[num_tokens, 2 * intermediate] to [num_tokens, intermediate]."""
-    if kernels.usable(gate_up):
-        return kernels.silu_mul(gate_up)
+    if native := kernels.of(gate_up):
+        return native.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 

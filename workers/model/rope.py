@@ -41,8 +41,8 @@ class RotaryTable:
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryTable's result, in place where there is a kernel."""
-    if kernels.usable(heads):
-        kernels.rotate(heads, cos, sin)
+    if native := kernels.of(heads):
+        native.rotate(heads, cos, sin)
         return heads
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 

@@ -1,19 +1,29 @@
 """Carries out step plans on one device: keeps the block tables, builds the flat batch, runs the decoder, samples."""
 
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from ..engine.plan import SamplingParams, SequenceStep, StepPlan
-from .attention import SequenceSpan, TorchAttention
+from ..engine.plan import PENDING_TOKEN, Executor, SamplingParams, SequenceStep, StepPlan
+from . import kernels
+from .attention import AttentionBackend, SequenceSpan, StepAttention, TorchAttention
 from .checkpoint import check_checkpoint, fingerprint
 from .config import ModelConfig
 from .decoder import Decoder, StepBatch
+from .device import ship, to_host
 from .kv import PagedKv, kv_bytes_per_block, kv_layout
 from .rope import RotaryTable
 from .sampler import sample
 from .weights import DTYPES, Weights
+
+if TYPE_CHECKING:
+    from .graphs import Capture, DecodeGraphs
 
 __all__ = ["ModelRunner", "kv_bytes_per_block"]
 
@@ -22,21 +32,31 @@ __all__ = ["ModelRunner", "kv_bytes_per_block"]
 class _Sequence:
     """What a rank remembers of a sequence between steps."""
 
-    blocks: list[int]
+    blocks: "array[int]"
     sampling: SamplingParams
 
 
-class ModelRunner:
-    """Implements `Executor` for one rank. Used from one thread; `kv` may be read and written from any."""
+class ModelRunner(Executor):
+    """Implements `Executor` for one rank. Used from one thread; `kv` may be read and written from any.
 
-    def __init__(self, config: ModelConfig, decoder: Decoder, kv: PagedKv) -> None:
+    On a GPU `launch` waits for nothing: all it does is queued, and tokens that one step samples are put into the next
+    on the device."""
+
+    def __init__(
+        self, config: ModelConfig, decoder: Decoder, kv: PagedKv, on_stage: Callable[[str], None] | None = None
+    ) -> None:
+        """`on_stage` hears when a step comes to "model" and to "sample"; benchmarks listen there."""
         self.config = config
         self.kv = kv
         self._decoder = decoder
+        self._on_stage = on_stage or (lambda stage: None)
         self._device = kv.data.device
-        self._attention = TorchAttention(kv, config.windows, config.num_heads)
         self._rotary = RotaryTable(config.rope, config.head_dim, dtype=kv.data.dtype, device=self._device)
+        self._attention = _attention(kv, config)
+        self._graphs: DecodeGraphs | None = None
         self._sequences: dict[int, _Sequence] = {}
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # what the last step sampled,
+        self._last_rows: dict[int, int] = {}  # and where, by sequence
 
     @classmethod
     def load(cls, folder: Path, *, dtype: str, device: str, num_blocks: int, block_size: int) -> "ModelRunner":
@@ -49,26 +69,31 @@ class ModelRunner:
         layout = kv_layout(config, dtype, fingerprint(folder))
         return cls(config, decoder, PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=place))
 
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether `launch` returns before the step has run."""
+        return self.kv.data.is_cuda
+
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[int]:
-        """See `Executor.execute`. Raises KeyError if a sequence's first step carries no sampling parameters."""
+    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling parameters."""
         for sequence_id in plan.dropped:
             self._sequences.pop(sequence_id, None)
         for step in plan.sequences:
             self._admit(step)
-        if not plan.sequences:
-            return []
-        logits = self._decoder(self._batch(plan))  # [num_sampled, vocab_size]
         sampled = [step for step in plan.sequences if step.sample]
-        if not sampled:
-            return []
+        logits = self._logits(plan) if plan.sequences else None  # [num_sampled, vocab_size]
+        if logits is None or not sampled:
+            return list
+        self._on_stage("sample")
         params = [self._sequences[step.sequence_id].sampling for step in sampled]
         positions = [step.start + len(step.token_ids) for step in sampled]
-        tokens: list[int] = sample(logits, params, positions).tolist()
-        return tokens
+        self._last_tokens = sample(logits, params, positions)
+        self._last_rows = {step.sequence_id: row for row, step in enumerate(sampled)}
+        return to_host(self._last_tokens)
 
     def warmup(self) -> None:
-        """Runs small steps, so that the first request does not pay for first-use set-up.
+        """Runs small steps, so that the first request does not pay for first-use set-up, and captures graphs on a GPU.
 
         Overwrites the KV cache of block 0: call it before the first plan."""
         block = self.kv.block_size
@@ -83,37 +108,89 @@ class ModelRunner:
             )
             self.execute(StepPlan(sequences=(step,), dropped=()))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
+        if self.kv.data.is_cuda and not self._attention.reads_whole_blocks:
+            from .graphs import BATCHES, CudaCapture
+
+            self.capture_graphs(CudaCapture(), BATCHES)
+
+    @torch.inference_mode()
+    def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:
+        """From now on decode steps of up to the largest of `batches` sequences are replayed. Only with `GpuAttention`;
+        call it before the first plan."""
+        from .graphs import DecodeGraphs  # with Triton, which is not everywhere and takes a second
+        from .paged_attention import GpuAttention
+
+        assert isinstance(self._attention, GpuAttention)
+        self._graphs = DecodeGraphs(self._forward, self._attention, capture, batches)
 
     def _admit(self, step: SequenceStep) -> None:
         if step.sampling is not None:
-            self._sequences[step.sequence_id] = _Sequence(blocks=[], sampling=step.sampling)
+            self._sequences[step.sequence_id] = _Sequence(blocks=array("i"), sampling=step.sampling)
         blocks = self._sequences[step.sequence_id].blocks
         blocks.extend(step.new_blocks)
-        # Attention reads whole blocks and masks what lies past the end. A mask hides any number but no NaN or infinity
-        # that the block's last owner may have left, so the rest of a block is cleared when the sequence enters it.
+        # A mask hides any number but no NaN or infinity that the block's last owner may have left, so where attention
+        # masks what it has read, the rest of a block is cleared when the sequence enters it.
         last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
         first_in_last = max(step.start - last * self.kv.block_size, 0)
-        if step.sampling is not None or first_in_last == 0:
+        if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
             self.kv.data[:, :, blocks[last], :, first_in_last:] = 0
 
-    def _batch(self, plan: StepPlan) -> StepBatch:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        sampled_rows: list[int] = []
-        spans: list[SequenceSpan] = []
-        for step in plan.sequences:
-            num_tokens = len(step.token_ids)
-            token_ids += step.token_ids
-            positions += range(step.start, step.start + num_tokens)
-            blocks = self._sequences[step.sequence_id].blocks
-            spans.append(SequenceSpan(blocks=blocks, start=step.start, num_tokens=num_tokens))
-            if step.sample:
-                sampled_rows.append(len(token_ids) - 1)
-        cos, sin = self._rotary(torch.tensor(positions, device=self._device))
-        return StepBatch(
-            token_ids=torch.tensor(token_ids, device=self._device),
-            cos=cos,
-            sin=sin,
-            attention=self._attention.plan(spans),
-            sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64, device=self._device),
+    def _logits(self, plan: StepPlan) -> torch.Tensor:
+        """[num_sampled, vocab_size]"""
+        spans = [
+            SequenceSpan(
+                blocks=self._sequences[step.sequence_id].blocks, start=step.start, num_tokens=len(step.token_ids)
+            )
+            for step in plan.sequences
+        ]
+        token_ids = self._token_ids(plan)
+        num_sampled = sum(step.sample for step in plan.sequences)
+        if self._graphs and len(spans) == len(token_ids) == num_sampled:
+            self._on_stage("model")
+            logits = self._graphs.run(token_ids, spans)
+            if logits is not None:
+                return logits
+        counts = np.array([span.num_tokens for span in spans])
+        ends = counts.cumsum()
+        firsts = np.array([span.start for span in spans]) - ends + counts
+        positions = np.arange(ends[-1]) + firsts.repeat(counts)
+        sampled_rows = ends[[step.sample for step in plan.sequences]] - 1
+        positions_there, rows_there = ship([positions, sampled_rows], self._device)
+        attention = self._attention.plan(spans)
+        self._on_stage("model")
+        return self._forward(
+            token_ids, positions_there, attention, None if num_sampled == len(token_ids) else rows_there
         )
+
+    def _token_ids(self, plan: StepPlan) -> torch.Tensor:
+        """The step's tokens on the device, [num_tokens]; those that the step before samples never leave it."""
+        known = np.fromiter(itertools.chain.from_iterable(step.token_ids for step in plan.sequences), np.int32)
+        if PENDING_TOKEN not in known:
+            return ship([known], self._device)[0]
+        index = np.arange(len(known)) + len(self._last_tokens)
+        places = np.flatnonzero(known == PENDING_TOKEN)
+        pending = [step.sequence_id for step in plan.sequences if step.token_ids[0] == PENDING_TOKEN]
+        index[places] = [self._last_rows[sequence_id] for sequence_id in pending]
+        known_there, index_there = ship([known, index], self._device)
+        return torch.cat((self._last_tokens, known_there)).index_select(0, index_there)
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        sampled_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Implements `graphs.Forward`."""
+        cos, sin = self._rotary(positions)
+        return self._decoder(
+            StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows)
+        )
+
+
+def _attention(kv: PagedKv, config: ModelConfig) -> AttentionBackend:
+    if kernels.on_gpu(kv.data):
+        from .paged_attention import GpuAttention  # with Triton
+
+        return GpuAttention(kv, config.windows, config.num_heads)
+    return TorchAttention(kv, config.windows, config.num_heads)

@@ -11,7 +11,8 @@ from typing import Final
 import torch
 
 from ..engine.plan import SamplingParams
-from . import kernels
+from .device import to_device
+from .kernels import cpu
 
 MIN_TEMPERATURE: Final = 1e-5  # below it a choice is greedy: the division would overflow float32
 NUM_CANDIDATES: Final = 1024  # sorted first; what top-p keeps beyond them costs a sort of the whole vocabulary
@@ -23,17 +24,13 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     """logits [num_rows, vocab_size] to token ids [num_rows], int64.
 
     `positions` are those of the sampled tokens in their sequences."""
-    native = kernels.usable(logits)
+    native = cpu.usable(logits)
     random = [row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE]
-    if native:
-        tokens = _sample_native(logits, params, positions)
-    else:
-        logits = logits.float()
-        tokens = logits.argmax(-1)
+    tokens = _sample_native(logits, params, positions) if native else logits.argmax(-1)
     for filtered in (True,) if native else (False, True):
         rows = [row for row in random if _filters(params[row]) == filtered]
         if rows:
-            index = torch.tensor(rows, device=logits.device)
+            index = to_device(torch.tensor(rows), logits.device)
             keys = [_keys(params[row].seed, positions[row]) for row in rows]
             tokens[index] = _draw(logits[index].float(), [params[row] for row in rows], keys, filtered)
     return tokens
@@ -43,7 +40,7 @@ def _sample_native(logits: torch.Tensor, params: Sequence[SamplingParams], posit
     """The tokens of all rows, those with filters greedily."""
     temperatures = [0.0 if _filters(row) or row.temperature < MIN_TEMPERATURE else row.temperature for row in params]
     keys = [_keys(row.seed, position) for row, position in zip(params, positions, strict=True)]
-    return kernels.sample(logits, torch.tensor(temperatures), torch.tensor(keys))
+    return cpu.sample(logits, torch.tensor(temperatures), torch.tensor(keys))
 
 
 def _filters(params: SamplingParams) -> bool:
@@ -68,7 +65,7 @@ def filter_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tup
     [num_rows, num_candidates], wide enough to hold all that is kept."""
     vocab_size = scores.shape[1]
     width = min(NUM_CANDIDATES, vocab_size)
-    if max(row.top_k for row in params) < width:
+    if max(row.top_k for row in params) < width and not scores.is_cuda:  # a GPU would have to be waited for
         values, ids = scores.topk(width)
         threshold = _threshold(scores, values, params)
         if width == vocab_size or bool((values[:, -1:] < threshold).all()):
@@ -80,7 +77,8 @@ def filter_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tup
 def _threshold(scores: torch.Tensor, values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The smallest score each row keeps, [num_rows, 1], as far as `values`, its largest scores, reach down."""
     width = values.shape[1]
-    last = torch.tensor([min(row.top_k, width) - 1 if row.top_k > 0 else 0 for row in params], device=values.device)
+    ranks = [min(row.top_k, width) - 1 if row.top_k > 0 else 0 for row in params]
+    last = to_device(torch.tensor(ranks), values.device)
     no_top_k = _column([float(row.top_k <= 0) for row in params], values) > 0
     kth = values.gather(1, last[:, None]).masked_fill(no_top_k, -torch.inf)
     # top-p counts the mass of what top-k keeps.
@@ -98,8 +96,8 @@ def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> tor
 
     A 32-bit integer hash (two rounds of multiply and xor-shift, constants of lowbias32) with half of the key before
     each round; 31 bits of it make the uniform variate."""
-    first = torch.tensor([_signed(key[0]) for key in keys], dtype=torch.int32, device=ids.device)[:, None]
-    second = torch.tensor([_signed(key[1]) for key in keys], dtype=torch.int32, device=ids.device)[:, None]
+    words = torch.tensor([[_signed(word) for word in key] for key in keys], dtype=torch.int32)
+    first, second = to_device(words, ids.device)[:, :, None].unbind(1)  # [num_rows, 1] each
     x = ids.to(torch.int32) * _signed(0x9E3779B1) + first
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= _signed(0x7FEB352D)
@@ -131,4 +129,4 @@ def _signed(word: int) -> int:
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """[num_rows, 1], float32."""
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+    return to_device(torch.tensor(values, dtype=torch.float32), like.device)[:, None]

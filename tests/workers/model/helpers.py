@@ -126,5 +126,20 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tens
         yield recorded
 
 
-def load(folder: Path, *, dtype: str = "float32", num_blocks: int = 128, block_size: int = 16) -> ModelRunner:
-    return ModelRunner.load(folder, dtype=dtype, device="cpu", num_blocks=num_blocks, block_size=block_size)
+def load(
+    folder: Path, *, dtype: str = "float32", num_blocks: int = 128, block_size: int = 16, device: str = "cpu"
+) -> ModelRunner:
+    return ModelRunner.load(folder, dtype=dtype, device=device, num_blocks=num_blocks, block_size=block_size)
+
+
+def mixed_steps(runner: ModelRunner) -> list[list[int]]:
+    """Tokens of chunks of prompts beside decodes, with borders inside blocks and beyond the Mistral family's window,
+    then of three sequences that only decode."""
+    driver = Driver(runner)
+    first, second = prompt(45, 1), prompt(33, 2)
+    tokens = [driver.run(driver.step(1, first, 0), driver.step(2, second[:7], 0))]
+    tokens.append(driver.run(driver.step(1, tokens[-1][:1], 45), driver.step(2, second[7:], 7), driver.step(3, [9], 0)))
+    for index in range(3):
+        steps = zip((1, 2, 3), tokens[-1], (46, 33, 1), strict=True)
+        tokens.append(driver.run(*(driver.step(number, [token], at + index) for number, token, at in steps)))
+    return tokens

@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional
 
 from tandem.workers.engine.plan import KvLayout, SamplingParams
-from tandem.workers.model import kernels, sampler
+from tandem.workers.model import sampler
 from tandem.workers.model.attention import SequenceSpan, TorchAttention
 from tandem.workers.model.config import RopeConfig
-from tandem.workers.model.kernels import build
+from tandem.workers.model.kernels import build, cpu
 from tandem.workers.model.kv import PagedKv
 from tandem.workers.model.layers import Linear, RmsNorm
 from tandem.workers.model.rope import RotaryTable, rotate
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 def test_this_machine_has_them() -> None:
     """A C compiler is among what a developer's machine needs; without it nothing below would test anything."""
-    assert kernels.usable(torch.zeros(1))
+    assert cpu.usable(torch.zeros(1))
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -72,10 +72,10 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     kind, tolerance = DTYPES[dtype], TOLERANCE[DTYPES[dtype]]
     x, weight = torch.randn(rows, 576).to(kind), torch.randn(576).to(kind)
     plain = RmsNorm(weight, 1e-5)
-    plain._native = False
-    assert (kernels.rms_norm(x, weight, 1e-5) - plain(x)).abs().max() <= 4 * tolerance
+    plain._kernels = None
+    assert (cpu.rms_norm(x, weight, 1e-5) - plain(x)).abs().max() <= 4 * tolerance
     gate, up = x.chunk(2, -1)
-    assert (kernels.silu_mul(x) - functional.silu(gate) * up).abs().max() <= 4 * tolerance
+    assert (cpu.silu_mul(x) - functional.silu(gate) * up).abs().max() <= 4 * tolerance
     cos, sin = RotaryTable(RopeConfig(), 64, dtype=kind, device=torch.device("cpu"))(torch.arange(rows) * 3)
     heads = x.view(rows, 9, 64)[:, 2:7]  # a view, as the decoder has it
     expected = heads.float() * cos.float() + heads.float().roll(32, -1) * sin.float()
@@ -89,32 +89,32 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
 def test_linear_equals_plain_torch(rows: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
-    if not kernels.can_multiply(weight):
+    if not cpu.can_multiply(weight):
         pytest.skip("no bfloat16 dot product on this processor, or AMX")
     x = torch.randn(rows, 3 * inputs).bfloat16()[:, inputs : 2 * inputs]  # a view, as the decoder may have it
     residual = torch.randn(rows, outputs).bfloat16()
     plain = functional.linear(x.float(), weight.float())
-    packed = kernels.pack_linear(weight)
-    close(kernels.linear(x, packed, outputs), plain)
-    close(kernels.linear(x, packed, outputs, bias, residual), plain + bias.float() + residual.float())
+    packed = cpu.pack_linear(weight)
+    close(cpu.linear(x, packed, outputs), plain)
+    close(cpu.linear(x, packed, outputs, bias, residual), plain + bias.float() + residual.float())
 
 
 @pytest.mark.parametrize("rows", [1, 30])
 def test_gated_linear_equals_plain_torch(rows: int) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(2, 48, 64).bfloat16()
-    if not kernels.can_gate(gate):
+    if not cpu.can_gate(gate):
         pytest.skip("no bfloat16 dot product on this processor, or AMX")
     x = torch.randn(rows, 64).bfloat16() * 8  # gates of up to 200: where e^x leaves the range of float32
-    packed = kernels.pack_linear(kernels.alternate(gate, up))
+    packed = cpu.pack_linear(cpu.alternate(gate, up))
     expected = functional.silu(functional.linear(x.float(), gate.float())) * functional.linear(x.float(), up.float())
-    close(kernels.linear(x, packed, 96, gated=True), expected)
+    close(cpu.linear(x, packed, 96, gated=True), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_without_our_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's packed form in bfloat16, plain torch else: on processors without the dot product, or with AMX."""
-    monkeypatch.setattr(kernels, "can_multiply", lambda weight: False)
+    monkeypatch.setattr(cpu, "can_multiply", lambda weight: False)
     torch.manual_seed(0)
     weight, bias, x, residual = (torch.randn(*shape).to(dtype) for shape in ((96, 64), (96,), (5, 64), (5, 96)))
     product = functional.linear(x.float(), weight.float(), bias.float())
@@ -143,7 +143,7 @@ def test_sampling_equals_plain_torch(dtype: str, vocab_size: int, monkeypatch: p
     ]
     params = [kinds[row % 4] for row in range(600)]
     ours = sampler.sample(logits, params, range(600))
-    monkeypatch.setattr(kernels, "usable", lambda tensor: False)
+    monkeypatch.setattr(cpu, "usable", lambda tensor: False)
     reference = sampler.sample(logits, params, range(600))
     assert ours[0] == vocab_size - 1
     assert torch.equal(ours[::4], reference[::4])
@@ -170,10 +170,10 @@ def test_a_team_of_all_cores_gets_one_each() -> None:
 
     def run() -> None:
         torch.set_num_threads(len(cores) - 1)
-        kernels.bind_threads()
+        cpu.bind_threads()
         seen.append(os.sched_getaffinity(0))
         torch.set_num_threads(len(cores))
-        kernels.bind_threads()
+        cpu.bind_threads()
         seen.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=run)
@@ -187,14 +187,14 @@ def test_they_compile_without_a_warning() -> None:
     """Only here: a user's newer compiler that warns of something new is still to build them."""
     flags = [*build._FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     for march in ("native", "x86-64-v2") if platform.machine() == "x86_64" else ("native",):
-        for source in Path(kernels.__file__).parent.glob("*.c"):
+        for source in Path(cpu.__file__).parent.glob("*.c"):
             command = ["cc", *flags, f"-march={march}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, done.stderr
 
 
 def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> None:
-    code = "import torch; from tandem.workers.model import kernels; print(kernels.usable(torch.zeros(1)))"
+    code = "import torch; from tandem.workers.model.kernels import cpu; print(cpu.usable(torch.zeros(1)))"
     environment = os.environ | {"CC": str(tmp_path / "none"), "TANDEM_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"

@@ -1,0 +1,126 @@
+"""What only a GPU can show: the model on real kernels, CUDA graphs, streams. Skipped where there is none."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.workers import bench
+from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.events import Token
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.model.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Every call that would wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]:
+    """What 12 sequences generate that come one by one, greedy and sampled, in chunks beside decodes."""
+    config = EngineConfig(num_blocks=128, chunk_tokens=48, mixed_chunk_tokens=20, max_sequences=8, overlap=overlap)
+    engine = Engine(runner, config)
+    numbers = random.Random(3)
+    tokens: dict[int, list[int]] = {number: [] for number in range(12)}
+    pending = [
+        SequenceSpec(
+            id=number,
+            task=Task.WHOLE,
+            tokens=tuple(prompt(numbers.randint(1, 90), number)),
+            max_tokens=numbers.randint(1, 30),
+            sampling=SamplingParams(temperature=number % 3 / 2, top_p=1 - number % 2 / 5, seed=number),
+            stop_ids=frozenset({5, 77}),
+        )
+        for number in tokens
+    ]
+    while pending or engine.has_work:
+        if pending:
+            engine.submit(pending.pop())
+        for event in engine.step():
+            if isinstance(event, Token):
+                tokens[event.id].append(event.token)
+    engine.check_integrity()
+    return tokens
+
+
+def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
+    expected = mixed_steps(load(folder, block_size=8))
+    runner = load(folder, block_size=8, device="cuda")
+    assert mixed_steps(runner) == expected
+    runner.warmup()  # captures
+    runner.kv.data.fill_(torch.nan)
+    runner.execute(StepPlan(sequences=(), dropped=(1, 2, 3)))
+    assert mixed_steps(runner) == expected
+
+
+def test_an_engine_that_overlaps_gives_the_tokens_of_one_that_does_not(folder: Path) -> None:
+    runner = load(folder, device="cuda")
+    runner.warmup()
+    expected = engine_tokens(load(folder), overlap=False)
+    assert engine_tokens(runner, overlap=True) == expected
+    assert engine_tokens(runner, overlap=False) == expected
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=9, top_p=0.8, seed=1)])
+def test_a_launch_waits_for_nothing(folder: Path, sampling: SamplingParams) -> None:
+    runner = load(folder, device="cuda")
+    runner.warmup()
+    driver = Driver(runner)
+    driver.generate(9, prompt(20), 3, sampling)  # whatever is done at first use
+
+    def launch(*steps: SequenceStep) -> None:
+        with no_waiting():
+            collects.append(runner.launch(StepPlan(sequences=steps, dropped=())))
+
+    collects: list[object] = []
+    launch(driver.step(1, prompt(30), 0, sampling))
+    launch(driver.step(1, [PENDING_TOKEN], 30), driver.step(2, prompt(40), 0, sampling))
+    for at in itertools.chain(range(31, 40)):
+        launch(driver.step(1, [PENDING_TOKEN], at), driver.step(2, [PENDING_TOKEN], at + 9))
+    assert len(collects) == 11
+
+
+def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path) -> None:
+    gpu, cpu = load(folder, device="cuda", block_size=16), load(folder, block_size=4)
+    whole = Driver(load(folder)).generate(1, prompt(37), 10)
+    for source, target in ((gpu, cpu), (cpu, gpu)):
+        prefill, decode = Driver(source), Driver(target, seed=4)
+        tokens = prefill.run(prefill.step(1, prompt(37), 0))
+        layers = source.config.num_layers
+        data = source.kv.read(prefill.tables[1], 0, 37, 0, layers)
+        step = decode.step(1, [tokens[0]], 37)
+        target.kv.write(decode.tables[1], 0, 37, 0, layers, data)
+        assert target.kv.read(decode.tables[1], 0, 37, 0, layers) == data
+        tokens += decode.run(step)
+        while len(tokens) < 10:
+            tokens += decode.run(decode.step(1, tokens[-1:], 37 + len(tokens) - 1))
+        assert tokens == whole
+        prefill.drop(1)
+        decode.drop(1)
+
+
+def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--shape tiny --random-weights --device cuda --batches 1,3,16 --prompts 40,600 --context 300 --raw"
+    assert bench.main(arguments.split()) == 0
+    assert "roofline" in capsys.readouterr().out

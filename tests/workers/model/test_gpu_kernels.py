@@ -1,0 +1,405 @@
+"""The Triton kernels against float64 on a GPU or, where there is none, in Triton's interpreter; and whether they
+compile for a GPU, which takes none."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from tandem.workers.model.kernels import gpu, gpu_attention
+from tandem.workers.model.kernels.gpu import SPLIT_TOKENS, ChunkWork, DecodeWork
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SHARED_BYTES = 233_472  # of a multiprocessor of compute capability 9.0; a program takes 1,024 more than it asks for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    window: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+class Cache:
+    """A layer's cache that is NaN but where a sequence sees it, and its block tables."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        size = (2, 512, shape.kv_heads, shape.block_size, shape.head_dim)
+        self.keys, self.values = torch.full(size, torch.nan, dtype=shape.dtype, device=DEVICE)
+        self.tables: list[int] = []
+        self._free = torch.randperm(512).tolist()
+
+    def add(self, first_token: int, end: int) -> int:
+        """Stores random keys and values for the tokens that are seen; returns the offset of the block table."""
+        offset, size = len(self.tables), self.shape.block_size
+        self.tables += [self._free.pop() for _ in range(-(-end // size))]
+        seen = torch.arange(max(0, first_token), end)
+        blocks = torch.tensor(self.tables[offset:])[seen // size]
+        for part in (self.keys, self.values):
+            random = torch.randn(len(seen), self.shape.kv_heads, self.shape.head_dim)
+            part[blocks, :, seen % size] = random.to(part)
+        return offset
+
+    def expected(self, query: torch.Tensor, position: int, offset: int) -> torch.Tensor:
+        """One token's [num_heads, head_dim] in float64."""
+        shape = self.shape
+        seen = torch.arange(max(0, position + 1 - shape.window) if shape.window else 0, position + 1)
+        blocks = torch.tensor(self.tables[offset:])[seen // shape.block_size]
+        keys, values = (part[blocks, :, seen % shape.block_size].double() for part in (self.keys, self.values))
+        heads = query.double().view(shape.kv_heads, -1, shape.head_dim)
+        weights = (torch.einsum("kgd,nkd->kgn", heads, keys) * shape.head_dim**-0.5).softmax(-1)
+        return torch.einsum("kgn,nkd->kgd", weights, values).reshape(shape.num_heads, shape.head_dim)
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def fused_query(rows: int, shape: Shape) -> torch.Tensor:
+    """[rows, num_heads, head_dim], the first part of a row as the decoder has it."""
+    fused = torch.randn(rows, shape.num_heads + 2 * shape.kv_heads, shape.head_dim).to(DEVICE, shape.dtype)
+    return fused[:, : shape.num_heads]
+
+
+def decode_work(rows: list[int], last_keys: list[int], offsets: list[int], tables: list[int]) -> DecodeWork:
+    """As the planner builds it, with room for more items: those are of no sequence."""
+    counts = [gpu.num_splits(last) if row >= 0 else 0 for row, last in zip(rows, last_keys, strict=True)]
+    items = [(sequence, split) for sequence, count in enumerate(counts) for split in range(count)]
+    unused = [-1] * 3
+    return DecodeWork(
+        rows=ints(rows),
+        last_keys=ints(last_keys),
+        offsets=ints(offsets),
+        first_items=ints([0, *itertools.accumulate(counts)][:-1]),
+        item_sequences=ints([sequence for sequence, _ in items] + unused),
+        item_splits=ints([split for _, split in items] + unused),
+        num_items=ints([len(items)]),
+        tables=ints(tables),
+    )
+
+
+def decode(cache: Cache, query: torch.Tensor, work: DecodeWork, num_programs: int) -> torch.Tensor:
+    """[num_tokens, num_heads, head_dim]; NaN where nothing is written."""
+    shape = cache.shape
+    size = (len(work.item_splits), shape.num_heads, shape.head_dim + 2)
+    partial = torch.full(size, torch.nan, device=DEVICE)
+    out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
+    gpu.decode_attention(query, cache.keys, cache.values, work, shape.window, partial, out, num_programs)
+    return out.view(query.shape)
+
+
+def check_decode(shape: Shape, lengths: list[int], num_programs: int = 2) -> None:
+    """Sequences of these lengths, their rows in reverse, one row of padding in the midst of them."""
+    torch.manual_seed(0)
+    cache = Cache(shape)
+    last_keys = [length - 1 for length in lengths]
+    offsets = [cache.add(length - shape.window if shape.window else 0, length) for length in lengths]
+    query = fused_query(len(lengths) + 1, shape)
+    rows = list(range(len(lengths), 0, -1))
+    padded = [[*values[:1], -1, *values[1:]] for values in (rows, last_keys, offsets)]
+    work = decode_work(padded[0], padded[1], padded[2], cache.tables)
+    result = decode(cache, query, work, num_programs)
+    assert result[0].isnan().all(), "no sequence's row is not written"
+    for row, position, offset in zip(rows, last_keys, offsets, strict=True):
+        close(result[row], cache.expected(query[row], position, offset))
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within the roundings of the dtype, relative to the greatest number."""
+    assert ours.shape == expected.shape
+    error = (ours.double() - expected.double()).abs().max()  # NaN if any is
+    assert error <= TOLERANCE[ours.dtype] * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(num_heads=9, kv_heads=3, head_dim=64),
+        Shape(num_heads=2, kv_heads=2, head_dim=16, block_size=4),
+        Shape(num_heads=9, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
+        Shape(num_heads=8, kv_heads=2, head_dim=64, dtype=torch.float16),
+        Shape(num_heads=32, kv_heads=1, head_dim=128, block_size=5, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [0, 100, 256])
+def test_decode_attention(shape: Shape, window: int) -> None:
+    check_decode(replace(shape, window=window), [1, 255, 256, 257, 700])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    group=st.integers(1, 9),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.integers(0, 80),
+    lengths=st.lists(st.integers(1, 2 * SPLIT_TOKENS - 1), min_size=1, max_size=2),
+    num_programs=st.integers(1, 4),
+)
+def test_decode_attention_of_any_shape(
+    group: int, block_size: int, window: int, lengths: list[int], num_programs: int
+) -> None:
+    lengths = [min(length, 250 * block_size) for length in lengths]
+    shape = Shape(num_heads=group, kv_heads=1, head_dim=16, block_size=block_size, window=window)
+    check_decode(shape, lengths, num_programs)
+
+
+def test_many_splits_are_combined() -> None:
+    """Twice what the combining kernel reads at once; some heads have their greatest score in either half."""
+    length = SPLIT_TOKENS * 2 * gpu_attention._COMBINED_SPLITS
+    check_decode(Shape(num_heads=8, kv_heads=1, head_dim=16, block_size=32), [length])
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    torch.manual_seed(0)
+    cache = Cache(Shape(num_heads=2, kv_heads=1, head_dim=16))
+    offset = cache.add(0, 600)
+    query = fused_query(1, cache.shape) * 1000
+    result = decode(cache, query, decode_work([0], [599], [offset], cache.tables), 1)
+    close(result[0], cache.expected(query[0], 599, offset))
+
+
+def test_a_sequence_gets_the_same_alone_and_in_a_batch() -> None:
+    torch.manual_seed(0)
+    cache = Cache(Shape(num_heads=6, kv_heads=2, head_dim=16, dtype=torch.bfloat16))
+    lengths = [300, 17, 700, 256]
+    offsets = [cache.add(0, length) for length in lengths]
+    query = fused_query(4, cache.shape)
+    last_keys = [length - 1 for length in lengths]
+    batch = decode(cache, query, decode_work([0, 1, 2, 3], last_keys, offsets, cache.tables), 3)
+    for row in range(4):
+        for num_programs in (1, 7):
+            work = decode_work([row], last_keys[row : row + 1], offsets[row : row + 1], cache.tables)
+            assert torch.equal(decode(cache, query, work, num_programs)[row], batch[row])
+
+
+def test_splits_of_a_sequence() -> None:
+    assert [gpu.num_splits(last_key) for last_key in (0, 255, 256, 511, 512)] == [1, 1, 2, 2, 3]
+
+
+def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int | None = None) -> None:
+    """Chunks (start, tokens), one row that is of none after each; `most_tokens` cuts smaller tiles."""
+    torch.manual_seed(0)
+    cache = Cache(shape)
+    size = min(gpu.tile_tokens(shape.num_heads, shape.kv_heads, shape.head_dim), most_tokens or sys.maxsize)
+    query = fused_query(sum(count + 1 for _, count in chunks), shape)
+    tiles: list[tuple[int, int, int, int]] = []  # row, tokens, position, offset
+    row = 0
+    for start, count in chunks:
+        offset = cache.add(start + 1 - shape.window if shape.window else 0, start + count)
+        firsts = range(0, count, size)
+        tiles += [(row + first, min(size, count - first), start + first, offset) for first in firsts]
+        row += count + 1
+    rows, counts, starts, offsets = (ints(list(column)) for column in zip(*tiles, strict=True))
+    work = ChunkWork(
+        tile_rows=rows, tile_counts=counts, tile_starts=starts, tile_offsets=offsets, tables=ints(cache.tables)
+    )
+    out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
+    gpu.chunk_attention(query, cache.keys, cache.values, work, shape.window, out)
+    result = out.view(query.shape)
+    expected = torch.full(query.shape, torch.nan, dtype=torch.float64, device=DEVICE)
+    for row, count, position, offset in tiles:
+        for token in range(count):
+            expected[row + token] = cache.expected(query[row + token], position + token, offset)
+    written = ~expected.isnan()
+    assert torch.equal(~result.isnan(), written)
+    close(result[written], expected[written])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(num_heads=9, kv_heads=3, head_dim=64),
+        Shape(num_heads=2, kv_heads=2, head_dim=16, block_size=4),
+        Shape(num_heads=9, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
+        Shape(num_heads=8, kv_heads=2, head_dim=64, dtype=torch.float16),
+        Shape(num_heads=2, kv_heads=1, head_dim=256, block_size=5, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [0, 20, 200])
+def test_chunk_attention(shape: Shape, window: int) -> None:
+    check_chunks(replace(shape, window=window), [(0, 150), (254, 3), (127, 70), (600, 1)])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    group=st.integers(1, 9),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.integers(0, 300),
+    chunks=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=2),
+    most_tokens=st.integers(7, 200),
+)
+def test_chunk_attention_of_any_shape(
+    group: int, block_size: int, window: int, chunks: list[tuple[int, int]], most_tokens: int
+) -> None:
+    shape = Shape(num_heads=group, kv_heads=1, head_dim=16, block_size=block_size, window=window)
+    check_chunks(shape, chunks, most_tokens)
+
+
+def test_tiles_hold_whole_groups() -> None:
+    """As many rows as the kernel multiplies at once, and a token at least."""
+    assert gpu.tile_tokens(32, 8, 128) == 32
+    assert gpu.tile_tokens(9, 3, 64) == 42
+    assert gpu.tile_tokens(16, 2, 256) == 8
+    assert gpu.tile_tokens(200, 1, 64) == 1
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rms_norm(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    fused = torch.randn(5, 7, 80).to(DEVICE, dtype) * 3
+    weight = torch.randn(80).to(DEVICE, dtype)
+    for x in (fused[:, 2:6], fused[:, 3], fused[:0, 3]):  # per head, per row, no row
+        wide = x.double()
+        expected = weight.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.1)
+        result = gpu.rms_norm(x, weight, 0.1)
+        assert result.is_contiguous()
+        assert result.shape == x.shape
+        if len(x):
+            close(result, expected)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dim", [96, 1500])
+def test_silu_mul(dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * dim).to(DEVICE, dtype)
+    x[:, :10] *= 100  # where e^x leaves the range of float32
+    gate, up = x.double().chunk(2, -1)
+    close(gpu.silu_mul(x), functional.silu(gate) * up)
+
+
+def test_roundings_are_those_of_torch() -> None:
+    """But for a few numbers on the edge. In float16, which the interpreter rounds to nearest, unlike bfloat16."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(20, 96).to(DEVICE, torch.float16), torch.randn(96).to(DEVICE, torch.float16)
+    wide = x.float()
+    normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).half()
+    assert (gpu.rms_norm(x, weight, 1e-5) == normed).float().mean() > 0.99
+    gate, up = x.chunk(2, -1)
+    assert (gpu.silu_mul(x) == functional.silu(gate) * up).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 80), (20, 16)])
+def test_rotate(dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
+    torch.manual_seed(0)
+    fused = torch.randn(4, num_heads + 2, head_dim).to(DEVICE, dtype)
+    cos, sin = (torch.randn(4, 1, head_dim).to(DEVICE, dtype) for _ in range(2))
+    before = fused.double()
+    gpu.rotate(fused[:, 1:-1], cos, sin)
+    assert torch.equal(fused[:, 0].double(), before[:, 0])
+    assert torch.equal(fused[:, -1].double(), before[:, -1])
+    close(fused[:, 1:-1], (before * cos.double() + before.roll(head_dim // 2, -1) * sin.double())[:, 1:-1])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    kv_heads=st.integers(1, 5),
+    block_size=st.sampled_from([1, 4, 16]),
+    head_dim=st.sampled_from([16, 24]),
+    slots=st.lists(st.integers(0, 40), unique=True, max_size=6),
+    padding=st.integers(0, 3),
+)
+def test_stored_keys_and_values_are_found_again(
+    kv_heads: int, block_size: int, head_dim: int, slots: list[int], padding: int
+) -> None:
+    """And nothing else changes, whichever way the cache lies."""
+    rows = slots + [-1 - row for row in range(padding)]
+    fused = torch.randn(len(rows), 3, kv_heads, head_dim, device=DEVICE)
+    cache = torch.zeros(48 // block_size, 2, kv_heads, block_size, head_dim, device=DEVICE)
+    keys, values = cache[:, 0], cache[:, 1]
+    expected = cache.clone()
+    for row, slot in enumerate(slots):
+        expected[slot // block_size, :, :, slot % block_size] = fused[row, 1:]
+    gpu.store_kv(fused[:, 1], fused[:, 2], keys, values, ints(rows))
+    assert torch.equal(cache, expected)
+
+
+def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
+    """In a process of its own, without the interpreter, and with an empty cache of what was compiled before."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    compiled = {line.split()[0] for line in done.stdout.splitlines()}
+    modules = (vars(gpu), vars(gpu_attention))
+    assert compiled == {name for names in modules for name in names if name.endswith("_kernel")}
+    for line in done.stdout.splitlines():
+        name, shared = line.split()
+        programs = 3 if name == "_decode_kernel" else 1
+        assert programs * (int(shared) + 1024) <= SHARED_BYTES, line
+
+
+class Hopper:
+    """In place of Triton's driver, which wants a device."""
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all() -> None:
+    """Calls every function, whose launches only compile; prints each kernel and its bytes of shared memory."""
+
+    def launch(kernel: triton.JITFunction, grid: tuple[int, ...]) -> object:
+        def compile_it(*args: object, **options: object) -> None:
+            compiled = kernel.warmup(*args, grid=grid, **options)
+            print(compiled.name, compiled.metadata.shared)
+
+        return compile_it
+
+    triton.runtime.driver.set_active(Hopper())
+    triton.JITFunction.__getitem__ = launch
+    for shape in (
+        Shape(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16),
+        Shape(num_heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, window=100),
+        Shape(num_heads=2, kv_heads=2, head_dim=64),
+    ):
+        compile_shape(shape)
+
+
+def compile_shape(shape: Shape) -> None:
+    zeros = functools.partial(torch.zeros, dtype=shape.dtype)
+    query = zeros(4, shape.num_heads, shape.head_dim)
+    key = value = zeros(4, shape.kv_heads, shape.head_dim)
+    keys, values = zeros(2, 4, shape.kv_heads, shape.block_size, shape.head_dim)
+    out = zeros(4, shape.num_heads * shape.head_dim)
+    table = zeros(4, 1, shape.head_dim)
+    array = torch.zeros(4, dtype=torch.int32)
+    gpu.rms_norm(out, zeros(out.shape[1]), 1e-5)
+    gpu.rms_norm(query, zeros(shape.head_dim), 1e-5)
+    gpu.silu_mul(out)
+    gpu.rotate(query, table, table)
+    gpu.store_kv(key, value, keys, values, array)
+    partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)
+    decodes = DecodeWork(**dict.fromkeys(DecodeWork.__slots__, array))
+    gpu.decode_attention(query, keys, values, decodes, shape.window, partial, out, 2)
+    chunks = ChunkWork(**dict.fromkeys(ChunkWork.__slots__, array))
+    gpu.chunk_attention(query, keys, values, chunks, shape.window, out)
+
+
+if __name__ == "__main__":
+    compile_all()

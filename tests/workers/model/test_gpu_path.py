@@ -1,0 +1,97 @@
+"""The model on the kernels of the GPU path, which Triton interprets here: the same plans, the same tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.model import graphs, kernels, paged_attention
+from tandem.workers.model.kernels import gpu
+
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "of", lambda tensor: gpu)
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path, request.param)
+
+
+def record(run: graphs.Run) -> tuple[Callable[[], object], torch.Tensor]:
+    """Stands for a CUDA graph: a replay writes what it computes from the same addresses to the same address."""
+    logits = run()
+    return lambda: logits.copy_(run()), logits
+
+
+def test_tokens_are_those_of_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mixed_steps(load(folder, block_size=8))
+    monkeypatch.setattr(kernels, "of", lambda tensor: gpu)
+    runner = load(folder, block_size=8)
+    runner.kv.data.fill_(torch.nan)  # what the last owner of a block left
+    assert mixed_steps(runner) == expected
+
+
+def test_replayed_steps_give_the_same_tokens(tmp_path: Path, on_gpu: None) -> None:
+    """Padded batches of 2 and 4, a batch of 5 that has no graph, and mixed steps between them."""
+    folder = make_tiny_model(tmp_path)
+    expected = mixed_steps(load(folder))
+    runner = load(folder)
+    replays = 0
+
+    def counting(run: graphs.Run) -> tuple[Callable[[], object], torch.Tensor]:
+        replay, logits = record(run)
+
+        def count() -> None:
+            nonlocal replays
+            replays += 1
+            replay()
+
+        return count, logits
+
+    runner.capture_graphs(counting, (4, 2))
+    assert mixed_steps(runner) == expected
+    assert replays == 3
+
+
+def test_a_step_without_room_in_the_graph_runs_without(
+    tmp_path: Path, on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    expected = Driver(load(folder)).generate(1, prompt(30), 4)
+    monkeypatch.setattr(paged_attention, "_MAX_GRAPH_BLOCKS", 1)
+    runner = load(folder)
+    runner.capture_graphs(record, (1,))
+    assert Driver(runner).generate(1, prompt(30), 4) == expected
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_pending_tokens_never_leave_the_device(tmp_path: Path, on_gpu: None, captured: bool) -> None:
+    """The next step is launched before the tokens of the last are collected; one more sequence joins meanwhile."""
+    folder = make_tiny_model(tmp_path)
+    driver = Driver(load(folder))
+    expected = [driver.generate(1, prompt(20), 6), driver.generate(2, prompt(9), 5, SAMPLED)]
+
+    runner = load(folder)
+    if captured:
+        runner.capture_graphs(record, (2, 1))
+    driver = Driver(runner)
+
+    def launch(*steps: SequenceStep) -> Callable[[], list[int]]:
+        return runner.launch(StepPlan(sequences=steps, dropped=()))
+
+    collects = [launch(driver.step(1, prompt(20), 0))]
+    collects.append(launch(driver.step(2, prompt(9), 0, SAMPLED), driver.step(1, [PENDING_TOKEN], 20)))
+    for index in range(4):
+        steps = (driver.step(1, [PENDING_TOKEN], 21 + index), driver.step(2, [PENDING_TOKEN], 9 + index))
+        collects.append(launch(*(steps if index % 2 else steps[::-1])))
+    tokens = [collect() for collect in collects]
+    assert [tokens[0][0], tokens[1][1], *(step[index % 2 == 0] for index, step in enumerate(tokens[2:]))] == expected[0]
+    assert [tokens[1][0], *(step[index % 2] for index, step in enumerate(tokens[2:]))] == expected[1]

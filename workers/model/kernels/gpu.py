@@ -1,0 +1,222 @@
+"""Triton kernels for GPUs: the small pieces of a layer and the store into the paged KV cache here, attention in
+gpu_attention.py.
+
+Tensors are on one device, in float32, bfloat16 or float16, and their last dimension is contiguous. Nothing here waits
+for the device or looks at data on the host, so that all of it can be captured in a CUDA graph, once it has run before.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from .gpu_attention import (
+    SPLIT_TOKENS,
+    ChunkWork,
+    DecodeWork,
+    chunk_attention,
+    decode_attention,
+    num_splits,
+    tile_tokens,
+)
+
+__all__ = [
+    "SPLIT_TOKENS",
+    "ChunkWork",
+    "DecodeWork",
+    "chunk_attention",
+    "decode_attention",
+    "num_splits",
+    "rms_norm",
+    "rotate",
+    "silu_mul",
+    "store_kv",
+    "tile_tokens",
+]
+
+_COLUMNS: Final = 1024  # of a row that one program gates
+_HEADS: Final = 16  # that one program rotates
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    weight,
+    out,  # contiguous
+    x_stride_row,
+    x_stride_head,
+    epsilon,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, DIM_PADDED)
+    inside = columns < DIM
+    wide = tl.load(x + row * x_stride_row + head * x_stride_head + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + epsilon)
+    # Rounded before the weight, as transformers does.
+    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (row * tl.num_programs(1) + head) * DIM + columns, normed * factor, mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor,  # [rows, dim] or [rows, heads, dim], any strides but the last
+    weight: torch.Tensor,  # [dim]
+    epsilon: float,
+) -> torch.Tensor:
+    """Root mean square norm over the last dimension, in float32: contiguous, in the shape of x."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads, head_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
+    dim = x.shape[-1]
+    padded = triton.next_power_of_2(dim)
+    _rms_norm_kernel[(x.shape[0], heads)](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        head_stride,
+        epsilon,
+        DIM=dim,
+        DIM_PADDED=padded,
+        num_warps=min(max(padded // 512, 1), 16),
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(x, out, x_stride_row, dim, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < dim
+    gate = tl.load(x + row * x_stride_row + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride_row + dim + columns, mask=inside, other=0.0).to(tl.float32)
+    # Rounded between the two, as torch does.
+    silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * dim + columns, silu * up, mask=inside)
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [rows, 2 * dim], gates first: contiguous [rows, dim]."""
+    rows, dim = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(rows, dim)
+    _silu_mul_kernel[(rows, triton.cdiv(dim, _COLUMNS))](x, out, x.stride(0), dim, COLUMNS=_COLUMNS, num_warps=4)
+    return out
+
+
+@triton.jit
+def _rotate_kernel(
+    heads,
+    cos,
+    sin,
+    heads_stride_token,
+    heads_stride_head,
+    cos_stride_token,
+    sin_stride_token,
+    num_heads,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, HALF_PADDED)[None, :]
+    left = heads + token * heads_stride_token + head * heads_stride_head + pair
+    inside = (head < num_heads) & (pair < HALF)
+    x = tl.load(left, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(left + HALF, mask=inside, other=0.0).to(tl.float32)
+    cosines, sines = cos + token * cos_stride_token + pair, sin + token * sin_stride_token + pair
+    in_table = pair < HALF
+    cos_x = tl.load(cosines, mask=in_table, other=0.0).to(tl.float32)
+    cos_y = tl.load(cosines + HALF, mask=in_table, other=0.0).to(tl.float32)
+    sin_x = tl.load(sines, mask=in_table, other=0.0).to(tl.float32)
+    sin_y = tl.load(sines + HALF, mask=in_table, other=0.0).to(tl.float32)
+    tl.store(left, x * cos_x + y * sin_x, mask=inside)
+    tl.store(left + HALF, y * cos_y + x * sin_y, mask=inside)
+
+
+def rotate(
+    heads: torch.Tensor,  # [num_tokens, num_heads, head_dim], any strides but the last
+    cos: torch.Tensor,  # [num_tokens, 1, head_dim], of a RotaryTable
+    sin: torch.Tensor,  # the same, signed
+) -> None:
+    """Rotates heads in place by their tokens' positions: in float32, rounded once."""
+    num_tokens, num_heads, head_dim = heads.shape
+    _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
+        heads,
+        cos,
+        sin,
+        heads.stride(0),
+        heads.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        num_heads,
+        HALF=head_dim // 2,
+        HALF_PADDED=triton.next_power_of_2(head_dim // 2),
+        HEADS=_HEADS,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _store_kv_kernel(
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_stride_token,
+    value_stride_token,
+    stride_block,
+    stride_head,
+    stride_slot,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        head = tl.arange(0, HEADS_PADDED)[:, None]
+        column = tl.arange(0, DIM_PADDED)[None, :]
+        inside = (head < KV_HEADS) & (column < HEAD_DIM)
+        source = head * HEAD_DIM + column
+        # In 64 bits: a cache has more than 2^31 elements.
+        start = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + (slot % BLOCK_SIZE) * stride_slot
+        target = start + head * stride_head + column
+        tl.store(keys + target, tl.load(key + token * key_stride_token + source, mask=inside), mask=inside)
+        tl.store(values + target, tl.load(value + token * value_stride_token + source, mask=inside), mask=inside)
+
+
+def store_kv(
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], heads one after the other
+    value: torch.Tensor,  # the same
+    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
+    values: torch.Tensor,  # the same, in the same strides
+    slots: torch.Tensor,  # [num_tokens] int32, block * block_size + offset; negative for a row that is padding
+) -> None:
+    """Writes the step's keys and values where they belong; rows with a negative slot are not written anywhere."""
+    num_tokens, kv_heads, head_dim = key.shape
+    _store_kv_kernel[(num_tokens,)](
+        key,
+        value,
+        keys,
+        values,
+        slots,
+        key.stride(0),
+        value.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        BLOCK_SIZE=keys.shape[2],
+        KV_HEADS=kv_heads,
+        HEADS_PADDED=triton.next_power_of_2(kv_heads),
+        HEAD_DIM=head_dim,
+        DIM_PADDED=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
