@@ -44,7 +44,7 @@ class WorkerPool:
                 device=config.device,
                 block_size=pool.block_size,
                 kv_cache_bytes=pool.kv_cache_bytes,
-                chunk_tokens=pool.chunk_tokens,
+                chunk_tokens=config.chunk_tokens(pool),
                 mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
                 max_sequences=pool.max_sequences,
                 context_tokens=config.context_tokens,

@@ -43,7 +43,8 @@ class PoolConfig(_Section):
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # None shares the cores evenly
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB
-    chunk_tokens: int = Field(default=512, ge=1, le=1_048_576)  # of prompts, computed in one step
+    # Of prompts, computed in one step. None is 2048, on CPUs 512.
+    chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     # The same beside sequences that decode: all of them wait for it. None is 512, on CPUs 32.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     max_sequences: int = Field(default=64, ge=1, le=65_536)
@@ -92,6 +93,9 @@ class TandemConfig(_Section):
     @property
     def num_workers(self) -> int:
         return self.prefill.replicas + self.decode.replicas
+
+    def chunk_tokens(self, pool: PoolConfig) -> int:
+        return pool.chunk_tokens or (512 if self.device == "cpu" else 2048)
 
     def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
         return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)

@@ -112,11 +112,18 @@ async def fleet(
     frame_hook: FrameHook | None = None,
     **config: object,
 ) -> AsyncIterator[Fleet]:
-    """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that they are idle."""
+    """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that they are idle. Every
+    second worker schedules a step while the one before runs, as on a GPU."""
     settings = WorkerConfig(model="", **config)  # type: ignore[arg-type]
     roles = ["prefill"] * prefill + ["decode"] * decode
     workers = [
-        await Worker.serve(rank(role), settings, worker_id=f"{role}-{n}", role=role, frame_hook=frame_hook)
+        await Worker.serve(
+            replace(rank(role), launches_ahead=n % 2 == 1),
+            settings,
+            worker_id=f"{role}-{n}",
+            role=role,
+            frame_hook=frame_hook,
+        )
         for n, role in enumerate(roles)
     ]
     view = DirectoryView()

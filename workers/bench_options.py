@@ -77,6 +77,7 @@ def parse(arguments: list[str] | None) -> Options:
     """Exits with 2 after one line on stderr if an argument is not good."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))
+    values["chunk"] = values["chunk"] or (512 if values["device"].type == "cpu" else 2048)
     try:
         options = Options(**values)
         if options.model is None and not options.random_weights:
@@ -107,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")
     add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
-    add("--chunk", type=_number(1, 1 << 16), default=512, metavar="TOKENS", help="of a prefill step")
+    add("--chunk", type=_number(1, 1 << 16), metavar="TOKENS", help="of a prefill step; 2048, on a CPU 512")
     add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
     add("--raw", action="store_true", help="also run the same plans without the engine")
     add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")

@@ -3,6 +3,7 @@
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,10 +13,10 @@ from .bench_floor import synchronize
 from .engine.config import EngineConfig
 from .engine.engine import Engine
 from .engine.events import Event, Token
-from .engine.plan import SamplingParams, StepPlan
+from .engine.plan import Executor, SamplingParams, StepPlan
 from .engine.sequence import SequenceSpec, Task
 from .model.config import ModelConfig
-from .model.decoder import Decoder, StepBatch
+from .model.decoder import Decoder
 from .model.kv import PagedKv, kv_layout
 from .model.runner import ModelRunner
 from .model.weights import Weights
@@ -33,7 +34,8 @@ class StepTime:
     """Where the seconds of one engine step went.
 
     `schedule` decides the plan, `prepare` builds the flat batch from it, `model` ends with the logits, `sample` with
-    the tokens on the host, `emit` books them and makes the events."""
+    the tokens on the host, `emit` books them and makes the events. Where steps overlap, those that are collected are
+    the step before's, and only the sum says something."""
 
     schedule: float
     prepare: float
@@ -66,27 +68,13 @@ class Stopwatch:
         self.marks: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        if self._exact and not torch.cuda.is_current_stream_capturing():
+        if self._exact:
             synchronize(self._device)
         self.marks[name] = time.perf_counter()
 
 
-class TimedDecoder(Decoder):
-    """A decoder that marks its begin and its end."""
-
-    def __init__(self, config: ModelConfig, weights: Weights, watch: Stopwatch) -> None:
-        super().__init__(config, weights)
-        self._watch = watch
-
-    def __call__(self, batch: StepBatch) -> torch.Tensor:
-        self._watch.mark("model")
-        logits = super().__call__(batch)
-        self._watch.mark("sample")
-        return logits
-
-
-class Bed:
-    """A model with KV memory, and the `Executor` that engines run on here, one after the other.
+class Bed(Executor):
+    """A model with KV memory, on which engines run here, one after the other.
 
     The KV memory holds noise, so that a decode can begin at any context without a prefill: as on a decode worker, the
     cache was imported."""
@@ -94,27 +82,37 @@ class Bed:
     def __init__(
         self, config: ModelConfig, weights: Weights, *, dtype: str, num_blocks: int, chunk: int, exact: bool
     ) -> None:
-        """`chunk` bounds the tokens of a prefill step. `exact` makes StepTime true on a GPU, and its steps slower."""
+        """`chunk` bounds the tokens of a prefill step. `exact` makes StepTime true on a GPU, and its steps slower, for
+        then they neither overlap nor run ahead of the host."""
         self._chunk = chunk
+        self._exact = exact
         self._watch = Stopwatch(weights.device, exact=exact)
         kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=weights.device)
+        self.runner = ModelRunner(config, Decoder(config, weights), kv, on_stage=self._watch.mark)
+        self.runner.warmup()
         kv.data[0].normal_(generator=torch.Generator(weights.device).manual_seed(0))
         kv.data[1:] = kv.data[:1]
-        self.runner = ModelRunner(config, TimedDecoder(config, weights, self._watch), kv)
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks
         self._plans: list[StepPlan] = []
         self._sampled: list[list[int]] = []
 
-    def execute(self, plan: StepPlan) -> list[int]:
-        """See `Executor.execute`."""
+    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        """See `Executor.launch`."""
         self._watch.marks = {}
         self._watch.mark("prepare")
-        tokens = self.runner.execute(plan)
-        self._watch.mark("emit")
+        wait = self.runner.launch(plan)
+        if not plan.sequences:
+            return wait
         self._plans.append(plan)
-        self._sampled.append(tokens)
-        return tokens
+
+        def collect() -> list[int]:
+            tokens = wait()
+            self._watch.mark("emit")
+            self._sampled.append(tokens)
+            return tokens
+
+        return collect
 
     def prompt(self, num_tokens: int, seed: int) -> tuple[int, ...]:
         """Random tokens; no two seeds share a prefix block."""
@@ -131,15 +129,17 @@ class Bed:
         for index in range(batch):
             engine.commit_import(index, index % self._vocab_size)
         times = [self._step(engine) for _ in range(WARMUP_STEPS + steps)]
-        run = DecodeRun(
+        for index in range(batch):
+            engine.cancel(index)
+        while engine.has_work:
+            engine.step()
+        return DecodeRun(
             batch=batch,
             context=context + WARMUP_STEPS + (steps + 1) / 2,
             steps=times[WARMUP_STEPS:],
             plans=self._plans,
             sampled=self._sampled,
         )
-        self._end(engine, batch)
-        return run
 
     def replay(self, run: DecodeRun) -> tuple[list[float], list[list[int]]]:
         """The same plans through the ModelRunner alone: seconds of each step after the warm-up, and all tokens."""
@@ -179,6 +179,7 @@ class Bed:
             block_size=BLOCK_SIZE,
             chunk_tokens=max(self._chunk, batch),
             max_sequences=batch,
+            overlap=self.runner.launches_ahead and not self._exact,
         )
         return Engine(self, config)
 
@@ -190,24 +191,14 @@ class Bed:
         engine.step()
         end = time.perf_counter()
         marks = self._watch.marks
-        # A runner may replay a captured step without calling the decoder: then all of `execute` is the model's.
-        model = marks.get("model", marks["prepare"])
-        sample = marks.get("sample", marks["emit"])
+        emit = marks.get("emit", end)  # the first of steps that overlap collects nothing
         return StepTime(
             schedule=marks["prepare"] - begin,
-            prepare=model - marks["prepare"],
-            model=sample - model,
-            sample=marks["emit"] - sample,
-            emit=end - marks["emit"],
+            prepare=marks["model"] - marks["prepare"],
+            model=marks["sample"] - marks["model"],
+            sample=emit - marks["sample"],
+            emit=end - emit,
         )
-
-    def _end(self, engine: Engine, batch: int) -> None:
-        """Lets the runner forget the sequences, with no step that the run has recorded."""
-        self._plans, self._sampled = [], []
-        for index in range(batch):
-            engine.cancel(index)
-        while engine.has_work:
-            engine.step()
 
 
 def blocks_for(batch: int, context: int, steps: int) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from .engine.plan import Executor, KvStore
-from .model import kernels
 from .model.checkpoint import check_checkpoint
+from .model.kernels import cpu
 from .model.runner import ModelRunner, kv_bytes_per_block
 
 
@@ -34,7 +34,9 @@ class Rank:
     block_size: int
     vocab_size: int
     context_tokens: int
+
     eos_ids: frozenset[int]
+    launches_ahead: bool = False  # the executor starts a step before the one before it has ended
 
 
 def load_rank(config: RankConfig) -> Rank:
@@ -58,10 +60,11 @@ def load_rank(config: RankConfig) -> Rank:
         block_size=config.block_size,
         vocab_size=model.vocab_size,
         context_tokens=context,
+        launches_ahead=runner.launches_ahead,
         eos_ids=frozenset(model.eos_token_ids),
     )
 
 
 def enter_engine_thread() -> None:
     """Call once in the thread that is to run the executor of this process's only rank."""
-    kernels.bind_threads()
+    cpu.bind_threads()

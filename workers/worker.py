@@ -64,6 +64,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             EngineConfig(
                 num_blocks=rank.num_blocks,
                 block_size=rank.block_size,
+                overlap=rank.launches_ahead,
                 **{field.name: getattr(config, field.name) for field in fields(Budgets)},
             ),
         )

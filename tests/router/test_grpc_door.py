@@ -199,11 +199,9 @@ async def test_health_follows_set_serving(grpc_service: Service, channel: grpc.a
 
 async def reflected(address: str) -> set[str]:
     async with grpc.aio.insecure_channel(address) as channel:
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        await call.done_writing()
-        answer = await call.read()
-        return {each.name for each in answer.list_services_response.service}
+        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests)
+        return {each.name async for answer in answers for each in answer.list_services_response.service}
 
 
 async def test_reflection_behind_its_flag(grpc_service: Service, model: ServedModel) -> None:

@@ -17,10 +17,11 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Budgets):
-    """Budgets, and the blocks there are."""
+    """Budgets, the blocks there are, and how the executor likes its steps."""
 
     num_blocks: int
     block_size: int = 16
+    overlap: bool = False  # schedule a step while the one before still runs; for executors that launch without waiting
 
     @property
     def capacity_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The engine: schedule, execute, update.
+"""The engine: schedule, launch, update.
 
 Knows nothing about tokenization, text, networks or where its plans are carried out.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from .block_pool import BlockState
 from .config import EngineConfig
 from .events import Event
-from .plan import Executor
+from .plan import Executor, StepPlan
 from .scheduler import Scheduler
 from .sequence import SequenceSpec
 
@@ -23,12 +23,17 @@ class DoesNotFit(Exception):
 
 
 class Engine:
-    """Runs sequences on an executor, one step at a time. All calls come from one thread."""
+    """Runs sequences on an executor, step after step. All calls come from one thread.
+
+    With `config.overlap`, one step is in flight between two calls of `step`, so that the executor has the next one
+    before it is done with the last.
+    """
 
     def __init__(self, executor: Executor, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.scheduler = Scheduler(config, clock)
         self._executor = executor
+        self._in_flight: tuple[StepPlan, Callable[[], list[int]]] | None = None  # launched, not yet collected
 
     def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
         """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else from now. Raises
@@ -40,7 +45,8 @@ class Engine:
         self.scheduler.add(spec, submitted)
 
     def cancel(self, sequence_id: int) -> None:
-        """Frees whatever the sequence holds, be it queued, importing, running or leased. Idempotent.
+        """Frees whatever the sequence holds, be it queued, importing, running or leased. Idempotent. No event of the
+        sequence comes after it.
 
         The blocks may belong to another sequence at once: whoever fills an import must have stopped before, and what a
         reader copies out of them meanwhile is worthless."""
@@ -53,19 +59,26 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` could do something now."""
+        return self._in_flight is not None or self.scheduler.has_work
 
     def step(self, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
-        """One step of the batch; computes nothing if there is nothing to compute.
+        """Launches a step of the batch, if there is anything to compute, and waits for its end; with overlap for the
+        end of the step that the call before this one launched.
 
-        Returns the step's events. Those that are known before it computes (admissions, joins, preemptions) go to
-        `early` at once where that is given, so that a decode worker can get ready while the prefill runs."""
+        Returns the events. Those that are known before the wait (admissions, joins, preemptions) go to `early` at once
+        where that is given, so that a decode worker can get ready while the prefill runs."""
         plan, events = self.scheduler.schedule()
         if early is not None and events:
             early(events)
             events = []
-        sampled = self._executor.execute(plan) if plan.sequences or plan.dropped else []
-        return events + self.scheduler.update(plan, sampled)
+        launched = (plan, self._executor.launch(plan)) if plan.sequences or plan.dropped else None
+        if self.config.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            plan, collect = launched
+            events += self.scheduler.update(plan, collect())
+        return events
 
     def blocks(self) -> dict[BlockState, int]:
         """How many blocks are in each state; they add up to the pool's size."""

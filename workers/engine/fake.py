@@ -8,9 +8,10 @@ import functools
 import hashlib
 import time
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from .plan import Executor, KvLayout, KvStore, StepPlan
+from .plan import PENDING_TOKEN, Executor, KvLayout, KvStore, SequenceStep, StepPlan
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
@@ -99,9 +100,10 @@ class FakeKv(KvStore):
 class FakeExecutor(Executor):
     """Keeps block tables like a real rank and reads every earlier position of a sequence before it goes on.
 
-    The next token is a function of the tokens before it and of nothing else. `execute` raises RuntimeError for a plan
-    that a rank could not carry out, for KV cache that is not the sequence's own, and once it has done
-    `fail_after_steps` steps; set that at any time.
+    The next token is a function of the tokens before it and of nothing else. `launch` computes at once; the tokens come
+    `step_seconds` after they are asked for. It raises RuntimeError for a plan that a rank could not carry out, for KV
+    cache that is not the sequence's own, for a launch with two steps uncollected, and once it has done
+    `fail_after_steps` steps; set that at any time. Collecting out of order or twice raises it, too.
     """
 
     def __init__(
@@ -116,14 +118,31 @@ class FakeExecutor(Executor):
         self.num_tokens = 0  # computed in all steps
         self._tables: dict[int, list[int]] = {}
         self._num_computed: dict[int, int] = {}
+        self._sampled: dict[int, int] = {}  # by sequence, in the last step
+        self._uncollected: deque[StepPlan] = deque()
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        if len(self._uncollected) > 1:
+            raise RuntimeError("a launch while two steps are uncollected")
+        sampled = self._compute(plan)
+        self._uncollected.append(plan)
+
+        def collect() -> list[int]:
+            if not self._uncollected or self._uncollected[0] is not plan:
+                raise RuntimeError("a step is collected out of order or twice")
+            self._uncollected.popleft()
+            time.sleep(self.step_seconds)
+            return sampled
+
+        return collect
+
+    def _compute(self, plan: StepPlan) -> list[int]:
         if self.fail_after_steps is not None and self.num_steps >= self.fail_after_steps:
             raise RuntimeError(f"the executor fails after {self.fail_after_steps} steps")
         for sequence_id in plan.dropped:  # also ids it has never seen: imports that ended before their first step
             self._tables.pop(sequence_id, None)
             self._num_computed.pop(sequence_id, None)
-        time.sleep(self.step_seconds)
+            self._sampled.pop(sequence_id, None)
         histories: list[bytes] = []  # all read before any is extended: a step's KV is nobody else's in that step
         for step in plan.sequences:
             known = step.sequence_id in self._tables
@@ -134,14 +153,24 @@ class FakeExecutor(Executor):
             table = self._tables.setdefault(step.sequence_id, [])
             table += step.new_blocks
             histories.append(self.kv.history(table, step.start))
-        sampled: list[int] = []
+        sampled: dict[int, int] = {}
         for step, history in zip(plan.sequences, histories, strict=True):
-            history = self.kv.compute(self._tables[step.sequence_id], step.start, step.token_ids, history)
+            history = self.kv.compute(self._tables[step.sequence_id], step.start, self._known(step), history)
             self._num_computed[step.sequence_id] = step.start + len(step.token_ids)
-            sampled += [_next_token(history, self.vocab_size)] if step.sample else []
+            if step.sample:
+                sampled[step.sequence_id] = _next_token(history, self.vocab_size)
+        self._sampled = sampled
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
-        return sampled
+        return list(sampled.values())
+
+    def _known(self, step: SequenceStep) -> tuple[int, ...]:
+        """The step's tokens, with what the last step sampled for this sequence in the place of PENDING_TOKEN."""
+        if PENDING_TOKEN not in step.token_ids:
+            return step.token_ids
+        if len(step.token_ids) > 1 or step.sequence_id not in self._sampled:
+            raise RuntimeError(f"sequence {step.sequence_id}: a pending token that the step before has not sampled")
+        return (self._sampled[step.sequence_id],)
 
 
 @functools.lru_cache(maxsize=2**16)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from .block_pool import BlockPool, BlockState
 from .config import EngineConfig
 from .events import Admitted, Event, Joined, Preempted, Progress, Token
-from .plan import SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, SequenceStep, StepPlan
 from .sequence import Sequence, SequenceSpec, State, Task
 
 
@@ -20,6 +20,10 @@ class Scheduler:
     First every running sequence that only needs its next token. Then, in chunks, prompts in order of arrival and
     admission from the queue in order. The queue's head waits until its blocks are there; nobody overtakes it.
     Owns every sequence from `add` to FINISHED and all blocks they hold. Not thread-safe.
+
+    A step may be scheduled before the one before it is updated (see `Sequence` for the counters). A sequence that ends
+    meanwhile gives its blocks back at once, although the step in flight still writes to them: steps run in order, so
+    the next owner's come later; and that step's token is for nobody.
     """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
@@ -55,7 +59,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` could do something now. Imports that wait for their bytes are no work."""
+        """Whether there is something to schedule or to update. Imports that wait for their bytes are no work."""
         return bool(self._running or self._joined or self._dropped or self._can_admit())
 
     def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:
@@ -66,8 +70,7 @@ class Scheduler:
 
     def fits(self, spec: SequenceSpec) -> bool:
         """Whether the sequence could run on an otherwise empty worker."""
-        grown = 0 if spec.task is Task.PREFILL else spec.max_tokens - 1
-        return len(spec.tokens) + grown <= self.config.capacity_tokens
+        return spec.max_length <= self.config.capacity_tokens
 
     def finish(self, sequence_id: int) -> None:
         """Frees whatever the sequence holds, in any state. Idempotent."""
@@ -99,24 +102,26 @@ class Scheduler:
         sequence.move(State.RUNNING)
         missing = sequence.num_prompt_blocks - len(sequence.blocks)
         self._claim(sequence, missing)
-        sequence.num_computed = sequence.num_tokens
+        sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
         self._publish(sequence)
         self._running.append(sequence)
         self._joined.append((sequence, first_token))
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
-        """Decides the next step. Preempts the newest running sequences when an older one cannot grow."""
+        """Decides the next step, where at most one is in flight. Preempts the newest running sequences when an older
+        one cannot grow."""
         events = self._join()
         steps: dict[int, SequenceStep] = {}
-        decodes = any(sequence.num_uncomputed == 1 for sequence in self._running)
+        decodes = [sequence for sequence in self._running if sequence.num_unscheduled == 1]
+        prompts = [sequence for sequence in self._running if sequence.num_unscheduled > 1]
         budget = self.config.mixed_chunk_tokens if decodes else self.config.chunk_tokens
-        for sequence in sorted(self._running, key=lambda s: s.num_uncomputed > 1):  # stable: decodes, then prompts
-            is_prompt = sequence.num_uncomputed > 1
-            if sequence.state is not State.RUNNING or (is_prompt and budget == 0):
+        for sequence in decodes + prompts:
+            is_prompt = sequence.num_unscheduled > 1
+            count = min(sequence.num_unscheduled, budget) if is_prompt else 1
+            if sequence.state is not State.RUNNING or count == 0:
                 continue
-            count = min(sequence.num_uncomputed, budget) if is_prompt else 1
             # Only decodes grow, and a victim is newer than all decodes before it here: none has its step already.
-            events += [Preempted(id=victim) for victim in self._grow(sequence, sequence.num_computed + count)]
+            events += [Preempted(id=victim) for victim in self._grow(sequence, sequence.num_scheduled + count)]
             if sequence.state is State.RUNNING:
                 steps[sequence.spec.id] = self._step(sequence, count)
                 budget -= count if is_prompt else 0
@@ -124,7 +129,7 @@ class Scheduler:
             sequence = self._waiting.popleft()
             events.append(self._admit(sequence))
             if sequence.state is State.RUNNING:
-                count = min(sequence.num_uncomputed, budget)
+                count = min(sequence.num_unscheduled, budget)
                 steps[sequence.spec.id] = self._step(sequence, count)
                 budget -= count
         plan = StepPlan(sequences=tuple(steps.values()), dropped=tuple(self._dropped))
@@ -132,19 +137,23 @@ class Scheduler:
         return plan, events
 
     def update(self, plan: StepPlan, sampled: list[int]) -> list[Event]:
-        """Books what a step computed; `sampled` holds one token for each of the plan's steps with `sample`."""
+        """Books what a step computed, step by step as they were scheduled; `sampled` holds one token for each of the
+        plan's steps with `sample`. What it computed for sequences that have ended since is dropped."""
         if len(sampled) != sum(step.sample for step in plan.sequences):
             raise RuntimeError(f"{len(sampled)} tokens for {sum(step.sample for step in plan.sequences)} samples")
         events: list[Event] = []
         tokens = iter(sampled)
         for step in plan.sequences:
-            sequence = self._sequences[step.sequence_id]
+            token = next(tokens) if step.sample else None
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is None:
+                continue
             sequence.num_computed += len(step.token_ids)
             self._publish(sequence)
             if sequence.spec.task is Task.PREFILL:
                 events.append(Progress(id=step.sequence_id, num_computed=sequence.num_computed))
-            if step.sample:
-                events.append(self._take_token(sequence, next(tokens)))
+            if token is not None:
+                events.append(self._take_token(sequence, token))
         return events
 
     def check_integrity(self) -> None:
@@ -190,7 +199,8 @@ class Scheduler:
         sequence.blocks = self._match(sequence)
         self.pool.share(sequence.blocks)
         sequence.reserved = self.pool.reserve(self._num_admission_blocks(sequence) - len(sequence.blocks))
-        sequence.num_computed = sequence.num_cached = len(sequence.blocks) * self.config.block_size
+        sequence.num_cached = len(sequence.blocks) * self.config.block_size
+        sequence.num_scheduled = sequence.num_computed = sequence.num_cached
         sequence.admitted = self._clock()
         self._num_holding += 1
         table = (sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks]
@@ -240,15 +250,16 @@ class Scheduler:
         del sequence.reserved[:count]
 
     def _step(self, sequence: Sequence, count: int) -> SequenceStep:
-        start = sequence.num_computed
+        start = sequence.num_scheduled
         step = SequenceStep(
             sequence_id=sequence.spec.id,
-            token_ids=tuple(sequence.tokens[start : start + count]),
+            token_ids=tuple(sequence.tokens[start : start + count]) or (PENDING_TOKEN,),
             start=start,
             new_blocks=tuple(sequence.blocks[sequence.num_sent_blocks :]),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
-            sample=start + count == sequence.num_tokens,
+            sample=start + count >= sequence.num_tokens,
         )
+        sequence.num_scheduled += count
         sequence.num_sent_blocks = len(sequence.blocks)
         sequence.sampling_sent = True
         return step

@@ -63,17 +63,29 @@ class SequenceSpec:
     stop_ids: frozenset[int] = frozenset()
     salt: bytes = b""
 
+    @property
+    def max_length(self) -> int:
+        """Tokens with KV of the longest this sequence can become here. The last token's KV is never computed."""
+        return len(self.tokens) + (0 if self.task is Task.PREFILL else self.max_tokens - 1)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Counters, not phases: a step computes the tokens between `num_computed` and `num_tokens`."""
+    """Counters, not phases: planning goes by `num_scheduled`, all that others see goes by `num_computed`.
+
+    Always `num_computed <= num_tokens` and `num_computed <= num_scheduled <= spec.max_length`. The step that schedules
+    the last token of a sequence samples the one after it. Until that step is collected, the sampled token is *pending*:
+    the next to schedule, at position `num_scheduled == num_tokens`, but of unknown number. Between two steps of the
+    engine a sequence has at most one, and none without overlap: then `num_scheduled == num_computed`.
+    """
 
     spec: SequenceSpec
     block_size: int
     submitted: float  # clock
     tokens: list[int] = field(init=False)
     state: State = State.WAITING
-    num_computed: int = 0
+    num_scheduled: int = 0  # tokens whose KV is computed or being computed by a step in flight
+    num_computed: int = 0  # tokens whose KV was computed by a step that is collected, or came by another way
     num_cached: int = 0  # prompt tokens that the prefix cache held at admission
     blocks: list[int] = field(default_factory=list)  # the block table: shared ones and own ones
     reserved: list[int] = field(default_factory=list)  # for the import and for growth, in the order of use
@@ -93,7 +105,14 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
+        """Known tokens whose KV is not there yet."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens that the next steps can take: the known ones or, after those, the pending one, unless it is the last
+        whatever its number: 0."""
+        return min(max(len(self.tokens), self.num_scheduled + 1), self.spec.max_length) - self.num_scheduled
 
     @property
     def num_generated(self) -> int:
@@ -102,9 +121,7 @@ class Sequence:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks for the longest this sequence can become. The last token's KV is never computed."""
-        grown = 0 if self.spec.task is Task.PREFILL else self.spec.max_tokens - 1
-        return -(-(len(self.spec.tokens) + grown) // self.block_size)
+        return -(-self.spec.max_length // self.block_size)
 
     @property
     def num_prompt_blocks(self) -> int:

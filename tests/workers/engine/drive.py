@@ -1,6 +1,6 @@
 """One engine, driven by hand: short ways to submit, to run and to read events."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, Worker
 from tandem.workers.engine.config import EngineConfig
@@ -12,8 +12,12 @@ from tandem.workers.engine.sequence import FinishReason, SequenceSpec, Task
 PROMPT = tuple(range(1, 11))
 
 
-def worker(**config: Any) -> Worker:
-    return Worker(EngineConfig(**({"num_blocks": 32, "block_size": 4, "chunk_tokens": 16} | config)))
+class MakeWorker(Protocol):
+    def __call__(self, **config: Any) -> Worker: ...
+
+
+def make_worker(*, late: bool = False, **config: Any) -> Worker:
+    return Worker(EngineConfig(**({"num_blocks": 32, "block_size": 4, "chunk_tokens": 16} | config)), late=late)
 
 
 def spec(
@@ -40,6 +44,22 @@ def spec(
 
 def expected(tokens: tuple[int, ...], count: int) -> list[int]:
     return expected_tokens(tokens, count, VOCAB_SIZE)
+
+
+def fill(target: Worker, admitted: Admitted, tokens: tuple[int, ...], source: Worker | None = None) -> int:
+    """Prefills `tokens` elsewhere and copies what `target` lacks of their KV cache; returns the first token."""
+    source = source or make_worker()
+    source.submit(spec(1, tokens, task=Task.PREFILL))
+    events = run(source)
+    held = next(event for event in events if isinstance(event, Admitted))
+    start, count = admitted.num_cached, len(tokens) - admitted.num_cached
+    if count:
+        data = source.executor.kv.read(held.blocks, start, count, 0, 3)
+        target.executor.kv.write(admitted.blocks, start, count, 0, 3, data)
+    source.engine.cancel(1)
+    source.check_idle()
+    (first,) = tokens_of(events, 1)
+    return first
 
 
 def run(target: Worker, max_steps: int = 100) -> list[Event]:

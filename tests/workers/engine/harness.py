@@ -1,12 +1,15 @@
 """A prefill and a decode engine on fake executors, a minimal router over both, and the checks that never rest."""
 
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Progress, Token
-from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
 from tandem.workers.engine.plan import SamplingParams, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, State, Task
 
@@ -14,23 +17,69 @@ VOCAB_SIZE = 16
 
 
 class RecordingExecutor(FakeExecutor):
-    """Keeps the plans."""
+    """Keeps the plans. The fastest of devices: a step has ended when it is launched."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size, vocab_size=VOCAB_SIZE)
         self.plans: list[StepPlan] = []
 
-    def execute(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
         self.plans.append(plan)
-        return super().execute(plan)
+        return super().launch(plan)
+
+
+class LateExecutor(RecordingExecutor):
+    """The slowest of devices: a step begins when somebody waits for its tokens. Writes of KV cache from outside come
+    after the steps launched before them, and reads do not wait for anything."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.kv = OrderedKv(num_blocks, block_size, self)
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        done: list[Callable[[], list[int]]] = []
+        self.plans.append(plan)
+        self._queue.append(lambda: done.append(FakeExecutor.launch(self, plan)))
+
+        def collect() -> list[int]:
+            while not done:
+                self._queue.popleft()()
+            return done[0]()
+
+        return collect
+
+    def catch_up(self) -> None:
+        while self._queue:
+            self._queue.popleft()()
+
+
+class OrderedKv(FakeKv):
+    """The memory of a LateExecutor."""
+
+    def __init__(self, num_blocks: int, block_size: int, executor: LateExecutor) -> None:
+        super().__init__(num_blocks, block_size, executor.kv.layout)
+        self._executor = executor
+
+    def write(
+        self,
+        blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        first_layer: int,
+        num_layers: int,
+        data: memoryview,
+    ) -> None:
+        self._executor.catch_up()
+        super().write(blocks, first_token, num_tokens, first_layer, num_layers, data)
 
 
 class Worker:
     """An engine that checks itself after every step."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, late: bool = False) -> None:
         self.config = config
-        self.executor = RecordingExecutor(config.num_blocks, config.block_size)
+        self.executor = (LateExecutor if late else RecordingExecutor)(config.num_blocks, config.block_size)
         self.engine = Engine(self.executor, config)
         self.specs: dict[int, SequenceSpec] = {}
 
@@ -41,18 +90,28 @@ class Worker:
     def step(self) -> list[Event]:
         num_plans = len(self.executor.plans)
         early: list[Event] = []
-        events = self.engine.step(early.extend)
+
+        def take(events: list[Event]) -> None:
+            early.extend(events)
+            for event in events:
+                if isinstance(event, Admitted):
+                    self._check_cached(event)
+
+        events = self.engine.step(take)
         events = early + events
         for plan in self.executor.plans[num_plans:]:
             decodes = sum(step.start > 0 and step.sample and len(step.token_ids) == 1 for step in plan.sequences)
             assert plan.num_tokens - decodes <= max(self.config.chunk_tokens, self.config.mixed_chunk_tokens)
             assert len(plan.sequences) <= self.config.max_sequences
             assert len({step.sequence_id for step in plan.sequences}) == len(plan.sequences)
-        for event in events:
-            if isinstance(event, Admitted):
-                self._check_cached(event)
         self.check()
         return events
+
+    @property
+    def in_flight(self) -> set[int]:
+        """The ids of the sequences whose step is launched and not collected."""
+        launched = self.engine._in_flight
+        return {step.sequence_id for step in launched[0].sequences} if launched else set()
 
     def check(self) -> None:
         self.engine.check_integrity()
@@ -61,6 +120,10 @@ class Worker:
         salt_of: dict[int, bytes] = {}
         for sequence in self.engine.scheduler._sequences.values():
             assert sequence.state is not State.FINISHED
+            assert sequence.num_computed <= sequence.num_scheduled <= min(sequence.num_tokens, sequence.spec.max_length)
+            assert self.config.overlap or sequence.num_computed == sequence.num_scheduled
+            assert sequence.num_published * self.config.block_size <= sequence.num_computed
+            assert len(sequence.blocks) + len(sequence.reserved) <= sequence.max_blocks
             for block in sequence.blocks + sequence.reserved:
                 assert salt_of.setdefault(block, sequence.spec.salt) == sequence.spec.salt, "tenants share a block"
 
@@ -73,9 +136,12 @@ class Worker:
         assert (scheduler.num_waiting, scheduler.num_holding, scheduler.num_leased) == (0, 0, 0)
 
     def _check_cached(self, event: Admitted) -> None:
-        """What the prefix cache gave was computed for, or generated after, the same tokens of the same tenant."""
+        """What the prefix cache gave was computed for, or generated after, the same tokens of the same tenant, and can
+        be read when it is told."""
         spec = self.specs[event.id]
         prefix = spec.tokens[: event.num_cached]
+        found = self.executor.kv.history(event.blocks, event.num_cached)
+        assert found == functools.reduce(_extend, prefix, b""), "KV of another prefix"
         assert event.num_cached % self.config.block_size == 0
         assert len(event.blocks) == -(-len(spec.tokens) // self.config.block_size)
         earlier = [s for s in self.specs.values() if s.salt == spec.salt and s.id < spec.id]
@@ -116,8 +182,8 @@ class Request:
 class Pair:
     """Leads requests through a prefill and a decode worker as a router would."""
 
-    def __init__(self, prefill: EngineConfig, decode: EngineConfig) -> None:
-        self.prefill, self.decode = Worker(prefill), Worker(decode)
+    def __init__(self, prefill: EngineConfig, decode: EngineConfig, *, late: bool = False) -> None:
+        self.prefill, self.decode = Worker(prefill, late=late), Worker(decode, late=late)
         self.active: list[Request] = []
         self._next_id = 0
 

@@ -3,10 +3,21 @@
 import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from tandem.tests.workers.engine.drive import PROMPT, cached_of, expected, finish_of, run, spec, tokens_of, worker
+from tandem.tests.workers.engine.drive import (
+    PROMPT,
+    MakeWorker,
+    cached_of,
+    expected,
+    finish_of,
+    make_worker,
+    run,
+    spec,
+    tokens_of,
+)
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import DoesNotFit, Engine, QueueFull
@@ -16,7 +27,7 @@ from tandem.workers.engine.plan import StepPlan
 from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
 
 
-def test_long_prompt_goes_in_chunks_and_samples_once() -> None:
+def test_long_prompt_goes_in_chunks_and_samples_once(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=4)
     target.submit(spec(1, max_tokens=1))
     events = run(target)
@@ -31,7 +42,7 @@ def test_long_prompt_goes_in_chunks_and_samples_once() -> None:
     assert tokens_of(events, 1) == expected(PROMPT, 1)
 
 
-def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own() -> None:
+def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=8, mixed_chunk_tokens=4, prefix_caching=False)
     target.submit(spec(1, PROMPT[:3], max_tokens=8))
     target.step()
@@ -48,7 +59,7 @@ def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own() -> 
     run(target)
 
 
-def test_prefill_reports_progress_and_then_holds_a_lease() -> None:
+def test_prefill_reports_progress_and_then_holds_a_lease(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=4)
     target.submit(spec(1, task=Task.PREFILL))
     events = run(target)
@@ -61,7 +72,7 @@ def test_prefill_reports_progress_and_then_holds_a_lease() -> None:
     assert target.engine.blocks()[BlockState.CACHED] == 2
 
 
-def test_admission_reserves_growth_and_what_is_beyond_comes_block_by_block() -> None:
+def test_admission_reserves_growth_and_what_is_beyond_comes_block_by_block(worker: MakeWorker) -> None:
     target = worker(block_size=2, growth_tokens=2)
     target.submit(spec(1, PROMPT[:4], max_tokens=9))
     target.step()
@@ -71,12 +82,13 @@ def test_admission_reserves_growth_and_what_is_beyond_comes_block_by_block() -> 
         target.step()
         blocks = target.engine.blocks()
         held.append(blocks[BlockState.OWNED] + blocks[BlockState.RESERVED])
-    assert held == [3, 3, 4, 4, 5, 5, 6, 0, 0]
+    end = [6, 0, 0, 0] if target.config.overlap else [0, 0]
+    assert held == [3, 3, 4, 4, 5, 5, 6, *end], "of a token that ends the sequence nothing is stored"
     growth = [step.new_blocks for plan in target.executor.plans[1:] for step in plan.sequences]
     assert [len(blocks) for blocks in growth] == [1, 0, 1, 0, 1, 0, 1, 0]
 
 
-def test_reservation_is_never_larger_than_the_sequence_can_grow() -> None:
+def test_reservation_is_never_larger_than_the_sequence_can_grow(worker: MakeWorker) -> None:
     target = worker(block_size=2, growth_tokens=100)
     target.submit(spec(1, PROMPT[:4], max_tokens=2))
     target.submit(spec(2, PROMPT[4:8], max_tokens=9, task=Task.PREFILL))
@@ -84,7 +96,7 @@ def test_reservation_is_never_larger_than_the_sequence_can_grow() -> None:
     assert target.engine.blocks()[BlockState.RESERVED] == 1
 
 
-def test_newest_is_preempted_and_continues_with_the_same_tokens() -> None:
+def test_newest_is_preempted_and_continues_with_the_same_tokens(worker: MakeWorker) -> None:
     target = worker(num_blocks=4, block_size=2, growth_tokens=0, prefix_caching=False)
     old, new = PROMPT[:4], PROMPT[4:8]
     target.submit(spec(1, old, max_tokens=5))
@@ -103,7 +115,7 @@ def test_newest_is_preempted_and_continues_with_the_same_tokens() -> None:
     target.check_idle()
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
+def test_nobody_overtakes_the_head_of_the_queue(worker: MakeWorker) -> None:
     target = worker(num_blocks=4, block_size=4, growth_tokens=0)
     target.submit(spec(1, PROMPT[:8], max_tokens=3))
     target.submit(spec(2, tuple(range(20, 33)), max_tokens=1))
@@ -113,12 +125,13 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
     assert [s.sequence_id for s in target.executor.plans[0].sequences] == [1], "3 would have fitted beside 1"
 
 
-def test_full_queue_refuses_and_holds_nothing_of_it() -> None:
+def test_full_queue_refuses_and_holds_nothing_of_it(worker: MakeWorker) -> None:
     target = worker(max_waiting=2)
     target.submit(spec(1))
     target.submit(spec(2))
     with pytest.raises(QueueFull, match="2 sequences are waiting"):
         target.engine.submit(spec(3))
+    target.step()
     target.step()
     target.submit(spec(4))
     assert cached_of(run(target), 4) == 8
@@ -126,7 +139,7 @@ def test_full_queue_refuses_and_holds_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("task", list(Task))
-def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(task: Task) -> None:
+def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(worker: MakeWorker, task: Task) -> None:
     target = worker(num_blocks=4, block_size=2, prefix_caching=False)
     room = 8 if task is Task.PREFILL else 5  # the last of 4 generated tokens needs no KV cache
     with pytest.raises(DoesNotFit, match="room for 8"):
@@ -139,7 +152,7 @@ def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(task: Tas
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_stop_token_ends_the_sequence_and_is_told(position: int) -> None:
+def test_stop_token_ends_the_sequence_and_is_told(worker: MakeWorker, position: int) -> None:
     want = expected(PROMPT, 8)
     position = want.index(want[position])
     target = worker()
@@ -150,7 +163,7 @@ def test_stop_token_ends_the_sequence_and_is_told(position: int) -> None:
     target.check_idle()
 
 
-def test_prefill_that_ends_with_its_first_token_leaves_no_lease() -> None:
+def test_prefill_that_ends_with_its_first_token_leaves_no_lease(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, stop_ids=(expected(PROMPT, 1)[0],)))
     target.submit(spec(2, task=Task.PREFILL, max_tokens=1))
@@ -160,7 +173,7 @@ def test_prefill_that_ends_with_its_first_token_leaves_no_lease() -> None:
     target.check_idle()
 
 
-def test_one_token_is_one_token() -> None:
+def test_one_token_is_one_token(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, max_tokens=1))
     events = run(target)
@@ -170,7 +183,7 @@ def test_one_token_is_one_token() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5, 10, 16])
-def test_whole_sequences_of_any_length_and_block_size(block_size: int) -> None:
+def test_whole_sequences_of_any_length_and_block_size(worker: MakeWorker, block_size: int) -> None:
     target = worker(block_size=block_size, num_blocks=40)
     for number, length in enumerate((1, 2, 5, 9, 10), 1):
         target.submit(spec(number, PROMPT[:length], max_tokens=7))
@@ -181,7 +194,7 @@ def test_whole_sequences_of_any_length_and_block_size(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("task", list(Task))
-def test_cancel_frees_everything_in_every_state_and_twice(task: Task) -> None:
+def test_cancel_frees_everything_in_every_state_and_twice(worker: MakeWorker, task: Task) -> None:
     target = worker(chunk_tokens=8)
     target.submit(spec(1, task=task))
     target.engine.cancel(1)
@@ -213,9 +226,9 @@ def test_early_events_come_before_the_computation_and_once() -> None:
     told: list[Event] = []
 
     class Executor(FakeExecutor):
-        def execute(self, plan: StepPlan) -> list[int]:
+        def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
             assert [type(event) for event in told] == [Admitted]
-            return super().execute(plan)
+            return super().launch(plan)
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
@@ -238,7 +251,7 @@ def test_times_are_the_clock_s() -> None:
 
 
 def test_load_counts_the_prompt_tokens_ahead() -> None:
-    target = worker(chunk_tokens=4, max_sequences=1)
+    target = make_worker(chunk_tokens=4, max_sequences=1)
     target.submit(spec(1))
     target.submit(spec(2, PROMPT[:6]))
     target.submit(spec(3, task=Task.DECODE))
@@ -251,7 +264,7 @@ def test_load_counts_the_prompt_tokens_ahead() -> None:
     assert scheduler.waiting_tokens == 6, "a decoding sequence waits for nothing"
 
 
-def test_after_a_failed_step_every_block_can_still_be_freed() -> None:
+def test_after_a_failed_step_every_block_can_still_be_freed(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=8)
     target.submit(spec(1, PROMPT[:4], max_tokens=9))
     target.submit(spec(2))
@@ -259,20 +272,23 @@ def test_after_a_failed_step_every_block_can_still_be_freed() -> None:
     target.step()
     target.executor.fail_after_steps = 1
     with pytest.raises(RuntimeError, match="fails after 1"):
-        target.step()
+        run(target)
     for number in (1, 2, 3):
         target.engine.cancel(number)
     target.check_idle()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("wrong", [[], [1, 2]])
-def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list[int]) -> None:
+def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list[int], overlap: bool) -> None:
     class Executor(FakeExecutor):
-        def execute(self, plan: StepPlan) -> list[int]:
-            return wrong
+        def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+            return lambda: wrong
 
-    engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
+    engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4, overlap=overlap))
     engine.submit(spec(1))
+    if overlap:
+        engine.step()
     with pytest.raises(RuntimeError, match="for 1 samples"):
         engine.step()
 

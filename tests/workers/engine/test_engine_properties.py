@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,7 +17,8 @@ from hypothesis.stateful import (
 
 from tandem.tests.workers.engine.harness import Pair, Request
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.events import Admitted
+from tandem.workers.engine.events import Admitted, Preempted, Token
+from tandem.workers.engine.sequence import FinishReason
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
 # Two letters and few shapes, so that prefixes collide.
@@ -43,15 +45,16 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         max_sequences=draw(st.integers(1, 8)),
         growth_tokens=draw(st.integers(0, 4)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
+        overlap=draw(st.booleans()),
     )
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Requests whole and split over two engines. The checks of tokens, indices, ends and budgets are the harness's."""
 
-    @initialize(prefill=configs(), decode=configs())
-    def start(self, prefill: EngineConfig, decode: EngineConfig) -> None:
-        self.pair = Pair(prefill, decode)
+    @initialize(prefill=configs(), decode=configs(), late=st.booleans())
+    def start(self, prefill: EngineConfig, decode: EngineConfig, late: bool) -> None:
+        self.pair = Pair(prefill, decode, late=late)
         self.requests: list[Request] = []
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -101,7 +104,7 @@ def test_engines_keep_every_promise_in_any_order() -> None:
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=150,
             stateful_step_count=30,
             deadline=None,
             database=None,
@@ -110,19 +113,22 @@ def test_engines_keep_every_promise_in_any_order() -> None:
     )
 
 
-def test_long_random_walks_meet_every_event() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     """Hypothesis walks are short and shrink well; these are long, crowded and meet what is rare."""
     seen: Counter[str] = Counter()
-    for seed in range(12):
-        walk(random.Random(seed), seen)
+    for seed in range(24 if overlap else 12):
+        walk(random.Random(seed), seen, overlap)
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
-    assert {"Preempted", "Joined", "Progress", "cached", "lost lease", *cancels} <= set(seen), seen
-    assert all(count >= 5 for count in seen.values()), seen
+    want = {"Preempted", "Joined", "Progress", "cached", "lost lease", *cancels}
+    want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
+    assert want <= set(seen), seen
+    assert all(seen[name] >= 5 for name in want), seen
 
 
-def walk(rng: random.Random, seen: Counter[str]) -> None:
+def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
     """One service's life of 300 actions, then its end; counts into `seen` what happened."""
-    pair = Pair(random_config(rng), random_config(rng))
+    pair = Pair(random_config(rng, overlap), random_config(rng, overlap), late=rng.random() < 0.5)
     requests: list[Request] = []
     for _ in range(300):
         action = rng.choices(["submit", "prefill", "decode", "pull", "cancel", "lose"], [3, 6, 8, 6, 1, 1])[0]
@@ -131,14 +137,20 @@ def walk(rng: random.Random, seen: Counter[str]) -> None:
             requests.append(random_request(rng))
             pair.submit(requests[-1])
         elif action in ("prefill", "decode"):
-            events = pair.step(pair.prefill if action == "prefill" else pair.decode)
+            target = pair.prefill if action == "prefill" else pair.decode
+            before = target.in_flight
+            events = pair.step(target)
             seen.update(type(event).__name__ for event in events)
+            seen["preempted in flight"] += sum(isinstance(e, Preempted) and e.id in before for e in events)
+            stops = [e.id for e in events if isinstance(e, Token) and e.finish is FinishReason.STOP]
+            seen["stop in flight"] += sum(number in target.in_flight for number in stops)
             seen["cached"] += sum(isinstance(event, Admitted) and event.num_cached > 0 for event in events)
         elif action == "pull" and importing:
             pair.pull(rng.choice(importing), rng.randint(1, 8))
         elif action == "cancel" and pair.active:
             request = rng.choice(pair.active)
             seen.update(f"cancel {state.value}" for state in pair.states(request))
+            seen["cancel in flight"] += request.decode_id in pair.decode.in_flight
             pair.cancel(request)
         elif action == "lose" and importing:
             seen["lost lease"] += 1
@@ -157,7 +169,7 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def random_config(rng: random.Random) -> EngineConfig:
+def random_config(rng: random.Random, overlap: bool) -> EngineConfig:
     block_size = rng.randint(1, 4)
     least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
     return EngineConfig(
@@ -167,4 +179,5 @@ def random_config(rng: random.Random) -> EngineConfig:
         mixed_chunk_tokens=rng.randint(1, 12),
         max_sequences=rng.randint(2, 8),
         growth_tokens=rng.randint(0, 4),
+        overlap=overlap,
     )

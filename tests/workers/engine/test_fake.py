@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tandem.workers.engine.fake import FakeExecutor, expected_tokens
-from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 
 BLOCK_SIZE = 4
 TOKENS = (5, 6, 7, 8, 9, 10)
@@ -86,6 +86,9 @@ def test_every_misplaced_element_is_found() -> None:
         plan((1,), start=6),  # a known sequence as if new
         plan((1,), start=6, first=False, sequence_id=2),  # a new one as if known
         plan((), start=6, first=False),
+        plan((PENDING_TOKEN, 1), start=6, first=False),
+        plan((1, PENDING_TOKEN), start=6, first=False),
+        plan((PENDING_TOKEN,), start=6, blocks=(3, 1), sequence_id=2),  # never sampled
     ],
 )
 def test_bad_plans_are_refused(step: StepPlan) -> None:
@@ -126,3 +129,48 @@ def test_failure_comes_when_asked_for() -> None:
     with pytest.raises(RuntimeError, match="fails after 1"):
         executor.execute(plan((1,), start=6, first=False))
     assert executor.num_steps == 1
+
+
+def test_pending_token_is_what_the_step_before_sampled() -> None:
+    want = expected_tokens(TOKENS, 3, 512)
+    executor = FakeExecutor(8, BLOCK_SIZE)
+    first = executor.launch(plan(TOKENS, blocks=(0, 1)))
+    second = executor.launch(plan((PENDING_TOKEN,), start=6, first=False))
+    assert first() == want[:1]
+    third = executor.launch(plan((PENDING_TOKEN,), start=7, first=False))
+    assert [second(), third()] == [want[1:2], want[2:]]
+
+
+@pytest.mark.parametrize("between", [StepPlan(sequences=(), dropped=()), plan((5,), blocks=(4,), sequence_id=2)])
+def test_pending_token_of_an_earlier_step_is_refused(between: StepPlan) -> None:
+    executor = computed()
+    executor.execute(between)
+    with pytest.raises(RuntimeError, match="has not sampled"):
+        executor.execute(plan((PENDING_TOKEN,), start=6, first=False))
+
+
+def test_pending_token_of_a_dropped_sequence_is_refused() -> None:
+    again = replace(plan((PENDING_TOKEN,), start=6, blocks=(3, 1)), dropped=(1,))
+    with pytest.raises(RuntimeError, match="has not sampled"):
+        computed().execute(again)
+
+
+def test_a_third_launch_waits_for_the_first_step_s_collection() -> None:
+    executor = FakeExecutor(8, BLOCK_SIZE)
+    first, _ = (executor.launch(plan(TOKENS, blocks=(n, n + 1), sequence_id=n)) for n in (0, 2))
+    with pytest.raises(RuntimeError, match="two steps are uncollected"):
+        executor.launch(plan(TOKENS, blocks=(4, 5), sequence_id=4))
+    first()
+    executor.launch(plan(TOKENS, blocks=(4, 5), sequence_id=4))
+    assert executor.num_steps == 3
+
+
+def test_steps_are_collected_once_and_in_order() -> None:
+    executor = FakeExecutor(8, BLOCK_SIZE)
+    first, second = (executor.launch(plan(TOKENS, blocks=(n, n + 1), sequence_id=n)) for n in (0, 2))
+    with pytest.raises(RuntimeError, match="out of order"):
+        second()
+    first()
+    with pytest.raises(RuntimeError, match="twice"):
+        first()
+    assert second() == expected_tokens(TOKENS, 1, 512)

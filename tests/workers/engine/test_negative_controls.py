@@ -1,14 +1,16 @@
 """Builds of the engine with a bug put in: each must be caught by the checks that the other tests rely on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from tandem.proto.hashing import hash_chain
-from tandem.tests.workers.engine.harness import Pair, Request
+from tandem.tests.workers.engine.harness import Pair, Request, Worker
 from tandem.workers.engine.block_pool import BlockPool
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.events import Event, Token
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.events import Event, Progress, Token
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import StepPlan
 from tandem.workers.engine.scheduler import Scheduler
@@ -16,11 +18,19 @@ from tandem.workers.engine.sequence import Sequence as EngineSequence
 
 HASH_CHAIN = "tandem.workers.engine.sequence.hash_chain"
 CONFIG = EngineConfig(num_blocks=16, block_size=2, chunk_tokens=8, growth_tokens=2)
+OVERLAP = replace(CONFIG, overlap=True)
+
+Serve = Callable[[], Pair]
 
 
-def serve() -> Pair:
+@pytest.fixture(params=[CONFIG, OVERLAP], ids=["stepwise", "overlap"])
+def serve(request: pytest.FixtureRequest) -> Serve:
+    return lambda: serve_with(request.param)
+
+
+def serve_with(config: EngineConfig, *, late: bool = False) -> Pair:
     """Six requests, whole and split, of two tenants, with prefixes in common."""
-    pair = Pair(CONFIG, CONFIG)
+    pair = Pair(config, config, late=late)
     for number in range(6):
         prompt = (1, 2, 3, 4, 5, 6, 7)[: 3 + number % 4]
         pair.submit(Request(prompt, 6, split=number % 2 == 0, salt=b"other" if number > 3 else b""))
@@ -28,18 +38,20 @@ def serve() -> Pair:
     return pair
 
 
-def test_the_unbroken_build_passes() -> None:
-    assert serve().active == []
+@pytest.mark.parametrize("late", [False, True])
+def test_the_unbroken_build_passes(late: bool) -> None:
+    assert serve_with(CONFIG, late=late).active == []
+    assert serve_with(OVERLAP, late=late).active == []
 
 
-def test_leaked_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaked_block_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     release = BlockPool.release
     monkeypatch.setattr(BlockPool, "release", lambda pool, blocks: release(pool, blocks[1:]))
     with pytest.raises(RuntimeError, match=r"block \d+: \d owners, 0 leases; booked"):
         serve()
 
 
-def test_leaked_lease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaked_lease_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     monkeypatch.setattr(BlockPool, "unlease", lambda pool, blocks: None)
     with pytest.raises(RuntimeError, match=r"booked \(0, 1\)"):
         serve()
@@ -55,7 +67,7 @@ def test_leaked_reservation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.cancel(request)
 
 
-def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     update = Scheduler.update
 
     def repeat(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
@@ -67,7 +79,7 @@ def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         serve()
 
 
-def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     update = Scheduler.update
 
     def lose(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
@@ -78,7 +90,7 @@ def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         serve()
 
 
-def test_block_given_to_two_sequences_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_given_to_two_sequences_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     monkeypatch.setattr(BlockPool, "_take", lambda pool: 0)
     with pytest.raises(RuntimeError):
         serve()
@@ -99,7 +111,7 @@ def test_prefix_found_under_the_wrong_hash_is_caught(monkeypatch: pytest.MonkeyP
         pair.drain()
 
 
-def test_salt_that_is_ignored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_salt_that_is_ignored_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     monkeypatch.setattr(HASH_CHAIN, lambda tokens, block_size, salt: hash_chain(tokens, block_size))
     with pytest.raises(AssertionError):
         serve()
@@ -122,7 +134,7 @@ def test_blocks_published_before_they_are_computed_are_caught(monkeypatch: pytes
         pair.drain()
 
 
-def test_import_that_lacks_a_layer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_that_lacks_a_layer_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     write = FakeKv.write
 
     def skip(
@@ -136,7 +148,98 @@ def test_import_that_lacks_a_layer_is_caught(monkeypatch: pytest.MonkeyPatch) ->
         serve()
 
 
-def test_starvation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starvation_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     monkeypatch.setattr(Scheduler, "_can_admit", lambda scheduler: False)
     with pytest.raises(AssertionError, match="somebody starves"):
         serve()
+
+
+# Bugs that only overlap can have.
+
+
+def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of a cached prefix reads at once, on no step's account."""
+    publishable = EngineSequence.publishable
+
+    def eager(sequence: EngineSequence) -> list[tuple[int, bytes]]:
+        num_computed, sequence.num_computed = sequence.num_computed, sequence.num_scheduled
+        blocks = publishable(sequence)
+        sequence.num_computed = num_computed
+        return blocks
+
+    monkeypatch.setattr(EngineSequence, "publishable", eager)
+    monkeypatch.setattr(Worker, "check", lambda worker: None)  # the books alone would show it, too
+    pair = Pair(replace(OVERLAP, chunk_tokens=2), OVERLAP, late=True)
+    for _ in range(2):
+        pair.submit(Request((1, 2, 3, 4, 5, 6, 7), 2, split=True))
+    with pytest.raises(RuntimeError, match="KV of something else"):
+        pair.drain()
+
+
+def test_progress_told_when_it_is_scheduled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Scheduler.update
+
+    def hasty(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
+        events = update(scheduler, plan, sampled)
+        numbers = {s.spec.id: s.num_scheduled for s in scheduler._sequences.values()}
+        return [replace(e, num_computed=numbers[e.id]) if isinstance(e, Progress) else e for e in events]
+
+    monkeypatch.setattr(Scheduler, "update", hasty)
+    pair = Pair(replace(OVERLAP, chunk_tokens=2), OVERLAP, late=True)
+    request = Request((1, 2, 3, 4, 5, 6, 7), 3, split=True)
+    pair.submit(request)
+    with pytest.raises(RuntimeError, match="KV of something else"):
+        pair.drain()
+
+
+def test_engine_that_collects_the_wrong_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+
+    def swapped(engine: Engine, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
+        launch, waiting = engine._executor.launch, engine._in_flight
+
+        def newest(plan: StepPlan) -> Callable[[], list[int]]:
+            collect = launch(plan)
+            if waiting is not None:
+                engine._in_flight = (waiting[0], collect)
+                return waiting[1]
+            return collect
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._executor, "launch", newest)
+            return step(engine, early)
+
+    monkeypatch.setattr(Engine, "step", swapped)
+    with pytest.raises(RuntimeError, match="out of order"):
+        serve_with(OVERLAP)
+
+
+def test_step_beyond_the_last_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(sequence: EngineSequence) -> int:
+        return max(sequence.num_tokens, sequence.num_scheduled + 1) - sequence.num_scheduled
+
+    monkeypatch.setattr(EngineSequence, "num_unscheduled", property(blind))
+    assert serve_with(CONFIG).active == [], "without overlap there is nothing to foresee"
+    with pytest.raises(AssertionError):
+        serve_with(OVERLAP)
+
+
+def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that tells the token which the step in flight samples for a sequence that was cancelled."""
+    update = Scheduler.update
+
+    def loud(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
+        samplers = [step.sequence_id for step in plan.sequences if step.sample]
+        gone = [(number, token) for number, token in zip(samplers, sampled, strict=True)]
+        gone = [(number, token) for number, token in gone if number not in scheduler._sequences]
+        late: list[Event] = [Token(id=n, index=0, token=t, finish=None, prefill_seconds=0.0) for n, t in gone]
+        return late + update(scheduler, plan, sampled)
+
+    monkeypatch.setattr(Scheduler, "update", loud)
+    pair = Pair(OVERLAP, OVERLAP)
+    request = Request((1, 2, 3), 6)
+    pair.submit(request)
+    pair.step(pair.decode)
+    pair.cancel(request)
+    with pytest.raises(AssertionError, match="of no request that lives"):
+        pair.step(pair.decode)

@@ -2,42 +2,49 @@
 
 import pytest
 
-from tandem.tests.workers.engine.drive import PROMPT, cached_of, expected, finish_of, run, spec, tokens_of, worker
+from tandem.tests.workers.engine.drive import (
+    PROMPT,
+    MakeWorker,
+    cached_of,
+    expected,
+    fill,
+    finish_of,
+    run,
+    spec,
+    tokens_of,
+)
 from tandem.tests.workers.engine.harness import Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Token
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
-def test_decode_that_joins_late_does_not_wait_for_an_older_prompt() -> None:
+def test_decode_that_joins_late_does_not_wait_for_an_older_prompt(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=4, mixed_chunk_tokens=3, prefix_caching=False)
-    source = worker()
-    source.submit(spec(1, PROMPT[:3], task=Task.PREFILL))
-    (first,) = tokens_of(run(source), 1)
     target.submit(spec(1, PROMPT[:3], task=Task.DECODE, max_tokens=8))
     (admitted,) = target.step()
     assert isinstance(admitted, Admitted)
     target.submit(spec(2))
     target.step()
-    target.executor.kv.write(admitted.blocks, 0, 3, 0, 3, source.executor.kv.read((0,), 0, 3, 0, 3))
-    target.engine.commit_import(1, first)
+    target.engine.commit_import(1, fill(target, admitted, PROMPT[:3]))
     target.step()
     steps = target.executor.plans[-1].sequences
     assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, 3)]
     assert tokens_of(run(target), 2) == expected(PROMPT, 4)
 
 
-def test_imported_prefix_is_there_for_others_from_the_commit_on() -> None:
+def test_imported_prefix_is_there_for_others_from_the_commit_on(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, task=Task.DECODE))
-    target.step()
-    target.engine.commit_import(1, 5)
+    (admitted,) = target.step()
+    assert isinstance(admitted, Admitted)
+    target.engine.commit_import(1, fill(target, admitted, PROMPT))
     target.engine.cancel(1)
     target.submit(spec(2, task=Task.DECODE))
     assert cached_of(target.step(), 2) == 8
 
 
-def test_imports_are_never_preempted_since_their_blocks_are_being_written() -> None:
+def test_imports_are_never_preempted_since_their_blocks_are_being_written(worker: MakeWorker) -> None:
     target = worker(num_blocks=4, block_size=2, growth_tokens=0, prefix_caching=False)
     target.submit(spec(1, PROMPT[:4], max_tokens=5))
     target.submit(spec(2, PROMPT[4:8], max_tokens=5, task=Task.DECODE))
@@ -46,10 +53,10 @@ def test_imports_are_never_preempted_since_their_blocks_are_being_written() -> N
     assert target.engine.scheduler.num_holding == 1
 
 
-def test_max_sequences_counts_imports_and_not_leases() -> None:
+def test_max_sequences_counts_imports_and_not_leases(worker: MakeWorker) -> None:
     target = worker(max_sequences=2)
     target.submit(spec(1, task=Task.PREFILL))
-    target.step()
+    run(target)
     target.submit(spec(2, task=Task.DECODE))
     target.submit(spec(3, PROMPT[:2]))
     target.submit(spec(4, PROMPT[:2]))
@@ -59,7 +66,9 @@ def test_max_sequences_counts_imports_and_not_leases() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "stop"), [(1, False), (4, True)])
-def test_import_whose_first_token_is_its_last_ends_when_it_joins(max_tokens: int, stop: bool) -> None:
+def test_import_whose_first_token_is_its_last_ends_when_it_joins(
+    worker: MakeWorker, max_tokens: int, stop: bool
+) -> None:
     target, first = worker(), expected(PROMPT, 1)[0]
     target.submit(spec(1, task=Task.DECODE, max_tokens=max_tokens, stop_ids=(first,) if stop else ()))
     target.step()
@@ -73,24 +82,18 @@ def test_import_whose_first_token_is_its_last_ends_when_it_joins(max_tokens: int
 
 def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, list[Event]]:
     """Prefills on `source`, imports and decodes on `target`; returns the cached tokens and the target's events."""
-    source.submit(spec(1, tokens, task=Task.PREFILL))
-    prefilled = run(source)
     target.submit(spec(9, tokens, task=Task.DECODE, max_tokens=max_tokens))
     admitted = next(event for event in target.step() if isinstance(event, Admitted))
     assert not target.engine.has_work, "an import that waits for its bytes is no work"
-    held = next(event for event in prefilled if isinstance(event, Admitted))
-    start, count = admitted.num_cached, len(tokens) - admitted.num_cached
-    data = source.executor.kv.read(held.blocks, start, count, 0, 3)
-    target.executor.kv.write(admitted.blocks, start, count, 0, 3, data)
-    target.engine.commit_import(9, tokens_of(prefilled, 1)[0])
-    source.engine.cancel(1)
-    source.check_idle()
+    target.engine.commit_import(9, fill(target, admitted, tokens, source))
     return admitted.num_cached, run(target)
 
 
 @pytest.mark.parametrize(("from_size", "to_size"), [(1, 1), (4, 4), (4, 3), (1, 16), (16, 1)])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 12, 16])
-def test_prefill_and_decode_apart_give_the_same_tokens(from_size: int, to_size: int, length: int) -> None:
+def test_prefill_and_decode_apart_give_the_same_tokens(
+    worker: MakeWorker, from_size: int, to_size: int, length: int
+) -> None:
     tokens = tuple(range(1, length + 1))
     target = worker(block_size=to_size)
     _, events = imported(target, worker(block_size=from_size, chunk_tokens=5), tokens, 6)
@@ -100,7 +103,7 @@ def test_prefill_and_decode_apart_give_the_same_tokens(from_size: int, to_size: 
     target.check_idle()
 
 
-def test_import_with_its_whole_prompt_cached_needs_only_the_first_token() -> None:
+def test_import_with_its_whole_prompt_cached_needs_only_the_first_token(worker: MakeWorker) -> None:
     target, tokens = worker(), PROMPT[:8]
     target.submit(spec(1, tokens, max_tokens=1))
     run(target)
@@ -111,7 +114,7 @@ def test_import_with_its_whole_prompt_cached_needs_only_the_first_token() -> Non
     assert target.executor.num_tokens == num_tokens + 3
 
 
-def test_prefix_hits_skip_computation_but_never_the_last_token() -> None:
+def test_prefix_hits_skip_computation_but_never_the_last_token(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, PROMPT[:8], max_tokens=1))
     run(target)
@@ -125,16 +128,17 @@ def test_prefix_hits_skip_computation_but_never_the_last_token() -> None:
         assert tokens_of(events, number) == expected(prompt, 1)
 
 
-def test_shared_blocks_need_no_room_at_admission() -> None:
+def test_shared_blocks_need_no_room_at_admission(worker: MakeWorker) -> None:
     target = worker(num_blocks=4, growth_tokens=0)
-    target.submit(spec(1, PROMPT[:9], max_tokens=3))
+    target.submit(spec(1, PROMPT[:9], max_tokens=4))
     target.step()
-    target.submit(spec(2, (*PROMPT[:8], 99), max_tokens=3))
+    target.step()
+    target.submit(spec(2, (*PROMPT[:8], 99), max_tokens=4))
     assert cached_of(target.step(), 2) == 8
     assert target.engine.blocks()[BlockState.OWNED] == 4
 
 
-def test_generated_tokens_are_cached_for_the_next_turn() -> None:
+def test_generated_tokens_are_cached_for_the_next_turn(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, max_tokens=7))
     answer = tokens_of(run(target), 1)
@@ -145,7 +149,7 @@ def test_generated_tokens_are_cached_for_the_next_turn() -> None:
     assert tokens_of(events, 2) == expected(turn, 4)
 
 
-def test_tenants_share_nothing_and_prefix_caching_can_be_off() -> None:
+def test_tenants_share_nothing_and_prefix_caching_can_be_off(worker: MakeWorker) -> None:
     target = worker()
     for number, salt in ((1, b""), (2, b"a"), (3, b"b"), (4, b"a")):
         target.submit(spec(number, salt=salt))
@@ -157,7 +161,7 @@ def test_tenants_share_nothing_and_prefix_caching_can_be_off() -> None:
     assert target.engine.blocks()[BlockState.FREE] == 32
 
 
-def test_least_recently_used_prefix_is_evicted() -> None:
+def test_least_recently_used_prefix_is_evicted(worker: MakeWorker) -> None:
     target = worker(num_blocks=6, growth_tokens=0)
     prompts = {1: tuple(range(20, 29)), 2: tuple(range(40, 49))}
     for number, prompt in prompts.items():
@@ -171,7 +175,7 @@ def test_least_recently_used_prefix_is_evicted() -> None:
     assert cached_of(run(target), 5) == 0
 
 
-def test_cancel_between_commit_and_the_next_step_leaves_nothing() -> None:
+def test_cancel_between_commit_and_the_next_step_leaves_nothing(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, task=Task.DECODE))
     target.step()
@@ -181,7 +185,7 @@ def test_cancel_between_commit_and_the_next_step_leaves_nothing() -> None:
     target.check_idle()
 
 
-def test_commit_is_for_imports_only() -> None:
+def test_commit_is_for_imports_only(worker: MakeWorker) -> None:
     target = worker(max_sequences=1)
     target.submit(spec(1, task=Task.DECODE))
     target.submit(spec(2, task=Task.DECODE))
