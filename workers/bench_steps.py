@@ -88,10 +88,10 @@ class Bed(Executor):
         self._exact = exact
         self._watch = Stopwatch(weights.device, exact=exact)
         kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=weights.device)
-        self.runner = ModelRunner(config, Decoder(config, weights), kv, on_stage=self._watch.mark)
-        self.runner.warmup()
         kv.data[0].normal_(generator=torch.Generator(weights.device).manual_seed(0))
         kv.data[1:] = kv.data[:1]
+        self.runner = ModelRunner(config, Decoder(config, weights), kv, on_stage=self._watch.mark)
+        self.runner.warmup()
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks
         self._plans: list[StepPlan] = []

@@ -17,6 +17,8 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def ship(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     """Integer arrays to int32 tensors on the device, in one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays]
     # Each begins at a multiple of 16 bytes: for pointers that do not, Triton would compile its kernels anew.
     begins = [0, *itertools.accumulate(-(-len(array) // 4) * 4 for array in arrays)]
     host = np.zeros(begins[-1], np.int32)

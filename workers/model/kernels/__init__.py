@@ -32,11 +32,11 @@ def of(tensor: torch.Tensor) -> Kernels | None:
 
 def on_gpu(tensor: torch.Tensor) -> bool:
     """Whether the kernels for this tensor are those of `gpu`."""
-    return of(tensor) is _gpu() is not None
+    return of(tensor) not in (None, cpu)
 
 
 @cache
 def _gpu() -> ModuleType | None:
-    """`gpu`, if there is Triton, which torch brings along where it can use it; imported when first asked for, since
-    that takes a second."""
+    """`gpu`, if there is Triton, which torch brings along where it can use it. Only imported for GPUs: it takes a second,
+    and with it in the process the CPU kernels were a tenth slower."""
     return importlib.import_module(f"{__name__}.gpu") if importlib.util.find_spec("triton") else None
