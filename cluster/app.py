@@ -28,6 +28,11 @@ DECODE: Final = worker_pb2.Role.ROLE_DECODE
 STOP_MARGIN_SECONDS: Final = 2.0
 
 
+# Nice value on CPUs. A step of prompts may wait for whatever else shares its cores; a step of streams may not, nor may
+# the threads that talk.
+_PREFILL_PRIORITY: Final = 10
+
+
 class WorkerPool:
     """One worker of a pool: starts it, keeps it known to the directory, stops it."""
 
@@ -49,6 +54,8 @@ class WorkerPool:
                 max_sequences=pool.max_sequences,
                 context_tokens=config.context_tokens,
                 num_threads=num_threads,
+                shared_memory=config.shared_memory,
+                priority=_PREFILL_PRIORITY if self.role == "prefill" else 0,
                 host=_host(config),
                 lease_seconds=config.lease_seconds,
                 prefix_caching=config.prefix_caching,

@@ -66,6 +66,7 @@ class TandemConfig(_Section):
     device: Literal["cpu", "cuda"] = "cpu"
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
+    shared_memory: bool = True  # workers of one host read each other's KV cache; else it goes over gRPC
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
     grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # what a stop leaves to streams that run
     start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # how long a start may take

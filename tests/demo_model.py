@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,10 +38,10 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder())
 
 
-def rank(*, dtype: str = "float32", block_size: int = 16, num_threads: int = 1) -> Rank:
-    """A loaded rank. Threads are the process's: give each of two workers one of two cores."""
-    config = RankConfig(model=str(folder()), dtype=dtype, block_size=block_size, num_threads=num_threads)
-    return load_rank(config)
+def rank(**config: Any) -> Rank:
+    """A loaded rank in float32, with fields of RankConfig as given. Threads are the process's: give each of two workers
+    one of two cores."""
+    return load_rank(RankConfig(**({"model": str(folder()), "dtype": "float32"} | config)))
 
 
 def prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,5 +1,7 @@
 """One tensor-parallel rank: the model, the memory for its KV cache, and what the worker must know of both."""
 
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,8 @@ class RankConfig:
     kv_cache_bytes: int = 1 << 30
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU
+    shared_memory: bool = True  # other workers of the host may map the KV cache, to read
+    priority: int = 0  # nice value of the thread that computes on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,12 @@ def load_rank(config: RankConfig) -> Rank:
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds not one block of {config.block_size} tokens")
     runner = ModelRunner.load(
-        folder, dtype=config.dtype, device=config.device, num_blocks=num_blocks, block_size=config.block_size
+        folder,
+        dtype=config.dtype,
+        device=config.device,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        shared=config.shared_memory,
     )
     runner.warmup()
     context = min(config.context_tokens or model.max_position_embeddings, model.max_position_embeddings)
@@ -65,6 +74,8 @@ def load_rank(config: RankConfig) -> Rank:
     )
 
 
-def enter_engine_thread() -> None:
+def enter_engine_thread(config: RankConfig) -> None:
     """Call once in the thread that is to run the executor of this process's only rank."""
+    if config.device == "cpu" and config.priority:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.priority)
     cpu.bind_threads()

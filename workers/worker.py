@@ -97,7 +97,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         with ThreadPoolExecutor(1) as loader:
             rank = await asyncio.get_running_loop().run_in_executor(loader, load_rank, config)
         worker = await cls.serve(rank, config, worker_id=worker_id, role=role)
-        worker._thread.post(lambda engine: enter_engine_thread())
+        worker._thread.post(lambda engine: enter_engine_thread(config))
         return worker
 
     @classmethod

@@ -30,15 +30,20 @@ async def generate_all(running: Fleet, prompts: list[tuple[int, ...]]) -> list[l
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "chunk"),
-    [(1, 1, 512), (0, 1, 512), (2, 2, 512), (1, 1, 16), (0, 1, 16)],
+    ("prefill", "decode", "chunk", "shared_memory"),
+    [(1, 1, 512, True), (0, 1, 512, True), (2, 2, 512, False), (1, 1, 16, True), (0, 1, 16, True)],
     ids=lambda value: str(value),
 )
 async def test_greedy_equals_transformers(
-    prefill: int, decode: int, chunk: int, prompts: list[tuple[int, ...]], expected: list[list[int]]
+    prefill: int,
+    decode: int,
+    chunk: int,
+    shared_memory: bool,
+    prompts: list[tuple[int, ...]],
+    expected: list[list[int]],
 ) -> None:
     threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
-    ranks = lambda role: demo_model.rank(num_threads=threads)  # noqa: E731
+    ranks = lambda role: demo_model.rank(num_threads=threads, shared_memory=shared_memory)  # noqa: E731
     async with fleet(prefill, decode, rank=ranks, chunk_tokens=chunk, mixed_chunk_tokens=chunk) as running:
         assert await generate_all(running, prompts) == expected
         if chunk == 512:  # again, from warm prefix caches

@@ -10,8 +10,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from mmap import mmap
 
-from .plan import PENDING_TOKEN, Executor, KvLayout, KvStore, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvStore, SequenceStep, StepPlan
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
@@ -39,6 +40,13 @@ class FakeKv(KvStore):
     @property
     def layout(self) -> KvLayout:
         return self._layout
+
+    @property
+    def shared(self) -> None:
+        return None
+
+    def attach(self, memory: mmap, *, num_blocks: int, block_size: int) -> KvReader:
+        raise ValueError("not shared")
 
     def read(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int

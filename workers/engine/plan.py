@@ -5,6 +5,7 @@ Knows nothing of tensors, devices or networks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Final, Protocol
 
 PENDING_TOKEN: Final = -1
@@ -77,7 +78,34 @@ class KvLayout:
         return 2 * self.num_kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
 
 
-class KvStore(Protocol):
+LEDGER_BYTES: Final = 64 * 1024
+"""At the end of KV cache memory that is shared; for those who move the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """KV cache memory that other processes of the host can map."""
+
+    fd: int  # of a file that is the memory
+    ledger: memoryview  # its last LEDGER_BYTES
+    num_blocks: int
+    block_size: int
+
+
+class KvReader(Protocol):
+    """KV cache that can be read."""
+
+    def read(
+        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
+    ) -> memoryview:
+        """Copies out the KV of the given tokens (positions in the sequence whose block table is `blocks`).
+
+        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_kv_heads, head_dim]. Raises ValueError if
+        something is out of range."""
+        ...
+
+
+class KvStore(KvReader, Protocol):
     """The KV cache memory of one rank, as the transfer reads and writes it in canonical form.
 
     The caller owns the blocks for the whole call. Reads and writes of blocks that the running step does not touch
@@ -87,12 +115,13 @@ class KvStore(Protocol):
     @property
     def layout(self) -> KvLayout: ...
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> memoryview:
-        """Copies out the KV of the given tokens (positions in the sequence whose block table is `blocks`).
+    @property
+    def shared(self) -> SharedMemory | None:
+        """None if other processes cannot map it."""
+        ...
 
-        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_kv_heads, head_dim]."""
+    def attach(self, memory: mmap, *, num_blocks: int, block_size: int) -> KvReader:
+        """The cache of another process, of the same layout. Raises ValueError if `memory` is too small for it."""
         ...
 
     def write(

@@ -1,12 +1,17 @@
 """The KV cache memory of one rank: a paged tensor, and its canonical form for the transfer."""
 
+import math
+import mmap
+import os
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..engine.plan import KvLayout
+from ..engine.plan import LEDGER_BYTES, KvLayout, SharedMemory
 from .config import ModelConfig
 from .device import to_device
 from .weights import DTYPES
@@ -34,28 +39,57 @@ class PagedKv:
     multiplies with.
     """
 
-    def __init__(self, layout: KvLayout, *, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        shared: bool = False,
+    ) -> None:
+        """`shared` lets other processes of the host map the memory; ignored on GPUs."""
         self._layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.data = torch.zeros(
-            (layout.num_layers, 2, num_blocks, layout.num_kv_heads, block_size, layout.head_dim),
-            dtype=DTYPES[layout.dtype],
-            device=device,
-        )
+        self.shared: SharedMemory | None = None
+        shape, dtype = _shape(layout, num_blocks, block_size), DTYPES[layout.dtype]
+        if shared and device.type == "cpu" and hasattr(os, "memfd_create"):
+            memory = self._share(math.prod(shape) * dtype.itemsize)
+            self.data = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
         # A view of each layer's keys and values; made once, since making views is what a small step spends its time on.
         self._layers = [tuple(layer.unbind(0)) for layer in self.data]
         self._gather = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self._layers]
         self._scatter = [tuple(part.flatten(0, 2) for part in layer) for layer in self._layers]
-        self._token_bytes = layout.bytes_per_token_layer
         self._tokens = _by_token(self.data)
+        self._address = partial(_address, layout, num_blocks, block_size)
         if self.data.is_cuda:
             self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    def _share(self, num_bytes: int) -> mmap.mmap:
+        """Zeros in a file without a name, which goes away with the last process that maps it."""
+        fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_bytes + LEDGER_BYTES)
+        memory = mmap.mmap(fd, num_bytes + LEDGER_BYTES)
+        self.shared = SharedMemory(
+            fd=fd,
+            ledger=memoryview(memory)[num_bytes:],
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+        )
+        weakref.finalize(self, os.close, fd)
+        return memory
+
     @property
     def layout(self) -> KvLayout:
         return self._layout
+
+    def attach(self, memory: mmap.mmap, *, num_blocks: int, block_size: int) -> "PeerKv":
+        """See `KvStore.attach`."""
+        return PeerKv(self._layout, memory, num_blocks=num_blocks, block_size=block_size)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer where they lie: each [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -76,9 +110,8 @@ class PagedKv:
         self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
     ) -> memoryview:
         """See `KvStore.read`. Raises ValueError if the tokens or layers are out of range."""
-        index = self._index(blocks, first_token, num_tokens, first_layer, num_layers)
-        host = self._read_gpu(index) if self.data.is_cuda else np.ascontiguousarray(self._tokens[index])
-        return memoryview(host.reshape(-1).view(np.uint8).data)
+        index = self._address(blocks, first_token, num_tokens, first_layer, num_layers)
+        return _bytes(self._read_gpu(index) if self.data.is_cuda else self._tokens[index])
 
     def write(
         self,
@@ -90,8 +123,8 @@ class PagedKv:
         data: memoryview,
     ) -> None:
         """See `KvStore.write`. Raises ValueError if the tokens, the layers or the length are out of range."""
-        index = self._index(blocks, first_token, num_tokens, first_layer, num_layers)
-        expected = num_layers * num_tokens * self._token_bytes
+        index = self._address(blocks, first_token, num_tokens, first_layer, num_layers)
+        expected = num_layers * num_tokens * self._layout.bytes_per_token_layer
         if data.nbytes != expected:
             raise ValueError(f"KV data has {data.nbytes} bytes, {expected} are expected")
         shape = (num_layers, 2, num_tokens, self._layout.num_kv_heads)
@@ -121,20 +154,54 @@ class PagedKv:
         layers, both, *places = index
         return layers, both, *(to_device(torch.from_numpy(place), self.data.device) for place in places)
 
-    def _index(
+
+class PeerKv:
+    """Implements `KvReader` over memory that another process's `PagedKv` shares."""
+
+    def __init__(self, layout: KvLayout, memory: mmap.mmap, *, num_blocks: int, block_size: int) -> None:
+        shape, size = _shape(layout, num_blocks, block_size), layout.head_dim * DTYPES[layout.dtype].itemsize
+        if min(num_blocks, block_size) < 1 or math.prod(shape[:-1]) * size > len(memory) - LEDGER_BYTES:
+            raise ValueError(f"{len(memory)} bytes do not hold {num_blocks} blocks of {block_size} tokens")
+        self._address = partial(_address, layout, num_blocks, block_size)
+        heads = np.frombuffer(memory, np.dtype((np.void, size)), math.prod(shape[:-1])).reshape(shape[:-1])
+        self._tokens = heads.transpose(0, 1, 2, 4, 3)
+
+    def read(
         self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> tuple[Any, ...]:
-        """Addresses [layer, 2, token, head] of the by-token view."""
-        if min(first_token, num_tokens - 1) < 0 or first_token + num_tokens > len(blocks) * self.block_size:
-            raise ValueError(f"tokens {first_token} + {num_tokens} are not within {len(blocks)} blocks")
-        if min(first_layer, num_layers - 1) < 0 or first_layer + num_layers > self._layout.num_layers:
-            raise ValueError(f"layers {first_layer} + {num_layers} are not within {self._layout.num_layers}")
-        table = np.asarray(blocks, np.int64)
-        if table.min() < 0 or table.max() >= self.num_blocks:
-            raise ValueError(f"a block is not within {self.num_blocks}")
-        positions = np.arange(first_token, first_token + num_tokens)
-        block, offset = table[positions // self.block_size], positions % self.block_size
-        return slice(first_layer, first_layer + num_layers), slice(None), block, offset
+    ) -> memoryview:
+        """See `KvReader.read`."""
+        return _bytes(self._tokens[self._address(blocks, first_token, num_tokens, first_layer, num_layers)])
+
+
+def _shape(layout: KvLayout, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    return layout.num_layers, 2, num_blocks, layout.num_kv_heads, block_size, layout.head_dim
+
+
+def _address(
+    layout: KvLayout,
+    num_blocks: int,
+    block_size: int,
+    blocks: Sequence[int],
+    first_token: int,
+    num_tokens: int,
+    first_layer: int,
+    num_layers: int,
+) -> tuple[Any, ...]:
+    """Addresses [layer, 2, token, head] of a by-token view. Raises ValueError if there is no such place."""
+    if min(first_token, num_tokens - 1) < 0 or first_token + num_tokens > len(blocks) * block_size:
+        raise ValueError(f"tokens {first_token} + {num_tokens} are not within {len(blocks)} blocks")
+    if min(first_layer, num_layers - 1) < 0 or first_layer + num_layers > layout.num_layers:
+        raise ValueError(f"layers {first_layer} + {num_layers} are not within {layout.num_layers}")
+    table = np.asarray(blocks, np.int64)
+    if table.min() < 0 or table.max() >= num_blocks:
+        raise ValueError(f"a block is not within {num_blocks}")
+    positions = np.arange(first_token, first_token + num_tokens)
+    block, offset = table[positions // block_size], positions % block_size
+    return slice(first_layer, first_layer + num_layers), slice(None), block, offset
+
+
+def _bytes(array: "np.ndarray[Any, Any]") -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _by_token(data: torch.Tensor) -> Any:

@@ -59,15 +59,19 @@ class ModelRunner(Executor):
         self._last_rows: dict[int, int] = {}  # and where, by sequence
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: str, device: str, num_blocks: int, block_size: int) -> "ModelRunner":
-        """Loads a model folder. `dtype` is float32, bfloat16 or float16; `device` is what torch.device takes.
+    def load(
+        cls, folder: Path, *, dtype: str, device: str, num_blocks: int, block_size: int, shared: bool = False
+    ) -> "ModelRunner":
+        """Loads a model folder. `dtype` is float32, bfloat16 or float16; `device` is what torch.device takes; `shared`
+        as in `PagedKv`.
 
         Raises CheckpointError if the folder does not hold a model that can be served."""
         config = check_checkpoint(folder)
         place = torch.device(device)
         decoder = Decoder(config, Weights(folder, dtype=DTYPES[dtype], device=place))
         layout = kv_layout(config, dtype, fingerprint(folder))
-        return cls(config, decoder, PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=place))
+        kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=place, shared=shared)
+        return cls(config, decoder, kv)
 
     @property
     def launches_ahead(self) -> bool:

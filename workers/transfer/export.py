@@ -8,11 +8,19 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
+from typing import Final
+
+import numpy as np
 
 from ..engine.plan import KvStore
+from .shared import SLICE_BYTES, Ledger
 from .wire import FRAME_BYTES, Ack, Commit, Data, Message, Open, Pull, TransferError, TransferKey, decode, encode
+
+# Seconds between two frames that nobody waits for yet: shorter ones would cost more than they spread.
+_LEAST_PAUSE: Final = 0.001
+_MOST_PAUSE: Final = 0.05
 
 FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
 
@@ -26,7 +34,10 @@ class Export:
     blocks: tuple[int, ...]
     num_tokens: int
     prefix_hash: bytes
+    entry: tuple[int, int]  # of the ledger
     num_ready: int = 0
+    progressed: float = field(default_factory=time.monotonic)  # when num_ready last grew
+    interval: float = 0.0  # seconds that the last growth took
     first_token: int | None = None  # known when the prefill is done
     withdrawn: bool = False
     streams: int = 0  # open pulls; each pins the cache
@@ -34,8 +45,15 @@ class Export:
     expiry: asyncio.TimerHandle | None = None
 
     def notify(self) -> None:
-        """Wakes the stream that waits for more tokens, the commit or the end."""
+        """Wakes the streams that wait for more tokens, the commit or the end."""
         self.changed.set()
+
+    async def wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Returns when the condition holds or the export has ended. Raises TimeoutError."""
+        async with asyncio.timeout(seconds):
+            while not condition() and not self.withdrawn:
+                self.changed.clear()
+                await self.changed.wait()
 
 
 class Exporter:
@@ -61,6 +79,7 @@ class Exporter:
         self._stall_seconds = stall_seconds
         self._on_release = on_release
         self._frame_hook = frame_hook
+        self._ledger = Ledger(kv)
         self._exports: dict[bytes, Export] = {}
         self._by_sequence: dict[int, Export] = {}
 
@@ -75,7 +94,7 @@ class Exporter:
     def offer(self, sequence_id: int, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes) -> bytes:
         """Opens an export; returns its transfer id."""
         key = TransferKey(transfer_id=secrets.token_bytes(16), epoch=self._epoch)
-        export = Export(key, sequence_id, blocks, num_tokens, prefix_hash)
+        export = Export(key, sequence_id, blocks, num_tokens, prefix_hash, self._ledger.open())
         self._exports[key.transfer_id] = self._by_sequence[sequence_id] = export
         return key.transfer_id
 
@@ -84,6 +103,8 @@ class Exporter:
         export = self._by_sequence.get(sequence_id)
         if export is not None:
             export.num_ready = num_ready
+            now = time.monotonic()
+            export.interval, export.progressed = now - export.progressed, now
             export.notify()
 
     def complete(self, sequence_id: int, first_token: int) -> None:
@@ -108,17 +129,22 @@ class Exporter:
 
     async def _converse(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         key, opening = await _receive(incoming, self._stall_seconds)
+        if not isinstance(opening, Open):
+            raise TransferError("KV pull out of order")
         export = self._find(key, opening)
         export.streams += 1
         if export.expiry:
             export.expiry.cancel()
         try:
+            if opening.host:
+                offer = self._ledger.offer(*export.entry, opening.host)
+                yield encode(key, offer, np.asarray(export.blocks, "<i4").tobytes())
             # The puller may queue for blocks for as long as it likes: its stream is the pin, and a dead peer ends it.
             _, request = await _receive(incoming, None, key)
             if not isinstance(request, Pull) or request.first_token > export.num_tokens:
                 raise TransferError("KV pull out of order")
             num_frames = 0
-            async with aclosing(self._send_data(export, request.first_token)) as frames:
+            async with aclosing(self._send_data(export, request)) as frames:
                 async for frame in frames:
                     num_frames += 1
                     yield frame
@@ -131,40 +157,41 @@ class Exporter:
             export.streams -= 1
             self._arm(export)
 
-    async def _send_data(self, export: Export, first_token: int) -> AsyncGenerator[bytes, None]:
-        """All tokens from first_token on, as soon as each is computed; returns when the first token is known."""
-        sent, index, burst = first_token, 0, 0
+    async def _send_data(self, export: Export, request: Pull) -> AsyncGenerator[bytes, None]:
+        """All tokens that were asked for, as soon as each is computed; returns when the first token is known."""
+        sent, index, burst = request.first_token, 0, 0
         while sent < export.num_tokens or export.first_token is None:
             await self._wait_for_more(export, sent)
             began, ready = time.monotonic(), export.num_ready
-            for message in plan_frames(self._kv.layout.num_layers, self._kv.layout.bytes_per_token_layer, sent, ready):
+            layout, size = self._kv.layout, SLICE_BYTES if request.shared else FRAME_BYTES
+            frames = plan_frames(layout.num_layers, layout.bytes_per_token_layer, sent, ready, size)
+            for message in frames:
+                # Until the prefill is done nobody waits for them: spread over half of the time that its next chunk will
+                # take, they hold up neither the frames that somebody waits for nor the steps of the decode worker.
+                pause = min(export.interval / 2 / len(frames), _MOST_PAUSE)
+                if pause > _LEAST_PAUSE and export.first_token is None:
+                    with suppress(TimeoutError):
+                        await export.wait(lambda: export.first_token is not None, pause)
+                    began, burst = time.monotonic(), burst + 1
                 if export.withdrawn:
                     raise TransferError("KV cache withdrawn")
-                payload = self._kv.read(
-                    export.blocks, message.first_token, message.num_tokens, message.first_layer, message.num_layers
-                )
+                payload = b"" if request.shared else self._kv.read(export.blocks, **asdict(message))
                 frame = Data(
                     index=index,
-                    first_layer=message.first_layer,
-                    num_layers=message.num_layers,
-                    first_token=message.first_token,
-                    num_tokens=message.num_tokens,
-                    num_bytes=payload.nbytes,
+                    num_bytes=message.num_layers * message.num_tokens * layout.bytes_per_token_layer,
                     burst=burst,
                     age=time.monotonic() - began,
+                    **asdict(message),
                 )
                 index += 1
                 yield encode(export.key, frame, payload)
             sent, burst = max(sent, ready), burst + 1
 
     async def _wait_for_more(self, export: Export, sent: int) -> None:
-        while not export.withdrawn and export.num_ready <= sent and export.first_token is None:
-            export.changed.clear()
-            try:
-                async with asyncio.timeout(self._stall_seconds):
-                    await export.changed.wait()
-            except TimeoutError as error:
-                raise TransferError("KV cache made no progress") from error
+        try:
+            await export.wait(lambda: export.num_ready > sent or export.first_token is not None, self._stall_seconds)
+        except TimeoutError as error:
+            raise TransferError("KV cache made no progress") from error
         if export.withdrawn:
             raise TransferError("KV cache withdrawn")
 
@@ -178,9 +205,7 @@ class Exporter:
             first_token=export.first_token,
         )
 
-    def _find(self, key: TransferKey, opening: Message) -> Export:
-        if not isinstance(opening, Open):
-            raise TransferError("KV pull out of order")
+    def _find(self, key: TransferKey, opening: Open) -> Export:
         if opening.layout != asdict(self._kv.layout):
             raise TransferError("KV layouts differ")
         export = self._exports.get(key.transfer_id)
@@ -201,6 +226,8 @@ class Exporter:
         self._on_release(export.sequence_id)
 
     def _forget(self, export: Export) -> None:
+        if not export.withdrawn:
+            self._ledger.close(*export.entry)
         export.withdrawn = True
         if export.expiry:
             export.expiry.cancel()
@@ -219,13 +246,13 @@ class FrameSpan:
     num_tokens: int
 
 
-def plan_frames(num_layers: int, token_layer_bytes: int, start: int, end: int) -> list[FrameSpan]:
-    """Cuts all layers of tokens [start, end) into frames of about FRAME_BYTES, long in tokens before wide in layers."""
+def plan_frames(num_layers: int, token_layer_bytes: int, start: int, end: int, frame_bytes: int) -> list[FrameSpan]:
+    """Cuts all layers of tokens [start, end) into frames of about frame_bytes, long in tokens before wide in layers."""
     spans = []
-    chunk = max(1, FRAME_BYTES // token_layer_bytes)
+    chunk = max(1, frame_bytes // token_layer_bytes)
     for first_token in range(start, end, chunk):
         num_tokens = min(chunk, end - first_token)
-        width = max(1, FRAME_BYTES // (token_layer_bytes * num_tokens))
+        width = max(1, frame_bytes // (token_layer_bytes * num_tokens))
         for first_layer in range(0, num_layers, width):
             spans.append(
                 FrameSpan(

@@ -10,9 +10,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import grpc.aio
+import numpy as np
 
 from ..engine.plan import KvLayout, KvStore
-from .wire import PULL_METHOD, Ack, Commit, Data, Message, Open, Pull, TransferError, TransferKey, decode, encode
+from .shared import PeerMemory, host_id
+from .wire import (
+    PULL_METHOD,
+    Ack,
+    Commit,
+    Data,
+    Message,
+    Offer,
+    Open,
+    Pull,
+    TransferError,
+    TransferKey,
+    decode,
+    encode,
+)
 
 KvCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
@@ -92,6 +107,23 @@ class Assembly:
         return commit.first_token
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An export in memory that the puller reads itself."""
+
+    peer: PeerMemory
+    offer: Offer
+    blocks: list[int]
+
+    def read(self, message: Data) -> memoryview:
+        try:
+            return self.peer.kv.read(
+                self.blocks, message.first_token, message.num_tokens, message.first_layer, message.num_layers
+            )
+        except ValueError as error:
+            raise TransferError("KV frame out of bounds") from error
+
+
 class Puller:
     """Fetches KV cache from other workers over channels that the caller owns."""
 
@@ -100,6 +132,8 @@ class Puller:
         self._stall_seconds = stall_seconds
         self._channel = channel
         self._closing: set[asyncio.Task[None]] = set()
+        self._host = host_id() if kv.shared else ""
+        self._peers: dict[str, PeerMemory] = {}  # by endpoint
 
     @property
     def num_closing(self) -> int:
@@ -114,10 +148,11 @@ class Puller:
             raise TransferError("KV layouts differ")
         call: KvCall = self._channel(endpoint).stream_stream(PULL_METHOD)()
         try:
-            await call.write(encode(want.key, Open(layout=asdict(layout))))
+            await call.write(encode(want.key, Open(layout=asdict(layout), host=self._host)))
             place = await self._place(call, target)
-            await call.write(encode(want.key, Pull(first_token=place.num_cached)))
-            fetched = await self._collect(call, want, place)
+            source = await self._source(call, want, endpoint) if self._host else None
+            await call.write(encode(want.key, Pull(first_token=place.num_cached, shared=source is not None)))
+            fetched = await self._collect(call, want, place, source)
             await call.write(encode(want.key, Ack()))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             call.cancel()
@@ -141,19 +176,37 @@ class Puller:
             raise TransferError("KV stream broke")
         return target.result()
 
-    async def _collect(self, call: KvCall, want: Want, place: Target) -> Fetched:
+    async def _source(self, call: KvCall, want: Want, endpoint: str) -> "_Source | None":
+        """The exporter's memory, if this process can map it."""
+        offer, table = await self._receive(call, want.key)
+        if not isinstance(offer, Offer) or len(table) % 4:
+            raise TransferError("KV pull out of order")
+        if not offer.number:
+            return None
+        self._peers = {place: peer for place, peer in self._peers.items() if peer.alive}
+        peer = self._peers.get(endpoint)
+        if peer is None or peer.token != offer.token:
+            try:
+                peer = self._peers[endpoint] = PeerMemory(offer, self._kv)
+            except (OSError, ValueError):
+                return None
+        return _Source(peer, offer, np.frombuffer(table, "<i4").tolist())
+
+    async def _collect(self, call: KvCall, want: Want, place: Target, source: "_Source | None") -> Fetched:
         assembly = Assembly(want, place, self._kv)
         active, last, burst = 0.0, 0.0, -1
         while True:
             message, payload = await self._receive(call, want.key)
             if isinstance(message, Commit):
+                if source:
+                    source.peer.check(source.offer)
                 return Fetched(
                     first_token=assembly.finish(message), num_bytes=assembly.num_bytes, active_seconds=active
                 )
             if not isinstance(message, Data):
                 raise TransferError("KV pull out of order")
             received = time.monotonic()
-            assembly.take(message, payload)
+            assembly.take(message, source.read(message) if source else payload)
             now = time.monotonic()
             # Within a burst nobody waits for the prefill: all the time since the frame before counts.
             active += now - last if message.burst == burst else message.age + now - received

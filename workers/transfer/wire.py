@@ -2,7 +2,8 @@
 
     | crc32c of all that follows: u32 | header length: u32 | header | payload |
 
-The puller says Open, then Pull, then Ack; the exporter says Data, ..., Data, Commit. Every frame names the transfer id
+The puller says Open, then Pull, then Ack; the exporter says Data, ..., Data, Commit, and before them, if the Open names
+a host, Offer. Every frame names the transfer id
 and the epoch of the worker that holds the cache, so that a reused number or a restarted worker is never mistaken.
 Knows the form of frames only; `export.py` and `pull.py` hold the conversation.
 """
@@ -32,6 +33,20 @@ class Open:
     """Pins the cache before it is wanted: as long as the stream lives, the exporter keeps it."""
 
     layout: dict[str, Any]  # a KvLayout's fields
+    host: str = ""  # where the puller runs, to be offered shared memory; empty if it wants none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The exporter's answer to an Open with a host. Its payload is the block table, int32, little endian."""
+
+    token: bytes  # what the memory's ledger begins with
+    pid: int
+    fd: int
+    num_blocks: int
+    block_size: int
+    slot: int  # of the ledger,
+    number: int  # which it holds as long as the blocks are the export's; 0: there is nothing to map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +54,7 @@ class Pull:
     """Asks for all layers of the tokens from `first_token` on; what lies before is cached at the puller."""
 
     first_token: int
+    shared: bool = False  # the puller reads the memory itself: Data says what is there, and carries nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +64,15 @@ class Ack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """KV of layers [first_layer, +num_layers) and tokens [first_token, +num_tokens), in canonical form as payload."""
+    """KV of layers [first_layer, +num_layers) and tokens [first_token, +num_tokens), in canonical form as payload or in
+    the exporter's memory."""
 
     index: int  # counts the data frames of a transfer from 0
     first_layer: int
     num_layers: int
     first_token: int
     num_tokens: int
-    num_bytes: int
+    num_bytes: int  # of KV
     burst: int  # frames that were ready at the same time share a number
     age: float  # seconds since the exporter began to read the burst
 
@@ -70,8 +87,8 @@ class Commit:
     first_token: int  # the token that the prefill sampled
 
 
-Message = Open | Pull | Ack | Data | Commit
-_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in (Open, Pull, Ack, Data, Commit)}
+Message = Open | Offer | Pull | Ack | Data | Commit
+_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in (Open, Offer, Pull, Ack, Data, Commit)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +138,7 @@ def _check_types(part: Message | TransferKey) -> None:
             good = good and value >= 0
         elif field.type is float:
             good = good and math.isfinite(value) and value >= 0
-        elif field.type is not bytes:
+        elif field.type not in (bytes, bool, str):
             good = type(value) is dict
         if not good:
             raise TransferError(f"KV frame with a bad {field.name}")

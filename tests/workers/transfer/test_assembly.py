@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import KvLayout
-from tandem.workers.transfer import export
 from tandem.workers.transfer.export import plan_frames
 from tandem.workers.transfer.pull import Assembly, Target, Want
 from tandem.workers.transfer.wire import FRAME_BYTES, Commit, Data, TransferError, TransferKey
@@ -40,7 +39,7 @@ def cut(kv: FakeKv) -> list[Frame]:
     """The frames of one transfer, in bursts as chunks of a prefill become ready."""
     frames: list[Frame] = []
     for burst, (start, end) in enumerate([(16, 30), (30, 31), (31, 44)]):
-        for span in plan_frames(3, 64, start, end):
+        for span in plan_frames(3, 64, start, end, 5 * 64):
             payload = kv.read(BLOCKS, span.first_token, span.num_tokens, span.first_layer, span.num_layers)
             frames.append(
                 (
@@ -58,11 +57,6 @@ def cut(kv: FakeKv) -> list[Frame]:
                 )
             )
     return frames
-
-
-@pytest.fixture(autouse=True)
-def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "FRAME_BYTES", 5 * 64)
 
 
 SOURCE = source()
@@ -83,7 +77,7 @@ def test_a_plan_covers_every_layer_of_every_token_once(layers: int, cell: int, s
     seen: Counter[tuple[int, int]] = Counter()
     ends = [start] * layers
     assume(layers * count < 6000)
-    for span in plan_frames(layers, cell, start, start + count):
+    for span in plan_frames(layers, cell, start, start + count, FRAME_BYTES):
         assert span.num_layers * span.num_tokens * cell <= max(FRAME_BYTES, cell)
         for layer in range(span.first_layer, span.first_layer + span.num_layers):
             assert ends[layer] == span.first_token

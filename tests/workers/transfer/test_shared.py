@@ -1,0 +1,239 @@
+"""KV cache read out of another worker's memory: byte for byte, and never after its blocks were given away."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.workers.engine.plan import KvLayout
+from tandem.workers.model.kv import PagedKv
+from tandem.workers.transfer import pull, shared
+from tandem.workers.transfer.export import Exporter, FrameHook
+from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
+from tandem.workers.transfer.shared import Ledger, PeerMemory, host_id
+from tandem.workers.transfer.wire import Commit, Data, Offer, TransferError, TransferKey, decode
+
+LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+EPOCH = 3
+
+
+def memory(block_size: int = 4, num_blocks: int = 16, seed: int | None = None, *, is_shared: bool = True) -> PagedKv:
+    kv = PagedKv(LAYOUT, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"), shared=is_shared)
+    if seed is not None:
+        kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return kv
+
+
+class Call:
+    """A gRPC call between a puller and an exporter of the same process."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._said: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._answers: asyncio.Queue[bytes] = asyncio.Queue()
+        self._serving = asyncio.create_task(self._serve(exporter))
+
+    async def _serve(self, exporter: Exporter) -> None:
+        with suppress(TransferError):
+            async for frame in exporter.serve(self._incoming()):
+                self._answers.put_nowait(frame)
+        self._answers.put_nowait(b"")
+
+    async def _incoming(self) -> AsyncIterator[bytes]:
+        while (frame := await self._said.get()) is not None:
+            yield frame
+
+    async def write(self, frame: bytes) -> None:
+        self._said.put_nowait(frame)
+
+    async def read(self) -> bytes:
+        return await self._answers.get()
+
+    async def code(self) -> None:
+        await asyncio.shield(self._serving)
+
+    async def done_writing(self) -> None:
+        self._said.put_nowait(None)
+
+    def cancel(self) -> None:
+        self._said.put_nowait(None)
+
+
+@dataclass
+class Pair:
+    """An exporter and a puller, and the frames that went between them."""
+
+    source: PagedKv
+    target: PagedKv
+    hook: FrameHook | None = None
+    frames: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.released: list[int] = []
+        self.exporter = Exporter(
+            self.source,
+            epoch=EPOCH,
+            lease_seconds=30,
+            stall_seconds=5,
+            on_release=self.released.append,
+            frame_hook=self._spy,
+        )
+        channel: Any = type("Channel", (), {"stream_stream": lambda _, method: lambda: Call(self.exporter)})()
+        self.puller = Puller(self.target, stall_seconds=5, channel=lambda endpoint: channel)
+
+    async def _spy(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for frame in self.hook(frames) if self.hook else frames:
+            self.frames.append(decode(frame)[1:])
+            yield frame
+
+    async def move(
+        self, blocks: tuple[int, ...], into: tuple[int, ...], num_tokens: int, cached: int = 0, chunk: int = 1000
+    ) -> Fetched:
+        transfer_id = self.exporter.offer(1, blocks, num_tokens, b"hash")
+        key = TransferKey(transfer_id=transfer_id, epoch=EPOCH)
+        target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+        target.set_result(Target(blocks=into, num_cached=cached))
+        want = Want(key=key, num_tokens=num_tokens, prefix_hash=b"hash")
+        fetching = asyncio.create_task(self.puller.fetch("there", LAYOUT, want, target))
+        for ready in range(chunk, num_tokens + chunk, chunk):
+            self.exporter.progress(1, min(ready, num_tokens))
+            await asyncio.sleep(0)
+        self.exporter.complete(1, 42)
+        return await fetching
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(len(payload) for message, payload in self.frames if isinstance(message, Data))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([(4, 4), (3, 8), (16, 5), (1, 2)]), st.integers(1, 40), st.data(), st.sampled_from([1000, 7]))
+async def test_what_arrives_is_what_was_there(
+    sizes: tuple[int, int], num_tokens: int, data: st.DataObject, chunk: int
+) -> None:
+    source, target = (memory(size, 64, seed) for size, seed in zip(sizes, (1, 2), strict=True))
+    blocks, into = (
+        tuple(data.draw(st.permutations(range(64)))[: -(-num_tokens // kv.block_size)]) for kv in (source, target)
+    )
+    cached = data.draw(st.integers(0, num_tokens - 1))
+    pair = Pair(source, target)
+    fetched = await pair.move(blocks, into, num_tokens, cached, chunk)
+    assert fetched.first_token == 42
+    assert pair.payload_bytes == 0
+    assert fetched.num_bytes == (num_tokens - cached) * 3 * LAYOUT.bytes_per_token_layer
+    assert target.read(into, cached, num_tokens - cached, 0, 3) == source.read(
+        blocks, cached, num_tokens - cached, 0, 3
+    )
+    if cached:  # is as it was
+        assert target.read(into, 0, cached, 0, 3) == memory(sizes[1], 64, 2).read(into, 0, cached, 0, 3)
+
+
+async def withdrawn_at_commit() -> Fetched:
+    """The exporter gives the blocks away when the Commit is under way already."""
+    pair = Pair(memory(seed=1), memory())
+
+    async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for frame in frames:
+            if isinstance(decode(frame)[1], Commit):
+                pair.exporter.withdraw(1)
+            yield frame
+
+    pair.hook = hook
+    return await pair.move((1, 2), (3, 4), 8)
+
+
+async def test_a_copy_of_blocks_that_were_given_away_is_refused() -> None:
+    with pytest.raises(TransferError, match="withdrawn"):
+        await withdrawn_at_commit()
+
+
+async def test_without_the_ledger_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    monkeypatch.setattr(PeerMemory, "check", lambda self, offer: None)
+    assert (await withdrawn_at_commit()).first_token == 42
+
+
+@pytest.mark.parametrize("why", ["host", "token", "not shared", "no slot", "too small", "no file"])
+async def test_what_cannot_be_mapped_goes_over_the_stream(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = memory(seed=1, is_shared=why != "not shared"), memory()
+    if why == "host":
+        monkeypatch.setattr(pull, "host_id", lambda: "elsewhere")
+    if why == "no slot":
+        monkeypatch.setattr(shared, "_NUM_SLOTS", 0)
+    pair = Pair(source, target)
+    make = pair.exporter._ledger.offer
+
+    def offer(slot: int, number: int, host: str) -> Offer:
+        made = make(slot, number, host)
+        changes: dict[str, dict[str, Any]] = {
+            "token": {"token": b"x" * 16},
+            "too small": {"num_blocks": 10**9},
+            "no file": {"fd": 10**6},
+        }
+        return replace(made, **changes.get(why, {}))
+
+    monkeypatch.setattr(pair.exporter._ledger, "offer", offer)
+    await pair.move((1, 2), (3, 4), 8)
+    assert target.read((3, 4), 0, 8, 0, 3) == source.read((1, 2), 0, 8, 0, 3)
+    assert pair.payload_bytes == 8 * 3 * LAYOUT.bytes_per_token_layer
+
+
+async def test_impossible_offers_are_failed_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in ({"slot": 10**6}, {"number": 7}):
+        pair = Pair(memory(seed=1), memory())
+        make = pair.exporter._ledger.offer
+        monkeypatch.setattr(
+            pair.exporter._ledger, "offer", lambda *entry, make=make, change=change: replace(make(*entry), **change)
+        )
+        with pytest.raises(TransferError):
+            await pair.move((1, 2), (3, 4), 8)
+
+
+def test_a_slot_is_reused_under_another_number() -> None:
+    kv = memory()
+    ledger = Ledger(kv)
+    peer = PeerMemory(first := ledger.offer(*(entry := ledger.open()), host_id()), kv)
+    peer.check(first)
+    ledger.close(*entry)
+    with pytest.raises(TransferError, match="withdrawn"):
+        peer.check(first)
+    second = ledger.offer(*ledger.open(), host_id())
+    assert second.slot == first.slot
+    peer.check(second)
+    with pytest.raises(TransferError, match="withdrawn"):
+        peer.check(first)
+
+
+def test_memory_of_another_process_is_readable_and_goes_away_with_it() -> None:
+    code = (
+        "from dataclasses import asdict; from tandem.tests.workers.transfer.test_shared import *; import json, time; "
+        "kv = memory(seed=9); ledger = Ledger(kv); offer = ledger.offer(*ledger.open(), host_id()); "
+        "print(json.dumps(asdict(offer) | {'token': offer.token.hex()}), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            values = json.loads(child.stdout.readline())
+            offer = Offer(**(values | {"token": bytes.fromhex(values["token"])}))
+            own = memory()
+            peer = PeerMemory(offer, own)
+            peer.check(offer)
+            assert peer.alive
+            expected = memory(seed=9).read((5, 0, 7), 1, 10, 0, 3)
+            assert peer.kv.read((5, 0, 7), 1, 10, 0, 3) == expected
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+    assert not peer.alive
+    assert peer.kv.read((5, 0, 7), 1, 10, 0, 3) == expected  # what is mapped stays until nobody maps it
+    with pytest.raises(OSError, match="No such file"):
+        PeerMemory(offer, own)
