@@ -37,6 +37,6 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 @cache
 def _gpu() -> ModuleType | None:
-    """`gpu`, if there is Triton, which torch brings along where it can use it. Only imported for GPUs: it takes a second,
-    and with it in the process the CPU kernels were a tenth slower."""
+    """`gpu`, if there is Triton, which torch brings along where it can use it. Only imported for GPUs: it takes a
+    second, and with it in the process the CPU kernels were a tenth slower."""
     return importlib.import_module(f"{__name__}.gpu") if importlib.util.find_spec("triton") else None
