@@ -1,9 +1,9 @@
 """What only a GPU can show: the model on real kernels, CUDA graphs, streams. Skipped where there is none."""
 
-import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,9 +96,21 @@ def test_a_launch_waits_for_nothing(folder: Path, sampling: SamplingParams) -> N
     collects: list[object] = []
     launch(driver.step(1, prompt(30), 0, sampling))
     launch(driver.step(1, [PENDING_TOKEN], 30), driver.step(2, prompt(40), 0, sampling))
-    for at in itertools.chain(range(31, 40)):
+    for at in range(31, 40):
         launch(driver.step(1, [PENDING_TOKEN], at), driver.step(2, [PENDING_TOKEN], at + 9))
     assert len(collects) == 11
+
+
+def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) -> None:
+    """Others hear then that its KV cache may be read."""
+    runner = load(folder, device="cuda")
+    driver = Driver(runner)
+    driver.generate(9, prompt(20), 3)
+    chunks = [driver.step(1, prompt(600)[at : at + 150], at) for at in range(0, 600, 150)]
+    collects = [runner.launch(StepPlan(sequences=(replace(step, sample=False),), dropped=())) for step in chunks]
+    for collect in collects:
+        assert collect() == []
+    assert torch.cuda.current_stream().query()
 
 
 def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path) -> None:

@@ -88,7 +88,7 @@ class ModelRunner(Executor):
         sampled = [step for step in plan.sequences if step.sample]
         logits = self._logits(plan) if plan.sequences else None  # [num_sampled, vocab_size]
         if logits is None or not sampled:
-            return list
+            return to_host(self._last_tokens[:0])  # no token, but its end is to be waited for all the same
         self._on_stage("sample")
         params = [self._sequences[step.sequence_id].sampling for step in sampled]
         positions = [step.start + len(step.token_ids) for step in sampled]
