@@ -12,6 +12,8 @@ from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceSt
 from tandem.workers.model import graphs, kernels, paged_attention
 from tandem.workers.model.kernels import gpu
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself")
+
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
 
 
