@@ -7,6 +7,7 @@ import torch
 from .attention import StepAttention
 from .config import ModelConfig
 from .layers import GatedMlp, Linear, RmsNorm
+from .parallel import Shard
 from .rope import rotate
 from .weights import Weights
 
@@ -25,28 +26,31 @@ class StepBatch:
 class Decoder:
     """Embedding, layers, norm, head."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self._embedding = weights.take("model.embed_tokens.weight")  # [vocab_size, hidden]
-        self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
+    def __init__(self, config: ModelConfig, weights: Weights, shard: Shard | None = None) -> None:
+        """`config` is that of the whole model; `shard` is the part of it to load, else all."""
+        self._shard = shard = shard or Shard(config)
+        rows = slice(shard.vocab.start, shard.vocab.stop)
+        self._embedding = weights.take("model.embed_tokens.weight", rows)  # [len(vocab), hidden]
+        self._layers = [_Layer(shard, weights, index) for index in range(config.num_layers)]
         self._norm = RmsNorm(weights.take("model.norm.weight"), config.rms_norm_eps)
         tied = config.tie_word_embeddings
-        self._head = Linear(self._embedding) if tied else Linear.load(weights, "lm_head")
+        self._head = Linear(self._embedding) if tied else Linear.load(weights, ("lm_head", [rows]))
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
         """Returns the logits of the sampled rows: [num_sampled, vocab_size]."""
-        x = self._embedding[batch.token_ids]  # [num_tokens, hidden]
+        x = self._shard.embed(self._embedding, batch.token_ids)  # [num_tokens, hidden]
         for layer in self._layers:
             x = layer(x, batch)
-        return self._head(self._norm(x if batch.sampled_rows is None else x[batch.sampled_rows]))
+        return self._shard.join(self._head(self._norm(x if batch.sampled_rows is None else x[batch.sampled_rows])))
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
-        prefix = f"model.layers.{index}"
+    def __init__(self, shard: Shard, weights: Weights, index: int) -> None:
+        prefix, config = f"model.layers.{index}", shard.config
         self._attention_norm = RmsNorm(weights.take(f"{prefix}.input_layernorm.weight"), config.rms_norm_eps)
-        self._attention = _Attention(config, weights, f"{prefix}.self_attn", index)
+        self._attention = _Attention(shard, weights, f"{prefix}.self_attn", index)
         self._mlp_norm = RmsNorm(weights.take(f"{prefix}.post_attention_layernorm.weight"), config.rms_norm_eps)
-        self._mlp = GatedMlp(weights, f"{prefix}.mlp")
+        self._mlp = GatedMlp(weights, f"{prefix}.mlp", shard)
 
     def __call__(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         x = self._attention(self._attention_norm(x), x, batch)
@@ -54,12 +58,15 @@ class _Layer:
 
 
 class _Attention:
-    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, index: int) -> None:
+    def __init__(self, shard: Shard, weights: Weights, prefix: str, index: int) -> None:
+        config = shard.config
+        self._shard = shard
         self._index = index
         self._head_counts = [config.num_heads, config.num_kv_heads]
         self._head_dim = config.head_dim
-        self._qkv = Linear.load(weights, f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
-        self._output = Linear.load(weights, f"{prefix}.o_proj")
+        kv = [(f"{prefix}.k_proj", shard.kv_rows), (f"{prefix}.v_proj", shard.kv_rows)]
+        self._qkv = Linear.load(weights, (f"{prefix}.q_proj", shard.query_rows), *kv)
+        self._output = Linear.load_summand(weights, f"{prefix}.o_proj", shard, shard.query_rows)
         self._qk_norms = None
         if config.qk_norm:
             names = (f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight")
@@ -74,4 +81,5 @@ class _Attention:
             query, key = (rotate(norm(part), batch.cos, batch.sin) for norm, part in parts)
         else:
             query, key = torch.split(rotate(rotated, batch.cos, batch.sin), self._head_counts, dim=1)
-        return self._output(batch.attention(self._index, query, key, value), residual)
+        mixed = batch.attention(self._index, query, key, value)  # [num_tokens, num_heads * head_dim]
+        return self._shard.add_up(self._output(mixed, self._shard.residual(residual)))

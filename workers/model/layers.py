@@ -7,7 +7,10 @@ from torch.nn import functional
 
 from . import kernels
 from .kernels import cpu
+from .parallel import Shard
 from .weights import Weights
+
+Rows = Sequence[slice]
 
 
 class Linear:
@@ -26,11 +29,21 @@ class Linear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     @classmethod
-    def load(cls, weights: Weights, *names: str) -> "Linear":
-        """Reads the named maps, which take the same input, into one that gives their outputs side by side."""
-        weight = torch.cat([weights.take(f"{name}.weight") for name in names])
-        has_bias = weights.has(f"{names[0]}.bias")
-        return cls(weight, torch.cat([weights.take(f"{name}.bias") for name in names]) if has_bias else None)
+    def load(cls, weights: Weights, *parts: tuple[str, Rows]) -> "Linear":
+        """Reads the given rows of the named maps, which take the same input, into one that gives their outputs side by
+        side."""
+        weight = torch.cat([_take(weights, f"{name}.weight", rows) for name, rows in parts])
+        has_bias = weights.has(f"{parts[0][0]}.bias")
+        return cls(
+            weight, torch.cat([_take(weights, f"{name}.bias", rows) for name, rows in parts]) if has_bias else None
+        )
+
+    @classmethod
+    def load_summand(cls, weights: Weights, name: str, shard: Shard, columns: Rows) -> "Linear":
+        """Reads the given columns of a map: the outputs of all ranks add up to its output."""
+        weight = torch.cat([weights.take(f"{name}.weight", slice(None), part) for part in columns], dim=1)
+        has_bias = shard.is_first and weights.has(f"{name}.bias")
+        return cls(weight, weights.take(f"{name}.bias") if has_bias else None)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """[num_tokens, in] to [num_tokens, out], added to a residual of the same shape if there is one, maybe in
@@ -67,18 +80,24 @@ class RmsNorm:
 class GatedMlp:
     """down(silu(gate(x)) * up(x)), arXiv 2002.05202."""
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
-        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        gate, up = (weights.take(f"{name}.weight") for name in names)
-        biases = [weights.take(f"{name}.bias") for name in names] if weights.has(f"{names[0]}.bias") else None
+    def __init__(self, weights: Weights, prefix: str, shard: Shard) -> None:
+        self._shard = shard
+        names, rows = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), shard.mlp_rows
+        gate, up = (_take(weights, f"{name}.weight", rows) for name in names)
+        biases = [_take(weights, f"{name}.bias", rows) for name in names] if weights.has(f"{names[0]}.bias") else None
         self._fused = biases is None and cpu.can_gate(gate)
         weight = cpu.alternate(gate, up) if self._fused else torch.cat((gate, up))
         self._gate_up = Linear(weight, torch.cat(biases) if biases else None)
-        self._down = Linear.load(weights, f"{prefix}.down_proj")
+        self._down = Linear.load_summand(weights, f"{prefix}.down_proj", shard, rows)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden] to the same, added to `residual`."""
-        return self._down(self._gate_up.gated(x) if self._fused else _gate(self._gate_up(x)), residual)
+        inner = self._gate_up.gated(x) if self._fused else _gate(self._gate_up(x))
+        return self._shard.add_up(self._down(inner, self._shard.residual(residual)))
+
+
+def _take(weights: Weights, name: str, rows: Rows) -> torch.Tensor:
+    return torch.cat([weights.take(name, part) for part in rows]) if len(rows) > 1 else weights.take(name, rows[0])
 
 
 def _gate(gate_up: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from .config import ModelConfig
 from .decoder import Decoder, StepBatch
 from .device import ship, to_host
 from .kv import PagedKv, kv_bytes_per_block, kv_layout
+from .parallel import Group, Shard
 from .rope import RotaryTable
 from .sampler import sample
 from .weights import DTYPES, Weights
@@ -60,18 +61,27 @@ class ModelRunner(Executor):
 
     @classmethod
     def load(
-        cls, folder: Path, *, dtype: str, device: str, num_blocks: int, block_size: int, shared: bool = False
+        cls,
+        folder: Path,
+        *,
+        dtype: str,
+        device: str,
+        num_blocks: int,
+        block_size: int,
+        shared: bool = False,
+        group: Group | None = None,
     ) -> "ModelRunner":
         """Loads a model folder. `dtype` is float32, bfloat16 or float16; `device` is what torch.device takes; `shared`
-        as in `PagedKv`.
+        as in `PagedKv`; of a group's model only the own part is read.
 
         Raises CheckpointError if the folder does not hold a model that can be served."""
         config = check_checkpoint(folder)
+        shard = Shard(config, group)
         place = torch.device(device)
-        decoder = Decoder(config, Weights(folder, dtype=DTYPES[dtype], device=place))
-        layout = kv_layout(config, dtype, fingerprint(folder))
+        decoder = Decoder(config, Weights(folder, dtype=DTYPES[dtype], device=place), shard)
+        layout = kv_layout(shard.config, dtype, fingerprint(folder))
         kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=place, shared=shared)
-        return cls(config, decoder, kv)
+        return cls(shard.config, decoder, kv)
 
     @property
     def launches_ahead(self) -> bool:

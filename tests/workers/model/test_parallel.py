@@ -1,0 +1,113 @@
+"""Models split over ranks against the whole model; here the ranks are threads."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.model.runner import ModelRunner
+
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+
+
+class ThreadGroup:
+    """Ranks that are threads of one process and add up in the order of their ranks."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, box: list[torch.Tensor]) -> None:
+        self.rank, self.size = rank, size
+        self._barrier, self._box = barrier, box
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._box[self.rank] = x.clone()
+        self._barrier.wait(30)
+        gathered = list(self._box)
+        self._barrier.wait(30)
+        return gathered
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.all_gather(x)).sum(0)
+
+
+def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any]) -> list[Any]:
+    """What `work` returns on each rank."""
+    barrier, box = threading.Barrier(size), [torch.empty(0)] * size
+
+    def rank(number: int) -> Any:
+        group = ThreadGroup(number, size, barrier, box)
+        runner = ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=128, block_size=16, group=group)
+        return work(runner)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size)))
+
+
+def generate(runner: ModelRunner) -> list[Any]:
+    driver = Driver(runner)
+    sampled = driver.generate(8, prompt(30, 1), 16, SAMPLED)
+    return [mixed_steps(runner), driver.generate(9, prompt(70, 2), 24), sampled]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_split_gives_the_tokens_of_the_whole(tmp_path: Path, family: str, kv_heads: int) -> None:
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    folder = make_tiny_model(tmp_path, family, tie_word_embeddings=kv_heads % 4 == 0, **heads)
+    expected = generate(load(folder))
+    for size in (2, 4):
+        assert on_ranks(folder, size, generate) == [expected] * size
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144},
+        {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 100},
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "hidden_size": 96,
+        },
+    ],
+)
+def test_three_ranks_with_uneven_parts_and_biases(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    folder = make_tiny_model(tmp_path, **overrides)
+    assert on_ranks(folder, 3, generate) == [generate(load(folder))] * 3
+
+
+def test_query_heads_that_straddle_kv_heads(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
+    expected = generate(load(folder))
+    assert on_ranks(folder, 6, generate) == [expected] * 6
+
+
+def test_a_rank_keeps_its_own_heads_of_the_cache(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    layers = 2
+
+    def cache(runner: ModelRunner) -> torch.Tensor:
+        """[layers, 2, tokens, heads, head_dim]"""
+        driver = Driver(runner)
+        driver.run(driver.step(1, prompt(37), 0))
+        data = runner.kv.read(driver.tables[1], 0, 37, 0, layers)
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(layers, 2, 37, -1, 16)
+
+    whole = cache(load(folder))
+    for size, slots in ((2, [(0, 1), (2, 3)]), (4, [(0,), (1,), (2,), (3,)]), (8, [(n // 2,) for n in range(8)])):
+        for part, heads in zip(on_ranks(folder, size, cache), slots, strict=True):
+            torch.testing.assert_close(part, whole[:, :, :, list(heads)], atol=1e-4, rtol=0)
+
+
+def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    group = ThreadGroup(0, 3, threading.Barrier(1), [])
+    with pytest.raises(ValueError, match=r"3 .*8 query heads"):
+        ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=8, block_size=16, group=group)
