@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final, Literal, Self, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..workers.engine.config import default_chunk_tokens
+
 MAX_FILE_BYTES: Final = 1024 * 1024
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -96,7 +98,7 @@ class TandemConfig(_Section):
         return self.prefill.replicas + self.decode.replicas
 
     def chunk_tokens(self, pool: PoolConfig) -> int:
-        return pool.chunk_tokens or (512 if self.device == "cpu" else 2048)
+        return pool.chunk_tokens or default_chunk_tokens(self.device)
 
     def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
         return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)

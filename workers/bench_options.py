@@ -11,6 +11,7 @@ import torch
 from .bench_floor import BUFFER_BYTES
 from .bench_plot import check_plot
 from .bench_shapes import SHAPES, BenchError
+from .engine.config import default_chunk_tokens
 from .model.weights import DTYPES
 
 SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -77,7 +78,7 @@ def parse(arguments: list[str] | None) -> Options:
     """Exits with 2 after one line on stderr if an argument is not good."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))
-    values["chunk"] = values["chunk"] or (512 if values["device"].type == "cpu" else 2048)
+    values["chunk"] = values["chunk"] or default_chunk_tokens(values["device"].type)
     try:
         options = Options(**values)
         if options.model is None and not options.random_weights:

@@ -38,7 +38,6 @@ class Rank:
     block_size: int
     vocab_size: int
     context_tokens: int
-
     eos_ids: frozenset[int]
     launches_ahead: bool = False  # the executor starts a step before the one before it has ended
 

@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 
 
+def default_chunk_tokens(device: str) -> int:
+    """For a kind of device, as torch names them."""
+    return 512 if device == "cpu" else 2048
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
     """What an engine may take on, in tokens and sequences."""

@@ -34,7 +34,7 @@ class Decoder:
         self._layers = [_Layer(shard, weights, index) for index in range(config.num_layers)]
         self._norm = RmsNorm(weights.take("model.norm.weight"), config.rms_norm_eps)
         tied = config.tie_word_embeddings
-        self._head = Linear(self._embedding) if tied else Linear.load(weights, ("lm_head", [rows]))
+        self._head = Linear(self._embedding) if tied else Linear.load(weights, ("lm_head", rows))
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
         """Returns the logits of the sampled rows: [num_sampled, vocab_size]."""
@@ -64,7 +64,7 @@ class _Attention:
         self._index = index
         self._head_counts = [config.num_heads, config.num_kv_heads]
         self._head_dim = config.head_dim
-        kv = [(f"{prefix}.k_proj", shard.kv_rows), (f"{prefix}.v_proj", shard.kv_rows)]
+        kv = [(f"{prefix}.{name}", rows) for name in ("k_proj", "v_proj") for rows in shard.kv_rows]
         self._qkv = Linear.load(weights, (f"{prefix}.q_proj", shard.query_rows), *kv)
         self._output = Linear.load_summand(weights, f"{prefix}.o_proj", shard, shard.query_rows)
         self._qk_norms = None

@@ -10,8 +10,6 @@ from .kernels import cpu
 from .parallel import Shard
 from .weights import Weights
 
-Rows = Sequence[slice]
-
 
 class Linear:
     """y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel where it is the faster, else in
@@ -29,19 +27,19 @@ class Linear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     @classmethod
-    def load(cls, weights: Weights, *parts: tuple[str, Rows]) -> "Linear":
+    def load(cls, weights: Weights, *parts: tuple[str, slice]) -> "Linear":
         """Reads the given rows of the named maps, which take the same input, into one that gives their outputs side by
         side."""
-        weight = torch.cat([_take(weights, f"{name}.weight", rows) for name, rows in parts])
+        weight = torch.cat([weights.take(f"{name}.weight", rows) for name, rows in parts])
         has_bias = weights.has(f"{parts[0][0]}.bias")
         return cls(
-            weight, torch.cat([_take(weights, f"{name}.bias", rows) for name, rows in parts]) if has_bias else None
+            weight, torch.cat([weights.take(f"{name}.bias", rows) for name, rows in parts]) if has_bias else None
         )
 
     @classmethod
-    def load_summand(cls, weights: Weights, name: str, shard: Shard, columns: Rows) -> "Linear":
+    def load_summand(cls, weights: Weights, name: str, shard: Shard, columns: slice) -> "Linear":
         """Reads the given columns of a map: the outputs of all ranks add up to its output."""
-        weight = torch.cat([weights.take(f"{name}.weight", slice(None), part) for part in columns], dim=1)
+        weight = weights.take(f"{name}.weight", slice(None), columns)
         has_bias = shard.is_first and weights.has(f"{name}.bias")
         return cls(weight, weights.take(f"{name}.bias") if has_bias else None)
 
@@ -83,8 +81,8 @@ class GatedMlp:
     def __init__(self, weights: Weights, prefix: str, shard: Shard) -> None:
         self._shard = shard
         names, rows = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), shard.mlp_rows
-        gate, up = (_take(weights, f"{name}.weight", rows) for name in names)
-        biases = [_take(weights, f"{name}.bias", rows) for name in names] if weights.has(f"{names[0]}.bias") else None
+        gate, up = (weights.take(f"{name}.weight", rows) for name in names)
+        biases = [weights.take(f"{name}.bias", rows) for name in names] if weights.has(f"{names[0]}.bias") else None
         self._fused = biases is None and cpu.can_gate(gate)
         weight = cpu.alternate(gate, up) if self._fused else torch.cat((gate, up))
         self._gate_up = Linear(weight, torch.cat(biases) if biases else None)
@@ -94,10 +92,6 @@ class GatedMlp:
         """[num_tokens, hidden] to the same, added to `residual`."""
         inner = self._gate_up.gated(x) if self._fused else _gate(self._gate_up(x))
         return self._shard.add_up(self._down(inner, self._shard.residual(residual)))
-
-
-def _take(weights: Weights, name: str, rows: Rows) -> torch.Tensor:
-    return torch.cat([weights.take(name, part) for part in rows]) if len(rows) > 1 else weights.take(name, rows[0])
 
 
 def _gate(gate_up: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,9 @@ import torch
 from .attention import SequenceSpan, StepAttention
 from .device import Ints, ship, to_device
 from .kernels import gpu
-from .kernels.gpu_attention import (
-    SPLIT_TOKENS,
-    ChunkWork,
-    DecodeWork,
-    chunk_attention,
-    decode_attention,
-    tile_tokens,
-)
 from .kv import PagedKv
 
-_MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of SPLIT_TOKENS keys
+_MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of gpu.SPLIT_TOKENS keys
 _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
 _PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
 
@@ -34,7 +26,7 @@ class GpuAttention:
         self.kv = kv
         self.windows = [window or 0 for window in windows]
         self.device = kv.data.device
-        self.tile_tokens = tile_tokens(num_heads, kv.layout.num_kv_heads, kv.layout.head_dim)
+        self.tile_tokens = gpu.tile_tokens(num_heads, kv.layout.num_kv_heads, kv.layout.head_dim)
         self.partial_shape = (num_heads, kv.layout.head_dim + 2)
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if kv.data.is_cuda else 1
         self.num_programs = max(1, processors * _PROGRAMS_PER_PROCESSOR // kv.layout.num_kv_heads)
@@ -42,8 +34,8 @@ class GpuAttention:
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         arrays = _Arrays(spans, self.kv.block_size)
         slots, tables, *rest = ship([*arrays.slots_and_tables(), *arrays.decodes(), *arrays.tiles(self)], self.device)
-        decode = DecodeWork(tables=tables, **dict(zip(_DECODE_FIELDS, rest, strict=False)))
-        chunk = ChunkWork(tables=tables, **dict(zip(_TILE_FIELDS, rest[len(_DECODE_FIELDS) :], strict=True)))
+        decode = gpu.DecodeWork(tables=tables, **dict(zip(_DECODE_FIELDS, rest, strict=False)))
+        chunk = gpu.ChunkWork(tables=tables, **dict(zip(_TILE_FIELDS, rest[len(_DECODE_FIELDS) :], strict=True)))
         partial = torch.empty((len(decode.item_splits), *self.partial_shape), device=self.device)
         return GpuStep(
             self, slots, decode if len(decode.rows) else None, chunk if len(chunk.tile_rows) else None, partial
@@ -61,8 +53,8 @@ class GpuStep:
 
     attention: GpuAttention
     slots: torch.Tensor  # [num_tokens] int32, block * block_size + offset, or -1
-    decode: DecodeWork | None
-    chunk: ChunkWork | None
+    decode: gpu.DecodeWork | None
+    chunk: gpu.ChunkWork | None
     partial: torch.Tensor  # [work items, num_heads, head_dim + 2] float32, scratch
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -72,9 +64,9 @@ class GpuStep:
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if self.decode:
             programs = self.attention.num_programs
-            decode_attention(query, keys, values, self.decode, window, self.partial, out, programs)
+            gpu.decode_attention(query, keys, values, self.decode, window, self.partial, out, programs)
         if self.chunk:
-            chunk_attention(query, keys, values, self.chunk, window, out)
+            gpu.chunk_attention(query, keys, values, self.chunk, window, out)
         return out
 
 
@@ -93,7 +85,7 @@ class StaticDecodes:
         """Positions int32 [batch] and the attention of the first `batch` rows, of which `fill` may leave some empty."""
         slots, *work, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
         rows, last_keys, offsets, first_items = (part[:batch] for part in work)
-        decode = DecodeWork(
+        decode = gpu.DecodeWork(
             rows=rows,
             last_keys=last_keys,
             offsets=offsets,
@@ -145,7 +137,7 @@ class _Arrays:
         """_DECODE_FIELDS of the sequences with one token."""
         which = np.flatnonzero(self._counts == 1)
         last_keys = self._starts[which]
-        num_splits = last_keys // SPLIT_TOKENS + 1
+        num_splits = gpu.num_splits(last_keys)
         first_items = num_splits.cumsum() - num_splits
         sequences = np.repeat(np.arange(len(which)), num_splits)
         splits = np.arange(len(sequences)) - first_items[sequences]

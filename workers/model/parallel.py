@@ -40,9 +40,9 @@ class Shard:
         self.config = replace(config, num_heads=config.num_heads // tp, num_kv_heads=len(heads))
         self.is_first = rank == 0
         dim = config.head_dim
-        self.query_rows = [_rows(part(config.num_heads, tp, rank), dim)]
+        self.query_rows = _rows(part(config.num_heads, tp, rank), dim)
         self.kv_rows = [_rows(range(head, head + 1), dim) for head in heads]
-        self.mlp_rows = [_rows(part(config.intermediate_size, tp, rank))]
+        self.mlp_rows = _rows(part(config.intermediate_size, tp, rank))
         self.vocab = part(config.vocab_size, tp, rank)
         self._vocab_sizes = [len(part(config.vocab_size, tp, each)) for each in range(tp)]
 

@@ -175,13 +175,14 @@ class Exporter:
                     began, burst = time.monotonic(), burst + 1
                 if export.withdrawn:
                     raise TransferError("KV cache withdrawn")
-                payload = b"" if request.shared else self._kv.read(export.blocks, **asdict(message))
+                span = asdict(message)
+                payload = b"" if request.shared else self._kv.read(export.blocks, **span)
                 frame = Data(
                     index=index,
                     num_bytes=message.num_layers * message.num_tokens * layout.bytes_per_token_layer,
                     burst=burst,
                     age=time.monotonic() - began,
-                    **asdict(message),
+                    **span,
                 )
                 index += 1
                 yield encode(export.key, frame, payload)

@@ -3,8 +3,8 @@
     | crc32c of all that follows: u32 | header length: u32 | header | payload |
 
 The puller says Open, then Pull, then Ack; the exporter says Data, ..., Data, Commit, and before them, if the Open names
-a host, Offer. Every frame names the transfer id
-and the epoch of the worker that holds the cache, so that a reused number or a restarted worker is never mistaken.
+a host, Offer. Every frame names the transfer id and the epoch of the worker that holds the cache, so that a reused
+number or a restarted worker is never mistaken.
 Knows the form of frames only; `export.py` and `pull.py` hold the conversation.
 """
 

@@ -126,15 +126,17 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= TOLERANCE[ours.dtype] * max(1.0, expected.abs().max().item())
 
 
+SHAPES = [
+    Shape(num_heads=9, kv_heads=3, head_dim=64),
+    Shape(num_heads=2, kv_heads=2, head_dim=16, block_size=4),
+    Shape(num_heads=9, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
+    Shape(num_heads=8, kv_heads=2, head_dim=64, dtype=torch.float16),
+]
+
+
 @pytest.mark.parametrize(
     "shape",
-    [
-        Shape(num_heads=9, kv_heads=3, head_dim=64),
-        Shape(num_heads=2, kv_heads=2, head_dim=16, block_size=4),
-        Shape(num_heads=9, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
-        Shape(num_heads=8, kv_heads=2, head_dim=64, dtype=torch.float16),
-        Shape(num_heads=32, kv_heads=1, head_dim=128, block_size=5, dtype=torch.bfloat16),
-    ],
+    [*SHAPES, Shape(num_heads=32, kv_heads=1, head_dim=128, block_size=5, dtype=torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.parametrize("window", [0, 100, 256])
@@ -222,13 +224,7 @@ def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int |
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        Shape(num_heads=9, kv_heads=3, head_dim=64),
-        Shape(num_heads=2, kv_heads=2, head_dim=16, block_size=4),
-        Shape(num_heads=9, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
-        Shape(num_heads=8, kv_heads=2, head_dim=64, dtype=torch.float16),
-        Shape(num_heads=2, kv_heads=1, head_dim=256, block_size=5, dtype=torch.bfloat16),
-    ],
+    [*SHAPES, Shape(num_heads=2, kv_heads=1, head_dim=256, block_size=5, dtype=torch.bfloat16)],
     ids=str,
 )
 @pytest.mark.parametrize("window", [0, 20, 200])

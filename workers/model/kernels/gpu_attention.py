@@ -11,11 +11,15 @@ batch, to the bit.
 import math
 import os
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+
+from ..device import Ints
+
+_Position = TypeVar("_Position", int, Ints)
 
 SPLIT_TOKENS: Final = 256  # keys of one work item of decode_attention
 
@@ -221,8 +225,8 @@ def _tile_keys(query: torch.Tensor) -> int:
     return min(128, max(16, _TILE_BYTES // (query.element_size() * _side(query.shape[-1]))))
 
 
-def num_splits(last_key: int) -> int:
-    """The work items of a sequence whose token is at position `last_key`."""
+def num_splits(last_key: _Position) -> _Position:
+    """The work items of a sequence whose token is at position `last_key`; of an array, of each."""
     return last_key // SPLIT_TOKENS + 1
 
 
