@@ -106,7 +106,7 @@ class RandomWeights(Weights):
     def has(self, name: str) -> bool:
         return name in self._shapes
 
-    def take(self, name: str, *slices: slice) -> torch.Tensor:
+    def _stored(self, name: str, *slices: slice) -> torch.Tensor:
         """Makes one tensor on the device. Raises KeyError if the shape has none of this name."""
         shape = self._shapes[name]
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)

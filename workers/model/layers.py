@@ -30,11 +30,9 @@ class Linear:
     def load(cls, weights: Weights, *parts: tuple[str, slice]) -> "Linear":
         """Reads the given rows of the named maps, which take the same input, into one that gives their outputs side by
         side."""
-        weight = torch.cat([weights.take(f"{name}.weight", rows) for name, rows in parts])
+        weight = weights.stack(*((f"{name}.weight", rows) for name, rows in parts))
         has_bias = weights.has(f"{parts[0][0]}.bias")
-        return cls(
-            weight, torch.cat([weights.take(f"{name}.bias", rows) for name, rows in parts]) if has_bias else None
-        )
+        return cls(weight, weights.stack(*((f"{name}.bias", rows) for name, rows in parts)) if has_bias else None)
 
     @classmethod
     def load_summand(cls, weights: Weights, name: str, shard: Shard, columns: slice) -> "Linear":
@@ -81,11 +79,12 @@ class GatedMlp:
     def __init__(self, weights: Weights, prefix: str, shard: Shard) -> None:
         self._shard = shard
         names, rows = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), shard.mlp_rows
-        gate, up = (weights.take(f"{name}.weight", rows) for name in names)
-        biases = [weights.take(f"{name}.bias", rows) for name in names] if weights.has(f"{names[0]}.bias") else None
-        self._fused = biases is None and cpu.can_gate(gate)
-        weight = cpu.alternate(gate, up) if self._fused else torch.cat((gate, up))
-        self._gate_up = Linear(weight, torch.cat(biases) if biases else None)
+        weight = weights.stack(*((f"{name}.weight", rows) for name in names))
+        has_bias = weights.has(f"{names[0]}.bias")
+        self._fused = not has_bias and cpu.can_gate(weight[: len(weight) // 2])
+        if self._fused:
+            weight.copy_(cpu.alternate(*weight.chunk(2)))  # and not `=`: what is packed next fills the copy's hole
+        self._gate_up = Linear(weight, weights.stack(*((f"{name}.bias", rows) for name in names)) if has_bias else None)
         self._down = Linear.load_summand(weights, f"{prefix}.down_proj", shard, rows)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,105 @@
+"""What a plan says of a rank's memory against what a loaded rank holds, and what it takes to load one."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.workers.model import load_alone
+from tandem.workers.model.checkpoint import check_checkpoint, expected_tensors
+from tandem.workers.model.config import ModelConfig, load_model_config
+from tandem.workers.model.footprint import ITEM_BYTES, kv_bytes_per_token, rank_tensors, weight_bytes
+
+LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 16_384,
+}
+
+
+def tensors(part: object) -> Iterator[torch.Tensor]:
+    """All that an object of the decoder holds, some maybe twice."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, list):
+        for each in part:
+            yield from tensors(each)
+    elif type(part).__module__.startswith(("tandem.workers.model.decoder", "tandem.workers.model.layers")):
+        yield from tensors(list(vars(part).values()))
+
+
+def planned_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> int:
+    return ITEM_BYTES[dtype] * sum(map(math.prod, rank_tensors(config, tp, rank).values()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_attention_heads": 8, "num_key_value_heads": 8},
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 97, "tie_word_embeddings": True},
+        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 192},  # straddling, on 2 ranks
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    ],
+)
+def test_the_plan_is_what_each_rank_holds(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """In float32, where no kernel packs weights into another form."""
+    folder = make_tiny_model(tmp_path, family, **overrides)
+    config = check_checkpoint(folder)
+    for tp in (1, 2, 4):
+        most = 0
+        for rank in range(tp):
+            runner = load_alone.load(str(folder), "float32", rank, tp)
+            held = {tensor.data_ptr(): tensor.nbytes for tensor in tensors(runner._decoder)}
+            assert sum(held.values()) == planned_bytes(config, "float32", tp, rank), (tp, rank)
+            most = max(most, sum(held.values()))
+            kv = runner.kv
+            assert kv.data.nbytes == kv.num_blocks * kv.block_size * kv_bytes_per_token(config, tp, "float32")
+        assert most == weight_bytes(config, tp, "float32")
+
+
+def test_half_the_bytes_an_item_is_half_of_all(tmp_path: Path) -> None:
+    config = check_checkpoint(make_tiny_model(tmp_path))
+    assert 2 * weight_bytes(config, 2, "bfloat16") == weight_bytes(config, 2, "float32")
+    assert 2 * kv_bytes_per_token(config, 4, "bfloat16") == kv_bytes_per_token(config, 4, "float32")
+
+
+def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    config = check_checkpoint(make_tiny_model(tmp_path))
+    with pytest.raises(ValueError, match="tp: 3 does not divide the model's 4 query heads"):
+        weight_bytes(config, 3, "float32")
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """169 million weights, 338 MB in bfloat16."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("large"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | LARGE))
+    shapes = expected_tensors(load_model_config(folder))
+    weights = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_a_rank_takes_little_more_than_its_part(large_model: Path, tmp_path: Path, dtype: str, tp: int) -> None:
+    """All of the process's memory is counted, also pages of the file, which the kernel could drop."""
+    tiny, rank = make_tiny_model(tmp_path), tp - 1
+    command = [sys.executable, load_alone.__file__, str(tiny), str(large_model), dtype, str(rank), str(tp)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert 1 <= int(done.stdout) / planned_bytes(check_checkpoint(large_model), dtype, tp, rank) <= 1.2
