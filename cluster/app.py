@@ -7,6 +7,8 @@ it places, watches and restarts.
 import asyncio
 import gc
 import logging
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, cast
 
@@ -19,6 +21,7 @@ from ..proto import worker_pb2
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, TandemConfig
 from .directory import HEARTBEAT_SECONDS, DirectoryAway, DirectoryClient, Follower
+from .ranks import rank_addresses, start_ranks
 from .status import describe_workers
 
 log = logging.getLogger(__name__)
@@ -26,7 +29,9 @@ log = logging.getLogger(__name__)
 PREFILL: Final = worker_pb2.Role.ROLE_PREFILL
 DECODE: Final = worker_pb2.Role.ROLE_DECODE
 STOP_MARGIN_SECONDS: Final = 2.0
+_LAST_SECONDS: Final = 0.5  # what a worker that has failed may take to say so
 
+_LEAST_CPUS: Final = 0.001  # Ray knows no empty bundle
 
 # Nice value on CPUs. A step of prompts may wait for whatever else shares its cores; a step of streams may not, nor may
 # the threads that talk.
@@ -42,27 +47,39 @@ class WorkerPool:
         pool: PoolConfig = getattr(config, self.role)
         self._config = config
         self._directory = DirectoryClient(config.name)
+        worker = WorkerConfig(
+            model=folder,
+            dtype=config.dtype,
+            device=config.device,
+            block_size=pool.block_size,
+            kv_cache_bytes=pool.kv_cache_bytes,
+            chunk_tokens=config.chunk_tokens(pool),
+            mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+            max_sequences=pool.max_sequences,
+            context_tokens=config.context_tokens,
+            num_threads=num_threads,
+            shared_memory=config.shared_memory,
+            priority=_PREFILL_PRIORITY if self.role == "prefill" else 0,
+            host=_host(config),
+            start_seconds=config.start_seconds,
+            lease_seconds=config.lease_seconds,
+            prefix_caching=config.prefix_caching,
+        )
+        self._ranks = start_ranks(
+            worker,
+            pool.tp,
+            host=config.host,
+            label=repr(self),
+            environment=_environment(num_threads),
+            gpu=config.device == "cuda",
+        )
         self._worker = await Worker.start(
-            WorkerConfig(
-                model=folder,
-                dtype=config.dtype,
-                device=config.device,
-                block_size=pool.block_size,
-                kv_cache_bytes=pool.kv_cache_bytes,
-                chunk_tokens=config.chunk_tokens(pool),
-                mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
-                max_sequences=pool.max_sequences,
-                context_tokens=config.context_tokens,
-                num_threads=num_threads,
-                shared_memory=config.shared_memory,
-                priority=_PREFILL_PRIORITY if self.role == "prefill" else 0,
-                host=_host(config),
-                lease_seconds=config.lease_seconds,
-                prefix_caching=config.prefix_caching,
-            ),
+            worker,
             worker_id=f"{self.role}-{serve.get_replica_context().replica_id.unique_id}",
             role=self.role,
+            ranks=await rank_addresses(self._ranks),
         )
+        self._failing = asyncio.create_task(self._end_with_the_worker())
         _freeze()
         self._heartbeats = asyncio.create_task(self._heartbeat())
 
@@ -77,11 +94,22 @@ class WorkerPool:
     async def __del__(self) -> None:
         """Serve's hook for a graceful stop, which it awaits."""
         self._heartbeats.cancel()
+        self._failing.cancel()
         try:
             await self._directory.remove(self._worker.info().worker_id)
         except DirectoryAway as error:
             log.warning("not removed from the directory: %s", error)
         await self._worker.stop(grace=self._config.grace_seconds)
+
+    async def _end_with_the_worker(self) -> None:
+        """An engine that has failed or lost a rank cannot be mended. The process ends, Serve starts another."""
+        await self._worker.failed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_SECONDS):
+                await asyncio.gather(
+                    self._worker.stop(), self._directory.remove(self._worker.worker_id), return_exceptions=True
+                )
+        os._exit(1)
 
     async def _heartbeat(self) -> None:
         while True:
@@ -179,7 +207,8 @@ def build_app(config: TandemConfig, folder: str, num_cores: int) -> serve.Applic
     pools = [_bind_pool(DecodePool, config, config.decode, folder, num_cores)]
     if config.prefill.replicas:
         pools.append(_bind_pool(PrefillPool, config, config.prefill, folder, num_cores))
-    options = _options(config, 1, config.router.num_cpus, config.router.resources, {"TOKENIZERS_PARALLELISM": "false"})
+    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    options = _options(config, 1, config.router.num_cpus, config.router.resources, environment)
     router: Any = serve.deployment(Router, **options)
     return cast(serve.Application, router.bind(config, folder, *pools))
 
@@ -188,14 +217,26 @@ def _bind_pool(
     pool_class: type[WorkerPool], config: TandemConfig, pool: PoolConfig, folder: str, num_cores: int
 ) -> serve.Application:
     num_threads = config.num_threads(pool, num_cores)
-    # Between the kernels of a step OpenMP's threads spin for some microseconds, not longer: threads that spin on while
-    # another process wants the core cost it up to a factor of 10, those that sleep at once wake too late.
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads)) | {"GOMP_SPINCOUNT": "3000"}
-    options = _options(config, pool.replicas, pool.num_cpus, pool.resources, threads)
-    if config.device == "cuda":
+    options = _options(config, pool.replicas, pool.num_cpus, pool.resources, _environment(num_threads))
+    gpus = {"GPU": 1.0} if config.device == "cuda" else {}
+    if gpus:
         options["ray_actor_options"]["num_gpus"] = 1
+    if pool.tp > 1:
+        bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
+        options["placement_group_bundles"] = [bundle] * pool.tp
+        options["placement_group_strategy"] = pool.placement
     deployment: Any = serve.deployment(pool_class, **options)
     return cast(serve.Application, deployment.bind(config, folder, num_threads))
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    """Of a process that computes, on CPUs.
+
+    Between the kernels of a step OpenMP's threads spin for some microseconds, not longer: threads that spin on while
+    another process wants the core cost it up to a factor of 10, those that sleep at once wake too late."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
+    # A replica serves a folder that is there; it has nothing to ask a hub.
+    return threads | {"GOMP_SPINCOUNT": "3000", "HF_HUB_OFFLINE": "1"}
 
 
 def _options(
@@ -206,8 +247,7 @@ def _options(
         "ray_actor_options": {
             "num_cpus": num_cpus,
             "resources": resources,
-            # A replica serves a folder that is there; it has nothing to ask a hub.
-            "runtime_env": {"env_vars": {"HF_HUB_OFFLINE": "1", **environment}},
+            "runtime_env": {"env_vars": environment},
         },
         "max_ongoing_requests": 1000,
         "max_constructor_retry_count": 3,

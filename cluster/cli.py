@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 
 from ..proto.errors import InvalidArgument, NotFound, TandemError
+from ..workers.engine.sharding import check_split
 from ..workers.model.checkpoint import CheckpointError, check_checkpoint
 from .bench import bench
 from .cli_client import chat, generate, status
-from .config import ConfigError, TandemConfig, load_config
+from .config import ConfigError, PoolConfig, TandemConfig, load_config
 from .environment import prepare_ray_environment
 from .model_cli import model_app
+from .plan_cli import plan_app
 from .store import resolve_model
 
 app = typer.Typer(
@@ -27,6 +29,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(model_app, name="model")
+app.add_typer(plan_app, name="plan")
 app.command()(generate)
 app.command()(chat)
 app.command()(status)
@@ -51,6 +54,9 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="A YAML file; flags win over it.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 lets decode workers prefill.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks that share the model, in the workers of both pools.")] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="The same for prefill workers; wins over --tp.")] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="The same for decode workers; wins over --tp.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
@@ -71,6 +77,8 @@ def serve(
         "model": model,
         "prefill.replicas": prefill,
         "decode.replicas": decode,
+        "prefill.tp": tp if prefill_tp is None else prefill_tp,
+        "decode.tp": tp if decode_tp is None else decode_tp,
         "dtype": dtype,
         "device": device,
         "context_tokens": context_tokens,
@@ -94,9 +102,20 @@ def check_config(file: Annotated[Path, typer.Argument(help="A YAML file for `tan
 
 
 def checked_folder(config: TandemConfig) -> Path:
-    """The model's folder, fetched if it has to be, after the check that it can be served."""
+    """The model's folder, fetched if it has to be, after the check that it can be served, and split as configured.
+
+    Raises CheckpointError, or ConfigError for a `tp` that does not divide the model's heads."""
     folder = resolve_model(config.model, progress=True)
-    check_checkpoint(folder)
+    model = check_checkpoint(folder)
+    wrong = []
+    for role in ("prefill", "decode"):
+        pool: PoolConfig = getattr(config, role)
+        try:
+            check_split(model.num_heads, model.num_kv_heads, pool.tp)
+        except ValueError as error:
+            wrong.append(f"{role}.{error}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     return folder.resolve()
 
 

@@ -39,12 +39,15 @@ class RouterConfig(_Section):
 
 
 class PoolConfig(_Section):
-    """One pool of workers: how many, what each may hold, and where they may run."""
+    """One pool of workers: how many, how each is split, what it may hold, and where it may run."""
 
     replicas: int = Field(default=1, ge=0, le=256)
-    num_threads: int | None = Field(default=None, ge=1, le=1024)  # None shares the cores evenly
+    tp: int = Field(default=1, ge=1, le=64)  # ranks of a worker, which share the model
+    # Where the ranks of a worker may be: Ray's strategies for placement groups. STRICT_PACK is one node.
+    placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
+    num_threads: int | None = Field(default=None, ge=1, le=1024)  # of each rank; None shares the cores evenly
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
-    kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB
+    kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB of each rank's memory; its heads of every token
     # Of prompts, computed in one step. None is 2048, on CPUs 512.
     chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     # The same beside sequences that decode: all of them wait for it. None is 512, on CPUs 32.
@@ -104,10 +107,11 @@ class TandemConfig(_Section):
         return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)
 
     def num_threads(self, pool: PoolConfig, num_cores: int) -> int:
-        """Threads of one worker of the pool on a machine of `num_cores` that holds all workers.
+        """Threads of one rank of the pool on a machine of `num_cores` that holds all ranks of all workers.
 
         More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way."""
-        return pool.num_threads or max(1, num_cores // self.num_workers)
+        num_ranks = self.prefill.replicas * self.prefill.tp + self.decode.replicas * self.decode.tp
+        return pool.num_threads or max(1, num_cores // num_ranks)
 
 
 def load_config(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> TandemConfig:

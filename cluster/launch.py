@@ -95,8 +95,8 @@ def _local_resources(config: TandemConfig) -> dict[str, Any]:
     totals: defaultdict[str, float] = defaultdict(float)
     for section, replicas in (
         (config.router, 1),
-        (config.prefill, config.prefill.replicas),
-        (config.decode, config.decode.replicas),
+        (config.prefill, config.prefill.replicas * config.prefill.tp),
+        (config.decode, config.decode.replicas * config.decode.tp),
     ):
         totals["CPU"] += replicas * section.num_cpus
         for name, amount in section.resources.items():

@@ -32,3 +32,11 @@ def peer_channel(address: str) -> grpc.aio.Channel:
 def peer_server() -> grpc.aio.Server:
     """A server for routers and workers; the caller adds services and a port, starts and stops it."""
     return grpc.aio.server(options=PEER_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Gives a server its one interface and port, 0 for a free one; returns HOST:PORT. Raises OSError if it is taken."""
+    try:
+        return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
+    except RuntimeError as error:
+        raise OSError(f"cannot bind {host}:{port}") from error

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0finference.proto\x12\ttandem.v1\"\xca\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.tandem.v1.Prompt\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x08stopping\x18\x04 \x01(\x0b\x32\x19.tandem.v1.StoppingParams\x12\x17\n\x0ftruncate_prompt\x18\x05 \x01(\x08\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"k\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x42\x06\n\x04kind\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"r\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\xad\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc8\x03\n\x08Timeline\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10tokenize_seconds\x18\x02 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x64ispatch_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01\x12\x1b\n\x13kv_transfer_seconds\x18\x06 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x07 \x01(\x01\x12\x1a\n\x12\x65nd_to_end_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\t \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\n \x01(\x01\x12\x19\n\x11kv_transfer_bytes\x18\x0b \x01(\x04\x12\"\n\x1akv_transfer_active_seconds\x18\x0c \x01(\x01\x12\x15\n\rprompt_tokens\x18\r \x01(\r\x12\x15\n\rcached_tokens\x18\x0e \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x0f \x01(\r\x12\x10\n\x08\x61ttempts\x18\x10 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x11 \x01(\t\x12\x15\n\rdecode_worker\x18\x12 \x01(\t\"C\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.tandem.v1.Prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xe2\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0finference.proto\x12\ttandem.v1\"\xca\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.tandem.v1.Prompt\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x08stopping\x18\x04 \x01(\x0b\x32\x19.tandem.v1.StoppingParams\x12\x17\n\x0ftruncate_prompt\x18\x05 \x01(\x08\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"k\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x42\x06\n\x04kind\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"0\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x92\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"r\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\xad\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_index\x18\x04 \x01(\r\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.tandem.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xde\x03\n\x08Timeline\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10tokenize_seconds\x18\x02 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x18\n\x10\x64ispatch_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01\x12\x1b\n\x13kv_transfer_seconds\x18\x06 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x07 \x01(\x01\x12\x1a\n\x12\x65nd_to_end_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cttft_seconds\x18\t \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\n \x01(\x01\x12\x19\n\x11kv_transfer_bytes\x18\x0b \x01(\x04\x12\"\n\x1akv_transfer_active_seconds\x18\x0c \x01(\x01\x12\x15\n\rprompt_tokens\x18\r \x01(\r\x12\x15\n\rcached_tokens\x18\x0e \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x0f \x01(\r\x12\x10\n\x08\x61ttempts\x18\x10 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x11 \x01(\t\x12\x15\n\rdecode_worker\x18\x12 \x01(\t\x12\x14\n\x0ckv_transport\x18\x13 \x01(\t\"C\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x06prompt\x18\x02 \x01(\x0b\x32\x11.tandem.v1.Prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xe2\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1677
-  _globals['_FINISHREASON']._serialized_end=1772
+  _globals['_FINISHREASON']._serialized_start=1699
+  _globals['_FINISHREASON']._serialized_end=1794
   _globals['_GENERATEREQUEST']._serialized_start=31
   _globals['_GENERATEREQUEST']._serialized_end=233
   _globals['_PROMPT']._serialized_start=235
@@ -52,17 +52,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE']._serialized_start=906
   _globals['_USAGE']._serialized_end=986
   _globals['_TIMELINE']._serialized_start=989
-  _globals['_TIMELINE']._serialized_end=1445
-  _globals['_TOKENIZEREQUEST']._serialized_start=1447
-  _globals['_TOKENIZEREQUEST']._serialized_end=1514
-  _globals['_TOKENIZERESPONSE']._serialized_start=1516
-  _globals['_TOKENIZERESPONSE']._serialized_end=1553
-  _globals['_LISTMODELSREQUEST']._serialized_start=1555
-  _globals['_LISTMODELSREQUEST']._serialized_end=1574
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1576
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1630
-  _globals['_MODEL']._serialized_start=1632
-  _globals['_MODEL']._serialized_end=1675
-  _globals['_INFERENCE']._serialized_start=1775
-  _globals['_INFERENCE']._serialized_end=2001
+  _globals['_TIMELINE']._serialized_end=1467
+  _globals['_TOKENIZEREQUEST']._serialized_start=1469
+  _globals['_TOKENIZEREQUEST']._serialized_end=1536
+  _globals['_TOKENIZERESPONSE']._serialized_start=1538
+  _globals['_TOKENIZERESPONSE']._serialized_end=1575
+  _globals['_LISTMODELSREQUEST']._serialized_start=1577
+  _globals['_LISTMODELSREQUEST']._serialized_end=1596
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1598
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1652
+  _globals['_MODEL']._serialized_start=1654
+  _globals['_MODEL']._serialized_end=1697
+  _globals['_INFERENCE']._serialized_start=1797
+  _globals['_INFERENCE']._serialized_end=2023
 # @@protoc_insertion_point(module_scope)

@@ -104,18 +104,20 @@ class KvHandle(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "model")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "model", "num_heads")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
     model: str
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    num_heads: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., model: _Optional[str] = ..., num_heads: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("outputs", "load")
@@ -152,14 +154,16 @@ class Admitted(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("transfer_bytes", "transfer_active_seconds", "cached_tokens")
+    __slots__ = ("transfer_bytes", "transfer_active_seconds", "cached_tokens", "transport")
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ACTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     transfer_bytes: int
     transfer_active_seconds: float
     cached_tokens: int
-    def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_active_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    transport: str
+    def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_active_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("first_index", "ids", "finish_reason", "prefill_seconds")
@@ -204,7 +208,7 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "address", "layout", "block_size", "context_tokens", "load", "draining")
+    __slots__ = ("worker_id", "epoch", "role", "address", "layout", "block_size", "context_tokens", "load", "draining", "tp")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +218,7 @@ class WorkerInfo(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: Role
@@ -223,24 +228,181 @@ class WorkerInfo(_message.Message):
     context_tokens: int
     load: Load
     draining: bool
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    tp: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_jobs", "balanced")
+    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_jobs", "balanced", "peers")
     INFO_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     NUM_JOBS_FIELD_NUMBER: _ClassVar[int]
     BALANCED_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     num_sessions: int
     num_leases: int
     num_transfers: int
     num_jobs: int
     balanced: bool
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_jobs: _Optional[int] = ..., balanced: _Optional[bool] = ...) -> None: ...
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_jobs: _Optional[int] = ..., balanced: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("endpoint", "transport", "bytes_per_second")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    transport: str
+    bytes_per_second: float
+    def __init__(self, endpoint: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
+
+class LeadRequest(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: _containers.RepeatedCompositeFieldContainer[RankCommand]
+    def __init__(self, commands: _Optional[_Iterable[_Union[RankCommand, _Mapping]]] = ...) -> None: ...
+
+class LeadResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[RankEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[RankEvent, _Mapping]]] = ...) -> None: ...
+
+class RankCommand(_message.Message):
+    __slots__ = ("join", "export", "progress", "complete", "fetch", "place", "stop")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    export: Export
+    progress: Progress
+    complete: Complete
+    fetch: Fetch
+    place: Place
+    stop: Stop
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., complete: _Optional[_Union[Complete, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("rank", "size", "store", "epoch", "timeout_seconds")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    size: int
+    store: str
+    epoch: int
+    timeout_seconds: float
+    def __init__(self, rank: _Optional[int] = ..., size: _Optional[int] = ..., store: _Optional[str] = ..., epoch: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class Export(_message.Message):
+    __slots__ = ("sequence_id", "transfer_id", "blocks", "num_tokens", "prefix_hash")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    transfer_id: bytes
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: int
+    prefix_hash: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("sequence_id", "num_ready")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_READY_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    num_ready: int
+    def __init__(self, sequence_id: _Optional[int] = ..., num_ready: _Optional[int] = ...) -> None: ...
+
+class Complete(_message.Message):
+    __slots__ = ("sequence_id", "first_token")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    first_token: int
+    def __init__(self, sequence_id: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("sequence_id", "kv", "prefix_hash")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    kv: KvHandle
+    prefix_hash: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
+
+class Place(_message.Message):
+    __slots__ = ("sequence_id", "blocks", "num_cached")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_cached: int
+    def __init__(self, sequence_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., num_cached: _Optional[int] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("sequence_id",)
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
+
+class RankEvent(_message.Message):
+    __slots__ = ("ready", "fetched", "fetch_failed", "stopped")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FAILED_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    ready: Ready
+    fetched: Fetched
+    fetch_failed: FetchFailed
+    stopped: Stopped
+    def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_failed: _Optional[_Union[FetchFailed, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("endpoint", "num_blocks")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    num_blocks: int
+    def __init__(self, endpoint: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("sequence_id", "num_bytes", "active_seconds", "transport")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    num_bytes: int
+    active_seconds: float
+    transport: str
+    def __init__(self, sequence_id: _Optional[int] = ..., num_bytes: _Optional[int] = ..., active_seconds: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class FetchFailed(_message.Message):
+    __slots__ = ("sequence_id",)
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
+
+class Stopped(_message.Message):
+    __slots__ = ("sequence_id",)
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...

@@ -139,3 +139,83 @@ class Worker:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RankStub:
+    """Another rank of a tensor-parallel group, as rank 0 leads it. Step plans do not come this way, but through the group's
+    own collectives.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Lead = channel.stream_stream(
+                '/tandem.v1.Rank/Lead',
+                request_serializer=worker__pb2.LeadRequest.SerializeToString,
+                response_deserializer=worker__pb2.LeadResponse.FromString,
+                _registered_method=True)
+
+
+class RankServicer:
+    """Another rank of a tensor-parallel group, as rank 0 leads it. Step plans do not come this way, but through the group's
+    own collectives.
+    """
+
+    def Lead(self, request_iterator, context):
+        """Rank 0's hold on the rank, for life: however the stream ends, the rank ends with it. Both sides say something every
+        fraction of a second, if only an empty message; who falls silent is taken for lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RankServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Lead': grpc.stream_stream_rpc_method_handler(
+                    servicer.Lead,
+                    request_deserializer=worker__pb2.LeadRequest.FromString,
+                    response_serializer=worker__pb2.LeadResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Rank', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Rank', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Rank:
+    """Another rank of a tensor-parallel group, as rank 0 leads it. Step plans do not come this way, but through the group's
+    own collectives.
+    """
+
+    @staticmethod
+    def Lead(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.Rank/Lead',
+            worker__pb2.LeadRequest.SerializeToString,
+            worker__pb2.LeadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

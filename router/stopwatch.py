@@ -49,6 +49,7 @@ class Stopwatch:
             self._joined = self._joined or now
             self._timeline.kv_transfer_bytes += output.joined.transfer_bytes
             self._timeline.kv_transfer_active_seconds += output.joined.transfer_active_seconds
+            self._timeline.kv_transport = output.joined.transport
 
     def tokens(self, count: int) -> None:
         """`count` tokens have reached the router."""

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import grpc.aio
 
@@ -16,6 +17,7 @@ from tandem.router.request import TokenRequest
 from tandem.router.view import DirectoryView
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.rank import Rank
+from tandem.workers.rank_server import RankServer
 from tandem.workers.transfer.export import FrameHook
 from tandem.workers.worker import Worker, WorkerConfig
 
@@ -43,6 +45,7 @@ class Fleet:
     workers: list[Worker]
     view: DirectoryView
     dispatcher: Dispatcher
+    ranks: list[RankServer] = field(default_factory=list)  # other than 0, worker by worker
 
     async def generate(self, request: TokenRequest) -> tuple[list[int], inference_pb2.Timeline]:
         """All tokens of one request, checked to have contiguous indices and exactly one end."""
@@ -126,9 +129,34 @@ async def fleet(
         )
         for n, role in enumerate(roles)
     ]
+    async with _together(workers) as running:
+        yield running
+
+
+@asynccontextmanager
+async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: object) -> AsyncIterator[Fleet]:
+    """Like `fleet`, with workers whose ranks share a real model, in float32: `tp` says for each role how many ranks
+    each of its workers has. All ranks are in this process."""
+    settings = WorkerConfig(model=str(folder), **({"dtype": "float32", "kv_cache_bytes": 2**22} | config))  # type: ignore[arg-type]
+    workers, ranks = [], []
+    for role, sizes in tp.items():
+        for n, size in enumerate(sizes):
+            others = [await RankServer.start(settings) for _ in range(1, size)]
+            ranks += others
+            addresses = [rank.address for rank in others]
+            workers.append(await Worker.start(settings, worker_id=f"{role}-{n}", role=role, ranks=addresses))
+    try:
+        async with _together(workers, ranks) as running:
+            yield running
+    finally:
+        await asyncio.gather(*(rank.stop() for rank in ranks))
+
+
+@asynccontextmanager
+async def _together(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
     view = DirectoryView()
     view.update(worker.info() for worker in workers)
-    running = Fleet(list(workers), view, Dispatcher(view))
+    running = Fleet(list(workers), view, Dispatcher(view), list(ranks))
     try:
         yield running
         await running.check_idle()

@@ -28,7 +28,7 @@ class EngineThread:
         self._deliver = deliver
         self._failed = failed
         self._loop = asyncio.get_running_loop()
-        self._commands: deque[Callable[[Engine], None]] = deque()
+        self._commands: deque[Callable[[Engine], object]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -38,7 +38,7 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, command: Callable[[Engine], None]) -> None:
+    def post(self, command: Callable[[Engine], object]) -> None:
         """Runs `command(engine)` in the engine's thread before its next step."""
         with self._wake:
             self._commands.append(command)

@@ -78,7 +78,7 @@ def parse_submit(
         raise InvalidSubmit(f"token_ids: at least one, each below {vocab_size}")
     if submit.max_tokens < 1 or len(submit.token_ids) + submit.max_tokens > context_tokens:
         raise InvalidSubmit(f"max_tokens: at least 1, and with the prompt at most {context_tokens}")
-    if task is Task.DECODE and (len(submit.kv.endpoints) != 1 or submit.kv.num_tokens != len(submit.token_ids)):
+    if task is Task.DECODE and (not submit.kv.endpoints or submit.kv.num_tokens != len(submit.token_ids)):
         raise InvalidSubmit("kv: does not name the cache of this prompt")
     if submit.first_index >= len(submit.token_ids):
         raise InvalidSubmit("first_index: below the number of token_ids")
@@ -128,6 +128,7 @@ def layout_message(layout: KvLayout) -> worker_pb2.KvLayout:
     """A KV layout as handles and the directory carry it."""
     return worker_pb2.KvLayout(
         num_layers=layout.num_layers,
+        num_heads=layout.num_heads,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         dtype=layout.dtype,
@@ -139,6 +140,7 @@ def parse_layout(message: worker_pb2.KvLayout) -> KvLayout:
     """The inverse of `layout_message`."""
     return KvLayout(
         num_layers=message.num_layers,
+        num_heads=message.num_heads,
         num_kv_heads=message.num_kv_heads,
         head_dim=message.head_dim,
         dtype=message.dtype,

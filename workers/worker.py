@@ -7,9 +7,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Self
@@ -18,7 +17,7 @@ import grpc
 import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
-from ..proto.channel import peer_channel, peer_server
+from ..proto.channel import bind, peer_server
 from ..proto.hashing import hash_prompt
 from .engine.block_pool import BlockState
 from .engine.config import Budgets, EngineConfig
@@ -26,11 +25,14 @@ from .engine.engine import DoesNotFit, Engine, QueueFull
 from .engine.events import Admitted, Event, Joined, Preempted, Progress, Token
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
-from .rank import Rank, RankConfig, enter_engine_thread, load_rank
-from .session import InvalidSubmit, Job, RouterSession, layout_message, parse_layout, parse_submit, tokens_output
-from .transfer.export import Exporter, FrameHook
-from .transfer.pull import Puller, Target, Want
-from .transfer.wire import PULL_METHOD, TransferError, TransferKey
+from .kv_group import KvGroup
+from .leader import Leader
+from .rank import Rank, RankConfig, enter_engine_thread
+from .session import InvalidSubmit, Job, RouterSession, layout_message, parse_submit, tokens_output
+from .transfer.export import FrameHook
+from .transfer.mover import KvMover
+from .transfer.pull import Target, Want
+from .transfer.wire import TransferError, TransferKey
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +43,30 @@ ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(Budgets, RankConfig):
-    """One worker: its rank, its budgets and its address."""
+    """One worker: its ranks and its budgets."""
 
-    host: str = "127.0.0.1"  # the one interface to bind
-    port: int = 0  # 0 takes a free one
     lease_seconds: float = 30.0  # how long KV cache that nobody has come for is kept
-    stall_seconds: float = 30.0  # a KV transfer without progress for so long has failed
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
     """Serves `tandem.v1.Worker` and the KV endpoint on one port. Make one with `start`, end it with `stop`."""
 
-    def __init__(self, rank: Rank, config: WorkerConfig, *, worker_id: str, role: str, frame_hook: FrameHook | None):
+    def __init__(
+        self,
+        rank: Rank,
+        config: WorkerConfig,
+        leader: Leader,
+        *,
+        worker_id: str,
+        role: str,
+        frame_hook: FrameHook | None,
+    ) -> None:
         self.worker_id = worker_id
         self.role = role
-        self.epoch = time.time_ns()  # grows with every start of a worker of this id
+        self.epoch = leader.epoch  # fences what an earlier worker of this id has said
         self.address = ""
+        self.failed = asyncio.Event()  # then nothing but `stop` is left
+        self._leader = leader
         self._rank = rank
         self._config = config
         self._engine = Engine(
@@ -70,7 +80,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, deliver=self._deliver, failed=self._fail)
-        self._exporter = Exporter(
+        self._mover = KvMover(
             rank.kv,
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
@@ -78,8 +88,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             on_release=self._released,
             frame_hook=frame_hook,
         )
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._puller = Puller(rank.kv, stall_seconds=config.stall_seconds, channel=self._channel)
+        self._kv = KvGroup(self._mover, leader.links)
         self._jobs: dict[int, Job] = {}
         self._sessions: set[RouterSession] = set()
         self._ids = itertools.count(1)
@@ -89,35 +98,44 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._server = peer_server()
 
     @classmethod
-    async def start(cls, config: WorkerConfig, *, worker_id: str, role: str = "decode") -> Self:
-        """Loads the model, binds the port and serves, as the only worker of this process. Raises CheckpointError for a
-        bad model folder and OSError for a port that is taken."""
-        # A thread of its own, which ends: while it lives, libgomp counts its OpenMP team beside the engine's, takes the
-        # machine for overcommitted and lets no thread spin.
-        with ThreadPoolExecutor(1) as loader:
-            rank = await asyncio.get_running_loop().run_in_executor(loader, load_rank, config)
-        worker = await cls.serve(rank, config, worker_id=worker_id, role=role)
+    async def start(
+        cls, config: WorkerConfig, *, worker_id: str, role: str = "decode", ranks: Sequence[str] = ()
+    ) -> Self:
+        """Loads the model, binds the port and serves, as the only worker of this process. `ranks` are the addresses of
+        the `RankServer`s of ranks 1, 2, ... of the group, which read the same config.
+
+        Raises what `Leader.start` raises, such as CheckpointError for a bad model folder, and OSError for a port that
+        is taken."""
+        leader, rank = await Leader.start(config, ranks)
+        try:
+            worker = await cls.serve(rank, config, worker_id=worker_id, role=role, leader=leader)
+        except BaseException:
+            await leader.close()
+            raise
         worker._thread.post(lambda engine: enter_engine_thread(config))
         return worker
 
     @classmethod
     async def serve(
-        cls, rank: Rank, config: WorkerConfig, *, worker_id: str, role: str, frame_hook: FrameHook | None = None
+        cls,
+        rank: Rank,
+        config: WorkerConfig,
+        *,
+        worker_id: str,
+        role: str,
+        frame_hook: FrameHook | None = None,
+        leader: Leader | None = None,
     ) -> Self:
         """Serves a loaded rank. `frame_hook` stands between the exporter and gRPC; fault tests put theirs there."""
-        worker = cls(rank, config, worker_id=worker_id, role=role, frame_hook=frame_hook)
+        leader = leader or Leader()
+        worker = cls(rank, config, leader, worker_id=worker_id, role=role, frame_hook=frame_hook)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
-        service, method = PULL_METHOD.strip("/").split("/")
-        # No serializers: frames are bytes.
-        pull: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(worker._pull)
-        worker._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: pull}),))
-        try:
-            port = worker._server.add_insecure_port(f"{config.host}:{config.port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot bind {config.host}:{config.port}") from error
-        worker.address = f"{config.host}:{port}"
+        worker._mover.serve_on(worker._server)
+        worker.address = bind(worker._server, config.host, config.port)
         await worker._server.start()
         worker._thread.start()
+        leader.lost.add_done_callback(lambda lost: worker._fail(lost.result()))
+        leader.keep(worker._thread.post)
         return worker
 
     async def stop(self, grace: float = 0.0) -> None:
@@ -137,8 +155,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             self._end(job)
         try:
             await self._thread.stop(_COMMAND_SECONDS)
+            await self._leader.end()
         finally:
-            await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+            await self._leader.close()
+            await self._kv.close()
 
     def check_health(self) -> None:
         """Raises RuntimeError if the engine has failed."""
@@ -174,6 +194,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             context_tokens=self._context_tokens,
             load=self.load(),
             draining=self._draining,
+            tp=self._rank.kv.tp,
         )
 
     # --- the gRPC service -------------------------------------------------------------------------------------------
@@ -215,23 +236,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.GetStatusResponse(
             info=self.info(),
             num_sessions=len(self._sessions),
-            num_leases=self._exporter.num_exports,
-            num_transfers=self._exporter.num_streams
-            + self._puller.num_closing
-            + sum(job.pulling is not None for job in self._jobs.values()),
+            num_leases=self._kv.num_leases,
+            num_transfers=self._kv.num_transfers + sum(job.pulling is not None for job in self._jobs.values()),
             num_jobs=len(self._jobs),
             balanced=balanced,
         )
-
-    async def _pull(
-        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
-        try:
-            async with aclosing(self._exporter.serve(request_iterator)) as frames:
-                async for frame in frames:
-                    await context.write(frame)
-        except TransferError as error:
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
@@ -295,10 +304,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         """Forgets a job and frees what it holds, wherever it stands. First the transfers stop touching its blocks."""
         self._jobs.pop(job.spec.id, None)
         job.session.jobs.pop(job.key, None)
-        if job.pulling:
-            job.pulling.cancel()
-        self._exporter.withdraw(job.spec.id)
-        self._thread.post(lambda engine: engine.cancel(job.spec.id))
+        self._kv.stop(job.spec.id, job.pulling, lambda: self._thread.post(lambda engine: engine.cancel(job.spec.id)))
         if not self._jobs:
             self._idle.set()
 
@@ -316,7 +322,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             prefix_hash=hash_prompt(job.spec.tokens, job.spec.salt),
         )
         try:
-            job.fetched = await self._puller.fetch(handle.endpoints[0], parse_layout(handle.layout), want, job.target)
+            job.fetched = await self._kv.fetch(job.spec.id, handle, want, job.target)
             if job.fetched.first_token >= self._rank.vocab_size:
                 raise TransferError("KV commit with an impossible token")
         except TransferError as error:
@@ -334,11 +340,6 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         if not task.cancelled() and (error := task.exception()):
             self._fail(error)
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        if endpoint not in self._channels:
-            self._channels[endpoint] = peer_channel(endpoint)
-        return self._channels[endpoint]
-
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _deliver(self, events: list[Event]) -> None:
@@ -355,11 +356,13 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             case Admitted():
                 job.session.put(job.key, admitted=self._admitted(job, event))
             case Progress():
-                self._exporter.progress(job.spec.id, event.num_computed)
+                self._kv.progress(job.spec.id, event.num_computed)
             case Joined():
                 assert job.fetched is not None
                 joined = worker_pb2.Joined(
-                    transfer_bytes=job.fetched.num_bytes, transfer_active_seconds=job.fetched.active_seconds
+                    transfer_bytes=job.fetched.num_bytes,
+                    transfer_active_seconds=job.fetched.active_seconds,
+                    transport=job.fetched.transport,
                 )
                 job.session.put(job.key, joined=joined)
             case Token():
@@ -367,7 +370,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 if event.finish is not None:
                     self._end(job)
                 elif job.spec.task is Task.PREFILL:
-                    self._exporter.complete(job.spec.id, event.token)
+                    self._kv.complete(job.spec.id, event.token)
             case Preempted():
                 failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_PREEMPTED, message="preempted")
                 self._refuse(job.spec.id, failure)
@@ -379,7 +382,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         if job.spec.task is Task.PREFILL:
             prefix_hash = hash_prompt(job.spec.tokens, job.spec.salt)
             num_tokens = len(job.spec.tokens)
-            transfer_id = self._exporter.offer(job.spec.id, event.blocks, num_tokens, prefix_hash)
+            transfer_id = self._kv.offer(job.spec.id, event.blocks, num_tokens, prefix_hash)
             message.kv.CopyFrom(
                 worker_pb2.KvHandle(
                     worker_id=self.worker_id,
@@ -388,7 +391,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                     num_tokens=num_tokens,
                     prefix_hash=prefix_hash,
                     layout=layout_message(self._rank.kv.layout),
-                    endpoints=[self.address],
+                    endpoints=[self.address, *self._leader.endpoints],
                 )
             )
         return message
@@ -396,6 +399,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def _fail(self, error: BaseException) -> None:
         """The engine is gone: every request hears of it at once and may go elsewhere."""
         self._failure = self._failure or error
+        self.failed.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
         for job in list(self._jobs.values()):
             self._refuse(

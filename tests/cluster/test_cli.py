@@ -14,7 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from tandem.cluster import cli
+from tandem.cluster.config import ConfigError, TandemConfig
 from tandem.router.client import Client
 from tandem.tests.tiny import make_tiny_model
 
@@ -43,7 +46,7 @@ def test_the_command_line_loads_neither_ray_nor_torch() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("serve", "generate", "chat", "status", "model", "check-config"):
+    for command in ("serve", "generate", "chat", "status", "model", "plan", "check-config"):
         assert re.search(rf"^  {command}\b", done.stdout, re.MULTILINE), command
 
 
@@ -69,6 +72,7 @@ def test_check_config_tells_each_mistake_in_a_line(tmp_path: Path) -> None:
         (["serve", "/no/such/folder"], "/no/such/folder"),
         (["serve", "m", "--decode", "0"], "decode.replicas: must be at least 1"),
         (["serve", "m", "--dtype", "int3"], "dtype: must be one of"),
+        (["serve", "m", "--decode-tp", "0"], "decode.tp: must be at least 1"),
         (["serve", "m", "--grpc-port", "70000"], "router.grpc_port: must be at most 65535"),
         (["model", "get", "no-such-model"], "no-such-model"),
     ],
@@ -95,6 +99,48 @@ def test_a_truncated_model_is_refused_before_ray_starts(model: Path, tmp_path: P
     assert "model.safetensors" in done.stderr
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - started < 5
+
+
+def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "split.yaml"
+    file.write_text("model: ignored\nprefill: {tp: 3}\n")
+    wrong = "tp: 3 does not divide the model's 4 query heads\n"
+    for args, lines in (
+        (["--prefill-tp", "3"], f"prefill.{wrong}"),
+        (["--tp", "3", "--prefill-tp", "2"], f"decode.{wrong}"),
+        (["--tp", "3"], f"prefill.{wrong}decode.{wrong}"),
+        (["--config", str(file), "--decode-tp", "4"], f"prefill.{wrong}"),
+    ):
+        started = time.monotonic()
+        done = run("serve", str(model), *args)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {lines}"), args
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "split"),
+    [
+        ([], (2, 4)),
+        (["--tp", "3"], (3, 3)),
+        (["--decode-tp", "3"], (2, 3)),
+        (["--tp", "1", "--prefill-tp", "5"], (5, 1)),
+    ],
+)
+def test_flags_split_both_pools_or_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], split: tuple[int, int]
+) -> None:
+    asked: list[TandemConfig] = []
+
+    def refuse(config: TandemConfig) -> Path:
+        asked.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(cli, "checked_folder", refuse)
+    file = tmp_path / "split.yaml"
+    file.write_text("model: m\nprefill: {tp: 2}\ndecode: {tp: 4}\n")
+    assert isinstance(CliRunner().invoke(cli.app, ["serve", "--config", str(file), *flags]).exception, ConfigError)
+    (config,) = asked
+    assert (config.prefill.tp, config.decode.tp) == split
 
 
 def test_clients_say_in_one_line_that_nobody_answers() -> None:

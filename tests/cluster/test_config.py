@@ -49,6 +49,12 @@ def test_flags_alone_are_enough() -> None:
         ("model: m\nprefill: {replicas: -1}", "prefill.replicas: must be at least 0, got -1"),
         ("model: m\nprefill: {replicas: many}", "prefill.replicas: must be a whole number, got 'many'"),
         ("model: m\nprefill: {replicas: true}", "prefill.replicas: must be a whole number, got True"),
+        ("model: m\nprefill: {tp: 0}", "prefill.tp: must be at least 1, got 0"),
+        ("model: m\ndecode: {tp: 65}", "decode.tp: must be at most 64, got 65"),
+        (
+            "model: m\ndecode: {placement: pack}",
+            "decode.placement: must be one of 'STRICT_PACK', 'PACK', 'SPREAD' or 'STRICT_SPREAD', got 'pack'",
+        ),
         ("model: m\nprefill: 3", "prefill: must hold keys and values, got 3"),
         ("model: m\nrouter: {grpc_port: 65536}", "router.grpc_port: must be at most 65535, got 65536"),
         ("model: m\nlease_seconds: .nan", "lease_seconds: must be a finite number"),
@@ -109,6 +115,13 @@ def test_nothing_changes_after_loading() -> None:
 def test_workers_share_the_cores(cores: int, prefill: int, decode: int, threads: int) -> None:
     config = load_config(None, {"model": "m", "prefill.replicas": prefill, "decode.replicas": decode})
     assert config.num_threads(config.decode, cores) == threads
+
+
+def test_ranks_share_the_cores() -> None:
+    pools = {"prefill.replicas": 2, "prefill.tp": 4, "decode.replicas": 1, "decode.tp": 2}
+    config = load_config(None, {"model": "m", **pools})
+    assert config.num_workers == 3
+    assert [config.num_threads(pool, 40) for pool in (config.prefill, config.decode)] == [4, 4]
 
 
 def test_a_pool_may_fix_its_threads() -> None:

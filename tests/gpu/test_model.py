@@ -11,12 +11,14 @@ import torch
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.spans import span
 from tandem.workers import bench
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Token
-from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, KvLayout, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.model.kv import PagedKv
 from tandem.workers.model.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -119,17 +121,35 @@ def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path) -> None:
     for source, target in ((gpu, cpu), (cpu, gpu)):
         prefill, decode = Driver(source), Driver(target, seed=4)
         tokens = prefill.run(prefill.step(1, prompt(37), 0))
-        layers = source.config.num_layers
-        data = source.kv.read(prefill.tables[1], 0, 37, 0, layers)
+        part = span(source.kv, 0, 37)
+        data = source.kv.read(prefill.tables[1], part)
         step = decode.step(1, [tokens[0]], 37)
-        target.kv.write(decode.tables[1], 0, 37, 0, layers, data)
-        assert target.kv.read(decode.tables[1], 0, 37, 0, layers) == data
+        target.kv.write(decode.tables[1], part, data)
+        assert target.kv.read(decode.tables[1], part) == data
         tokens += decode.run(step)
         while len(tokens) < 10:
             tokens += decode.run(decode.step(1, tokens[-1:], 37 + len(tokens) - 1))
         assert tokens == whole
         prefill.drop(1)
         decode.drop(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
+    layout = KvLayout(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=16, dtype=dtype, model="m")
+    gpu, cpu = (
+        PagedKv(layout, num_blocks=9, block_size=5, device=torch.device(name), tp=2, rank=1) for name in ("cuda", "cpu")
+    )
+    cpu.data.view(torch.uint8).random_(0, 256)
+    gpu.data.copy_(cpu.data)
+    blocks = (7, 0, 3)
+    for slots in (range(1), range(1, 2), range(2)):
+        part = replace(span(cpu, 3, 11, 1, 1), first_slot=slots.start, num_slots=len(slots))
+        data = cpu.read(blocks, part)
+        assert gpu.read(blocks, part) == data
+        for kv in (gpu, cpu):
+            kv.write((4, 8, 6), part, data)
+        assert gpu.data.cpu().view(torch.uint8).equal(cpu.data.view(torch.uint8))
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:

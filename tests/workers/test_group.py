@@ -3,16 +3,20 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.group import ProcessGroup, decode_plan, encode_plan
 
 RANK = """
 import json, sys, time
@@ -20,9 +24,15 @@ from pathlib import Path
 from tandem.tests.workers.model.helpers import Driver, mixed_steps, prompt
 from tandem.workers.group import ProcessGroup
 from tandem.workers.model.runner import ModelRunner
-folder, port, rank, size = sys.argv[1], *map(int, sys.argv[2:5])
-group = ProcessGroup(host="127.0.0.1", port=port, rank=rank, size=size, timeout=5)
-runner = ModelRunner.load(Path(folder), dtype=sys.argv[5], device="cpu", num_blocks=128, block_size=16, group=group)
+folder, dtype, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+where = {"host": "127.0.0.1", "size": size, "device": "cpu", "timeout": 5, "start_timeout": 30}
+if rank:
+    group = ProcessGroup.join(sys.stdin.readline().strip(), rank=rank, **where)
+else:
+    group = ProcessGroup.listen(**where)
+    print(json.dumps(group.address), flush=True)
+runner = ModelRunner.load(Path(folder), dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
+group.meet()
 print(json.dumps([mixed_steps(runner), Driver(runner).generate(9, prompt(70, 2), 24)]), flush=True)
 sys.stdin.readline()
 began = time.monotonic()
@@ -33,24 +43,21 @@ except RuntimeError:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def start(folder: Path, size: int, dtype: str = "float32") -> list[subprocess.Popen[str]]:
-    port, environment = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
-    return [
+    ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder), str(port), str(rank), str(size), dtype],
+            [sys.executable, "-c", RANK, str(folder), dtype, str(size), str(rank)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         for rank in range(size)
     ]
+    address = said(ranks[0])
+    for rank in ranks[1:]:
+        print(address, file=rank.stdin, flush=True)
+    return ranks
 
 
 def said(process: subprocess.Popen[str]) -> object:
@@ -77,3 +84,48 @@ def test_ranks_agree_and_notice_a_lost_or_silent_one(tmp_path: Path, how: signal
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 2**20),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+)
+STEPS = st.builds(
+    SequenceStep,
+    sequence_id=st.integers(0, 2**63 - 1),
+    token_ids=st.lists(st.integers(PENDING_TOKEN, 2**20), min_size=1).map(tuple),
+    start=st.integers(0, 2**20),
+    new_blocks=st.lists(st.integers(0, 2**20)).map(tuple),
+    sampling=st.none() | SAMPLING,
+    sample=st.booleans(),
+)
+PLANS = st.builds(
+    StepPlan, sequences=st.lists(STEPS).map(tuple), dropped=st.lists(st.integers(0, 2**63 - 1)).map(tuple)
+)
+
+
+@given(PLANS)
+def test_a_plan_comes_as_it_was_sent(plan: StepPlan) -> None:
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_messages_of_any_length_come_whole() -> None:
+    where = {"host": "127.0.0.1", "size": 2, "device": "cpu", "timeout": 10, "start_timeout": 10}
+    first = ProcessGroup.listen(**where)  # type: ignore[arg-type]
+    messages = [bytes(range(256)) * n for n in (1, 15, 16, 17, 400)] + [b"x" * n for n in (4091, 4092, 4093)] + [b""]
+
+    def others() -> list[bytes]:
+        second = ProcessGroup.join(first.address, rank=1, **where)  # type: ignore[arg-type]
+        second.meet()
+        return [second.hear() for _ in messages]
+
+    with ThreadPoolExecutor(1) as thread:
+        heard = thread.submit(others)
+        first.meet()
+        for message in messages:
+            first.tell(message)
+        assert heard.result() == messages

@@ -80,5 +80,5 @@ def test_a_token_as_it_goes_up(finish: FinishReason | None, expected: int) -> No
 
 
 def test_a_layout_comes_back_as_it_went() -> None:
-    layout = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+    layout = KvLayout(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
     assert parse_layout(layout_message(layout)) == layout

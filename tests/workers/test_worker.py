@@ -321,7 +321,7 @@ async def pull(channel: grpc.aio.Channel, handle: worker_pb2.KvHandle, epoch: in
     call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(PULL_METHOD)()
     try:
         await call.write(encode(key, Open(layout=asdict(rank.kv.layout))))
-        await call.write(encode(key, Pull(first_token=0)))
+        await call.write(encode(key, Pull(first_token=0, first_slot=0, num_slots=2)))
         while isinstance(await call.read(), bytes):
             pass
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

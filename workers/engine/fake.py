@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvStore, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvSpan, SequenceStep, StepPlan
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
@@ -25,80 +25,79 @@ def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[
     return tokens
 
 
-class FakeKv(KvStore):
+class FakeKv:
     """KV cache memory in which each [2, heads, head_dim] cell of a token depends on its layer and its whole history.
 
-    So a block, token, layer, head, key or value in the wrong place shows as soon as `FakeExecutor` reads it.
+    Implements `KvStore` for the whole model, whose KV slots are its KV heads. A block, token, layer, head, key
+    or value in the wrong place shows as soon as `FakeExecutor` reads it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, layout: KvLayout) -> None:
-        self._layout = layout
+        self.layout = layout
+        self.tp, self.rank, self.num_slots = 1, 0, layout.num_kv_heads
+        self.shared = None
         self._block_size = block_size
-        self._cell_bytes = layout.bytes_per_token_layer
+        self._cell_bytes = layout.num_kv_heads * layout.bytes_per_slot
         self._cells = [[bytes(self._cell_bytes)] * (num_blocks * block_size) for _ in range(layout.num_layers)]
 
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    @property
-    def shared(self) -> None:
-        return None
-
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int) -> KvReader:
+    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, num_slots: int) -> KvReader:
         raise ValueError("not shared")
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> memoryview:
-        slots = self._slots(blocks, first_token, num_tokens)
-        key = self._cell_bytes // 2
+    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        places, layers, slots = self._find(blocks, span)
+        half = self._cell_bytes // 2
         parts: list[bytes] = []
-        for cells in self._cells[first_layer : first_layer + num_layers]:
-            parts += [cells[slot][:key] for slot in slots]
-            parts += [cells[slot][key:] for slot in slots]
+        for cells in layers:
+            for first in (0, half):  # key, value
+                parts += [cells[place][first + slots.start : first + slots.stop] for place in places]
         return memoryview(b"".join(parts))
 
-    def write(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
-        slots = self._slots(blocks, first_token, num_tokens)
-        layers = self._cells[first_layer : first_layer + num_layers]
-        if len(layers) != num_layers or data.nbytes != num_layers * num_tokens * self._cell_bytes:
-            raise ValueError(f"data: {data.nbytes} bytes for {num_tokens} tokens in {num_layers} layers")
-        raw, half = data.tobytes(), self._cell_bytes // 2
-        halves = [raw[at : at + half] for at in range(0, len(raw), half)]  # [layer, key or value, token]
-        for index, cells in enumerate(layers):
-            keys = 2 * index * num_tokens
-            for token, slot in enumerate(slots):
-                cells[slot] = halves[keys + token] + halves[keys + num_tokens + token]
+    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+        places, layers, slots = self._find(blocks, span)
+        if data.nbytes != span.size(self.layout):
+            raise ValueError(f"data: {data.nbytes} bytes, {span.size(self.layout)} are expected")
+        raw, half, size = data.tobytes(), self._cell_bytes // 2, len(slots)
+        at = 0
+        for cells in layers:
+            for first in (0, half):
+                for place in places:
+                    cell, start, stop = cells[place], first + slots.start, first + slots.stop
+                    cells[place] = cell[:start] + raw[at : at + size] + cell[stop:]
+                    at += size
 
     def compute(self, blocks: Sequence[int], start: int, tokens: Sequence[int], history: bytes) -> bytes:
         """Stores the KV of `tokens` from position `start` on as a model would; returns the history with them."""
-        for slot, token in zip(self._slots(blocks, start, len(tokens)), tokens, strict=True):
+        for place, token in zip(self._places(blocks, start, len(tokens)), tokens, strict=True):
             history = _extend(history, token)
             for layer, cells in enumerate(self._cells):
-                cells[slot] = _cell(history, token, layer, self._cell_bytes)
+                cells[place] = _cell(history, token, layer, self._cell_bytes)
         return history
 
     def history(self, blocks: Sequence[int], num_tokens: int) -> bytes:
         """What the first num_tokens tokens are. Raises RuntimeError if they are not one sequence's, in order."""
         history = b""
-        for position, slot in enumerate(self._slots(blocks, 0, num_tokens)):
-            token = int.from_bytes(self._cells[0][slot][:4], "little")
+        for position, place in enumerate(self._places(blocks, 0, num_tokens)):
+            token = int.from_bytes(self._cells[0][place][:4], "little")
             history = _extend(history, token)
             for layer, cells in enumerate(self._cells):
-                if cells[slot] != _cell(history, token, layer, self._cell_bytes):
-                    raise RuntimeError(f"layer {layer}, position {position}, slot {slot}: KV of something else")
+                if cells[place] != _cell(history, token, layer, self._cell_bytes):
+                    raise RuntimeError(f"layer {layer}, position {position}, place {place}: KV of something else")
         return history
 
-    def _slots(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[int]:
+    def _find(self, blocks: Sequence[int], span: KvSpan) -> tuple[list[int], list[list[bytes]], range]:
+        """The places of a span's tokens, its layers' cells, and the bytes of its KV slots in either half of a cell."""
+        layers = self._cells[span.first_layer : span.first_layer + span.num_layers]
+        slots = range(span.first_slot, span.first_slot + span.num_slots)
+        if span.first_layer < 0 or not layers or len(layers) != span.num_layers:
+            raise ValueError(f"layers {span.first_layer} + {span.num_layers} of {self.layout.num_layers}")
+        if span.first_slot < 0 or not slots or slots.stop > self.num_slots:
+            raise ValueError(f"KV slots {span.first_slot} + {span.num_slots} of {self.num_slots}")
+        size = self._cell_bytes // 2 // self.num_slots
+        places = self._places(blocks, span.first_token, span.num_tokens)
+        return places, layers, range(slots.start * size, slots.stop * size)
+
+    def _places(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[int]:
+        """Where the tokens are among a layer's cells."""
         size, end = self._block_size, first_token + num_tokens
         if first_token < 0 or end > len(blocks) * size:
             raise ValueError(f"tokens {first_token} to {end} of {len(blocks)} blocks of {size}")
@@ -117,7 +116,7 @@ class FakeExecutor(Executor):
     def __init__(
         self, num_blocks: int, block_size: int, *, vocab_size: int = 512, model: str = "fake", step_seconds: float = 0.0
     ) -> None:
-        layout = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", model=model)
+        layout = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model=model)
         self.kv = FakeKv(num_blocks, block_size, layout)
         self.vocab_size = vocab_size
         self.step_seconds = step_seconds

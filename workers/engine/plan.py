@@ -64,18 +64,36 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """The canonical form of KV cache between workers: [layer, key or value, token, KV head, head_dim] of dtype."""
+    """The KV cache of a model, however ranks split it. Its canonical form is [layer, key or value, token, KV head,
+    head_dim] of dtype."""
 
     num_layers: int
+    num_heads: int  # query heads: they decide which KV heads a rank has, see `sharding`
     num_kv_heads: int
     head_dim: int
     dtype: str  # float32, bfloat16 or float16
     model: str  # the model's fingerprint: equal weights and config, equal KV cache
 
     @property
-    def bytes_per_token_layer(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+    def bytes_per_slot(self) -> int:
+        """Bytes of one token's key and value in one layer and KV slot."""
+        return 2 * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSpan:
+    """A box of a rank's KV cache: layers, tokens (positions in a sequence) and KV slots (see `sharding`)."""
+
+    first_layer: int
+    num_layers: int
+    first_token: int
+    num_tokens: int
+    first_slot: int
+    num_slots: int
+
+    def size(self, layout: KvLayout) -> int:
+        """Bytes in canonical form."""
+        return self.num_layers * self.num_tokens * self.num_slots * layout.bytes_per_slot
 
 
 LEDGER_BYTES: Final = 64 * 1024
@@ -90,17 +108,16 @@ class SharedMemory:
     ledger: memoryview  # its last LEDGER_BYTES
     num_blocks: int
     block_size: int
+    num_slots: int
 
 
 class KvReader(Protocol):
     """KV cache that can be read."""
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> memoryview:
-        """Copies out the KV of the given tokens (positions in the sequence whose block table is `blocks`).
+    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """Copies out a span of the sequence whose block table is `blocks`.
 
-        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_kv_heads, head_dim]. Raises ValueError if
+        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_dim]. Raises ValueError if
         something is out of range."""
         ...
 
@@ -113,25 +130,32 @@ class KvStore(KvReader, Protocol):
     """
 
     @property
-    def layout(self) -> KvLayout: ...
+    def layout(self) -> KvLayout:
+        """Of the whole model; equal on all ranks and on both sides of a transfer."""
+        ...
+
+    @property
+    def tp(self) -> int:
+        """How many ranks share the model."""
+        ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots of this rank: `len(kv_heads(layout.num_heads, layout.num_kv_heads, tp, rank))` of `sharding`."""
+        ...
 
     @property
     def shared(self) -> SharedMemory | None:
         """None if other processes cannot map it."""
         ...
 
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int) -> KvReader:
+    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, num_slots: int) -> KvReader:
         """The cache of another process, of the same layout. Raises ValueError if `memory` is too small for it."""
         ...
 
-    def write(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
+    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         """The inverse of `read`. Raises ValueError if `data` has not exactly the expected length."""
         ...

@@ -11,20 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.plan import LEDGER_BYTES, KvLayout, SharedMemory
+from ..engine.plan import LEDGER_BYTES, KvLayout, KvSpan, SharedMemory
+from ..engine.sharding import kv_heads
 from .config import ModelConfig
 from .device import to_device
 from .weights import DTYPES
 
 
-def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of KV cache memory that one block of `block_size` tokens takes over all layers."""
-    return config.num_layers * block_size * kv_layout(config, dtype, "").bytes_per_token_layer
+def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str, tp: int = 1) -> int:
+    """Bytes of KV cache memory that one block of `block_size` tokens takes over all layers on each of `tp` ranks.
+
+    Raises ValueError if the model's heads cannot be split so."""
+    num_slots = len(kv_heads(config.num_heads, config.num_kv_heads, tp, 0))
+    return config.num_layers * block_size * num_slots * kv_layout(config, dtype, "").bytes_per_slot
 
 
 def kv_layout(config: ModelConfig, dtype: str, fingerprint: str) -> KvLayout:
+    """`config` is of the whole model."""
     return KvLayout(
         num_layers=config.num_layers,
+        num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
@@ -33,9 +39,9 @@ def kv_layout(config: ModelConfig, dtype: str, fingerprint: str) -> KvLayout:
 
 
 class PagedKv:
-    """Implements `KvStore`. Blocks lie as [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+    """Implements `KvStore`. Blocks lie as [num_layers, 2, num_blocks, num_slots, block_size, head_dim].
 
-    Head before token, so that one gather of (block, head) rows gives attention the [head, token, head_dim] it
+    KV slot before token, so that one gather of (block, slot) rows gives attention the [head, token, head_dim] it
     multiplies with.
     """
 
@@ -47,13 +53,19 @@ class PagedKv:
         block_size: int,
         device: torch.device,
         shared: bool = False,
+        tp: int = 1,
+        rank: int = 0,
     ) -> None:
-        """`shared` lets other processes of the host map the memory; ignored on GPUs."""
-        self._layout = layout
+        """`shared` lets other processes of the host map the memory; ignored on GPUs. Raises ValueError if the layout's
+        heads cannot be split over `tp` ranks or there is no such rank."""
+        self.layout = layout
+        self.tp = tp
+        self.rank = rank
+        self.num_slots = len(kv_heads(layout.num_heads, layout.num_kv_heads, tp, rank))
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shared: SharedMemory | None = None
-        shape, dtype = _shape(layout, num_blocks, block_size), DTYPES[layout.dtype]
+        shape, dtype = _shape(layout, num_blocks, block_size, self.num_slots), DTYPES[layout.dtype]
         if shared and device.type == "cpu" and hasattr(os, "memfd_create"):
             memory = self._share(math.prod(shape) * dtype.itemsize)
             self.data = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
@@ -64,7 +76,7 @@ class PagedKv:
         self._gather = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self._layers]
         self._scatter = [tuple(part.flatten(0, 2) for part in layer) for layer in self._layers]
         self._tokens = _by_token(self.data)
-        self._address = partial(_address, layout, num_blocks, block_size)
+        self._address = partial(_address, shape)
         if self.data.is_cuda:
             self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -79,55 +91,42 @@ class PagedKv:
             ledger=memoryview(memory)[num_bytes:],
             num_blocks=self.num_blocks,
             block_size=self.block_size,
+            num_slots=self.num_slots,
         )
         weakref.finalize(self, os.close, fd)
         return memory
 
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
-
-    def attach(self, memory: mmap.mmap, *, num_blocks: int, block_size: int) -> "PeerKv":
+    def attach(self, memory: mmap.mmap, *, num_blocks: int, block_size: int, num_slots: int) -> "PeerKv":
         """See `KvStore.attach`."""
-        return PeerKv(self._layout, memory, num_blocks=num_blocks, block_size=block_size)
+        return PeerKv(self.layout, memory, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer where they lie: each [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """Keys and values of a layer where they lie: each [num_blocks, num_slots, block_size, head_dim]."""
         keys, values = self._layers[layer]
         return keys, values
 
     def gather_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer as rows of (block, head): each [num_blocks * num_kv_heads, tokens * head_dim]."""
+        """Keys and values of a layer as rows of (block, slot): each [num_blocks * num_slots, tokens * head_dim]."""
         keys, values = self._gather[layer]
         return keys, values
 
     def scatter_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer as rows of (block, head, token): each [rows, head_dim]."""
+        """Keys and values of a layer as rows of (block, slot, token): each [rows, head_dim]."""
         keys, values = self._scatter[layer]
         return keys, values
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> memoryview:
-        """See `KvStore.read`. Raises ValueError if the tokens or layers are out of range."""
-        index = self._address(blocks, first_token, num_tokens, first_layer, num_layers)
+    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """See `KvStore.read`."""
+        index = self._address(blocks, span)
         return _bytes(self._read_gpu(index) if self.data.is_cuda else self._tokens[index])
 
-    def write(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
-        """See `KvStore.write`. Raises ValueError if the tokens, the layers or the length are out of range."""
-        index = self._address(blocks, first_token, num_tokens, first_layer, num_layers)
-        expected = num_layers * num_tokens * self._layout.bytes_per_token_layer
+    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+        """See `KvStore.write`. Raises ValueError if the span or the length is out of range."""
+        index = self._address(blocks, span)
+        expected = span.size(self.layout)
         if data.nbytes != expected:
             raise ValueError(f"KV data has {data.nbytes} bytes, {expected} are expected")
-        shape = (num_layers, 2, num_tokens, self._layout.num_kv_heads)
+        shape = (span.num_layers, 2, span.num_tokens, span.num_slots)
         if self.data.is_cuda:
             self._write_gpu(index, np.frombuffer(data, np.int32).reshape(*shape, -1))
         else:
@@ -151,53 +150,53 @@ class PagedKv:
         self._written.record()
 
     def _there(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
-        layers, both, *places = index
-        return layers, both, *(to_device(torch.from_numpy(place), self.data.device) for place in places)
+        layers, both, block, offset, slots = index
+        block, offset = (to_device(torch.from_numpy(place), self.data.device) for place in (block, offset))
+        return layers, both, block, offset, slots
 
 
 class PeerKv:
     """Implements `KvReader` over memory that another process's `PagedKv` shares."""
 
-    def __init__(self, layout: KvLayout, memory: mmap.mmap, *, num_blocks: int, block_size: int) -> None:
-        shape, size = _shape(layout, num_blocks, block_size), layout.head_dim * DTYPES[layout.dtype].itemsize
-        if min(num_blocks, block_size) < 1 or math.prod(shape[:-1]) * size > len(memory) - LEDGER_BYTES:
+    def __init__(
+        self, layout: KvLayout, memory: mmap.mmap, *, num_blocks: int, block_size: int, num_slots: int
+    ) -> None:
+        shape = _shape(layout, num_blocks, block_size, num_slots)
+        size = layout.head_dim * DTYPES[layout.dtype].itemsize
+        if min(shape) < 1 or math.prod(shape[:-1]) * size > len(memory) - LEDGER_BYTES:
             raise ValueError(f"{len(memory)} bytes do not hold {num_blocks} blocks of {block_size} tokens")
-        self._address = partial(_address, layout, num_blocks, block_size)
+        self._address = partial(_address, shape)
         heads = np.frombuffer(memory, np.dtype((np.void, size)), math.prod(shape[:-1])).reshape(shape[:-1])
         self._tokens = heads.transpose(0, 1, 2, 4, 3)
 
-    def read(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int, first_layer: int, num_layers: int
-    ) -> memoryview:
+    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """See `KvReader.read`."""
-        return _bytes(self._tokens[self._address(blocks, first_token, num_tokens, first_layer, num_layers)])
+        return _bytes(self._tokens[self._address(blocks, span)])
 
 
-def _shape(layout: KvLayout, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    return layout.num_layers, 2, num_blocks, layout.num_kv_heads, block_size, layout.head_dim
+def _shape(layout: KvLayout, num_blocks: int, block_size: int, num_slots: int) -> tuple[int, ...]:
+    return layout.num_layers, 2, num_blocks, num_slots, block_size, layout.head_dim
 
 
-def _address(
-    layout: KvLayout,
-    num_blocks: int,
-    block_size: int,
-    blocks: Sequence[int],
-    first_token: int,
-    num_tokens: int,
-    first_layer: int,
-    num_layers: int,
-) -> tuple[Any, ...]:
-    """Addresses [layer, 2, token, head] of a by-token view. Raises ValueError if there is no such place."""
-    if min(first_token, num_tokens - 1) < 0 or first_token + num_tokens > len(blocks) * block_size:
-        raise ValueError(f"tokens {first_token} + {num_tokens} are not within {len(blocks)} blocks")
-    if min(first_layer, num_layers - 1) < 0 or first_layer + num_layers > layout.num_layers:
-        raise ValueError(f"layers {first_layer} + {num_layers} are not within {layout.num_layers}")
+def _address(shape: tuple[int, ...], blocks: Sequence[int], span: KvSpan) -> tuple[Any, ...]:
+    """Addresses [layer, 2, token, slot] of a by-token view of memory of this `_shape`. Raises ValueError if there is no
+    such place."""
+    num_layers, _, num_blocks, num_slots, block_size, _ = shape
+    tokens = _within(span.first_token, span.num_tokens, len(blocks) * block_size, "tokens")
+    layers = _within(span.first_layer, span.num_layers, num_layers, "layers")
+    slots = _within(span.first_slot, span.num_slots, num_slots, "KV slots")
     table = np.asarray(blocks, np.int64)
     if table.min() < 0 or table.max() >= num_blocks:
         raise ValueError(f"a block is not within {num_blocks}")
-    positions = np.arange(first_token, first_token + num_tokens)
+    positions = np.arange(tokens.start, tokens.stop)
     block, offset = table[positions // block_size], positions % block_size
-    return slice(first_layer, first_layer + num_layers), slice(None), block, offset
+    return layers, slice(None), block, offset, slots
+
+
+def _within(first: int, count: int, size: int, what: str) -> slice:
+    if min(first, count - 1) < 0 or first + count > size:
+        raise ValueError(f"{what} {first} + {count} are not within {size}")
+    return slice(first, first + count)
 
 
 def _bytes(array: "np.ndarray[Any, Any]") -> memoryview:
@@ -205,7 +204,7 @@ def _bytes(array: "np.ndarray[Any, Any]") -> memoryview:
 
 
 def _by_token(data: torch.Tensor) -> Any:
-    """A view [num_layers, 2, num_blocks, block_size, num_kv_heads] whose item is one head's vector of bytes.
+    """A view [num_layers, 2, num_blocks, block_size, num_slots] whose item is one head's vector of bytes.
 
     On CPUs a numpy view: it copies in the calling thread, at 3 to 20 GB/s, where torch would wake a second team of
     OpenMP threads against those of the running step (measured: down to 0.04 GB/s).

@@ -79,8 +79,11 @@ class ModelRunner(Executor):
         shard = Shard(config, group)
         place = torch.device(device)
         decoder = Decoder(config, Weights(folder, dtype=DTYPES[dtype], device=place), shard)
-        layout = kv_layout(shard.config, dtype, fingerprint(folder))
-        kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=place, shared=shared)
+        layout = kv_layout(config, dtype, fingerprint(folder))
+        tp, rank = (group.size, group.rank) if group else (1, 0)
+        kv = PagedKv(
+            layout, num_blocks=num_blocks, block_size=block_size, device=place, shared=shared, tp=tp, rank=rank
+        )
         return cls(shard.config, decoder, kv)
 
     @property

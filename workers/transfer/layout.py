@@ -51,16 +51,6 @@ def plan(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, targ
     return tuple(pieces)
 
 
-def readers(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, source_rank: int) -> tuple[int, ...]:
-    """The target ranks whose plan has a piece of this source (prefill) rank, in order; none if others hold the same.
-
-    So many acks end the rank's lease. Raises ValueError as `check_split` does."""
-    check_split(num_heads, num_kv_heads, source_tp, source_rank)
-    check_split(num_heads, num_kv_heads, target_tp)
-    plans = {rank: plan(num_heads, num_kv_heads, source_tp, target_tp, rank) for rank in range(target_tp)}
-    return tuple(rank for rank, pieces in plans.items() if any(piece.source_rank == source_rank for piece in pieces))
-
-
 def _longest_run(slots: tuple[int, ...], wanted: tuple[int, ...]) -> range:
     """The longest run of `slots` whose heads `wanted` begins with; the first of equals, empty if there is none."""
     best = range(0)

@@ -1,18 +1,22 @@
 """The side of a transfer that fetches KV cache into its own blocks.
 
-The receiver writes its own memory, so a late write into reused blocks cannot happen. It fails closed: until `fetch` has
-returned, nothing that arrived may be used; and after it was cancelled or has raised, it writes no more.
+The receiver writes its own memory, so a late write into reused blocks cannot happen. It fails closed: until the context
+of `fetch` is entered, nothing that arrived may be used; and after that was cancelled or has raised, it writes no more.
+A rank pulls from as many ranks as hold what it needs, over a stream for each piece.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from typing import Final
 
 import grpc.aio
 import numpy as np
 
-from ..engine.plan import KvLayout, KvStore
+from ..engine.plan import KvLayout, KvSpan, KvStore
+from .layout import Piece, plan
 from .shared import PeerMemory, host_id
 from .wire import (
     PULL_METHOD,
@@ -51,22 +55,25 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A transfer that verified."""
+    """What a stream has brought, or all of a fetch, and verified."""
 
     first_token: int
     num_bytes: int
-    active_seconds: float  # from reading at the exporter to writing here, without the waits for the prefill
+    active_seconds: float  # of the slowest stream: from reading there to writing here, without waits for the prefill
+    transport: str  # "grpc" or "shared"; both as "grpc+shared"; empty for a stream without KV
 
 
 class Assembly:
-    """Checks that frames bring every layer of every token exactly once and in order, and writes them. Pure but for
-    the writes; one per transfer."""
+    """Checks that frames bring every layer of every token of a piece exactly once and in order, and writes them. Pure
+    but for the writes; one per stream. A piece without slots takes nothing, and then is complete."""
 
-    def __init__(self, want: Want, target: Target, kv: KvStore) -> None:
+    def __init__(self, want: Want, target: Target, kv: KvStore, piece: Piece) -> None:
         self._want = want
         self._target = target
         self._kv = kv
-        self._next_token = [target.num_cached] * kv.layout.num_layers  # per layer
+        self._piece = piece
+        first = target.num_cached if piece.target_slots else want.num_tokens
+        self._next_token = [first] * kv.layout.num_layers  # per layer
         self._num_frames = 0
         self.num_bytes = 0
 
@@ -79,19 +86,21 @@ class Assembly:
             raise TransferError("KV frame repeated or missing")
         if not layers or layers.stop > layout.num_layers or not message.num_tokens or end > self._want.num_tokens:
             raise TransferError("KV frame out of bounds")
+        if range(message.first_slot, message.first_slot + message.num_slots) != self._piece.source_slots:
+            raise TransferError("KV frame out of bounds")
         if any(self._next_token[layer] != message.first_token for layer in layers):
             raise TransferError("KV frame out of order")
-        expected = message.num_layers * message.num_tokens * layout.bytes_per_token_layer
-        if not expected == message.num_bytes == payload.nbytes:
+        if not message.size(layout) == message.num_bytes == payload.nbytes:
             raise TransferError("KV frame of a wrong length")
-        self._kv.write(
-            self._target.blocks,
-            message.first_token,
-            message.num_tokens,
-            message.first_layer,
-            message.num_layers,
-            payload,
+        span = KvSpan(
+            first_layer=message.first_layer,
+            num_layers=message.num_layers,
+            first_token=message.first_token,
+            num_tokens=message.num_tokens,
+            first_slot=self._piece.target_slots.start,
+            num_slots=message.num_slots,
         )
+        self._kv.write(self._target.blocks, span, payload)
         for layer in layers:
             self._next_token[layer] = end
         self._num_frames += 1
@@ -115,17 +124,28 @@ class _Source:
     offer: Offer
     blocks: list[int]
 
-    def read(self, message: Data) -> memoryview:
+    def read(self, span: KvSpan) -> memoryview:
         try:
-            return self.peer.kv.read(
-                self.blocks, message.first_token, message.num_tokens, message.first_layer, message.num_layers
-            )
+            return self.peer.kv.read(self.blocks, span)
         except ValueError as error:
             raise TransferError("KV frame out of bounds") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """What brings one piece."""
+
+    call: KvCall
+    endpoint: str
+    piece: Piece
+
+
+# A stream to rank 0 that only pins the cache and, in the end, acknowledges it.
+_PIN: Final = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
+
+
 class Puller:
-    """Fetches KV cache from other workers over channels that the caller owns."""
+    """Fetches this rank's part of KV caches from other workers, over channels that the caller owns."""
 
     def __init__(self, kv: KvStore, *, stall_seconds: float, channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._kv = kv
@@ -134,36 +154,108 @@ class Puller:
         self._closing: set[asyncio.Task[None]] = set()
         self._host = host_id() if kv.shared else ""
         self._peers: dict[str, PeerMemory] = {}  # by endpoint
+        self._pieces: dict[int, tuple[Piece, ...]] = {}  # by the source's degree of tensor parallelism
 
     @property
     def num_closing(self) -> int:
-        """Acknowledged streams whose end the exporter has not confirmed yet."""
+        """Streams of finished fetches whose end the exporter has not confirmed yet."""
         return len(self._closing)
 
-    async def fetch(self, endpoint: str, layout: KvLayout, want: Want, target: asyncio.Future[Target]) -> Fetched:
-        """Opens the stream at once, which pins the cache, and pulls when `target` is there.
+    @asynccontextmanager
+    async def fetch(
+        self, endpoints: Sequence[str], layout: KvLayout, want: Want, target: asyncio.Future[Target]
+    ) -> AsyncGenerator[Fetched, None]:
+        """Opens streams to ranks of the source group at once, which pins the cache, and pulls when `target` is there.
+        `endpoints` are HOST:PORT of all its ranks, in their order.
 
-        Raises TransferError for every fault; the target's blocks then hold rubbish."""
-        if layout != self._kv.layout:
-            raise TransferError("KV layouts differ")
-        call: KvCall = self._channel(endpoint).stream_stream(PULL_METHOD)()
+        Inside of the context everything has arrived and verified, and the streams are still open. At its clean end rank
+        0 acknowledges the cache for its whole group; if that is lost on the way, the source's lease runs out. After an
+        exception in it nobody does, and the streams break off. Raises TransferError on entry for every fault; the
+        target's blocks then hold rubbish."""
+        streams: list[_Stream] = []
         try:
-            await call.write(encode(want.key, Open(layout=asdict(layout), host=self._host)))
-            place = await self._place(call, target)
-            source = await self._source(call, want, endpoint) if self._host else None
-            await call.write(encode(want.key, Pull(first_token=place.num_cached, shared=source is not None)))
-            fetched = await self._collect(call, want, place, source)
-            await call.write(encode(want.key, Ack()))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            call.cancel()
-            raise TransferError("KV stream broke") from error
+            for piece in self._plan(layout, len(endpoints)):
+                endpoint = endpoints[piece.source_rank]
+                streams.append(_Stream(self._channel(endpoint).stream_stream(PULL_METHOD)(), endpoint, piece))
+            yield await self._gather(streams, want, target)
         except BaseException:
-            call.cancel()
+            for stream in streams:
+                stream.call.cancel()
             raise
-        closing = asyncio.create_task(self._close(call))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-        return fetched
+        speaker = next((stream for stream in streams if stream.piece.source_rank == self._kv.rank == 0), None)
+        for stream in streams:
+            last_word = encode(want.key, Ack()) if stream is speaker else None
+            closing = asyncio.create_task(self._close(stream.call, last_word))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _plan(self, layout: KvLayout, source_tp: int) -> tuple[Piece, ...]:
+        """What this rank pulls; rank 0 has at least one stream to rank 0. Raises TransferError if there is no way."""
+        kv = self._kv
+        if layout != kv.layout:
+            raise TransferError("KV layouts differ")
+        if source_tp not in self._pieces:
+            try:
+                pieces = plan(layout.num_heads, layout.num_kv_heads, source_tp, kv.tp, kv.rank)
+            except ValueError as error:
+                raise TransferError("KV layouts differ") from error
+            if kv.rank == 0 and all(piece.source_rank for piece in pieces):
+                pieces += (_PIN,)
+            self._pieces[source_tp] = pieces
+        return self._pieces[source_tp]
+
+    async def _gather(self, streams: Sequence[_Stream], want: Want, target: asyncio.Future[Target]) -> Fetched:
+        tasks: list[asyncio.Task[Fetched]] = []
+
+        async def pull(stream: _Stream) -> Fetched:
+            try:
+                return await self._pull(stream, want, target, stall)
+            except BaseException:
+                for task in tasks:
+                    if task is not asyncio.current_task():
+                        task.cancel()
+                raise
+
+        try:
+            # One deadline, which a frame on any stream puts off: one that only pins the cache says nothing for long.
+            async with asyncio.timeout(None) as stall:
+                tasks += [asyncio.create_task(pull(stream)) for stream in streams]
+                # Neither wait_for nor a TaskGroup nor wait: of all these only gather has cancelled every task when
+                # `cancel` returns, and from then on the blocks may be somebody else's. With exceptions as results it
+                # loses no cancel that comes together with a failure.
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+        except TimeoutError as error:
+            raise TransferError("KV cache made no progress") from error
+        return _sum(results)
+
+    async def _pull(
+        self, stream: _Stream, want: Want, target: asyncio.Future[Target], stall: asyncio.Timeout
+    ) -> Fetched:
+        call, slots = stream.call, stream.piece.source_slots
+        host = self._host if slots else ""
+        try:
+            await call.write(encode(want.key, Open(layout=asdict(self._kv.layout), host=host)))
+            place = await self._place(call, target)
+            self._put_off(stall)
+            source = await self._source(stream, want, stall) if host else None
+            request = Pull(
+                first_token=place.num_cached,
+                first_slot=slots.start,
+                num_slots=len(slots),
+                shared=source is not None,
+            )
+            await call.write(encode(want.key, request))
+            assembly = Assembly(want, place, self._kv, stream.piece)
+            first_token, active_seconds = await self._collect(call, want.key, assembly, source, stall)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise TransferError("KV stream broke") from error
+        transport = "shared" if source else "grpc"
+        return Fetched(
+            first_token=first_token,
+            num_bytes=assembly.num_bytes,
+            active_seconds=active_seconds,
+            transport=transport if slots else "",
+        )
 
     async def _place(self, call: KvCall, target: asyncio.Future[Target]) -> Target:
         """The target, unless the stream ends first."""
@@ -176,33 +268,33 @@ class Puller:
             raise TransferError("KV stream broke")
         return target.result()
 
-    async def _source(self, call: KvCall, want: Want, endpoint: str) -> "_Source | None":
+    async def _source(self, stream: _Stream, want: Want, stall: asyncio.Timeout) -> _Source | None:
         """The exporter's memory, if this process can map it."""
-        offer, table = await self._receive(call, want.key)
+        offer, table = await self._receive(stream.call, want.key, stall)
         if not isinstance(offer, Offer) or len(table) % 4:
             raise TransferError("KV pull out of order")
         if not offer.number:
             return None
         self._peers = {place: peer for place, peer in self._peers.items() if peer.alive}
-        peer = self._peers.get(endpoint)
+        peer = self._peers.get(stream.endpoint)
         if peer is None or peer.token != offer.token:
             try:
-                peer = self._peers[endpoint] = PeerMemory(offer, self._kv)
+                peer = self._peers[stream.endpoint] = PeerMemory(offer, self._kv)
             except (OSError, ValueError):
                 return None
         return _Source(peer, offer, np.frombuffer(table, "<i4").tolist())
 
-    async def _collect(self, call: KvCall, want: Want, place: Target, source: "_Source | None") -> Fetched:
-        assembly = Assembly(want, place, self._kv)
+    async def _collect(
+        self, call: KvCall, key: TransferKey, assembly: Assembly, source: _Source | None, stall: asyncio.Timeout
+    ) -> tuple[int, float]:
+        """Takes every frame up to the Commit. Returns the first token and the active seconds."""
         active, last, burst = 0.0, 0.0, -1
         while True:
-            message, payload = await self._receive(call, want.key)
+            message, payload = await self._receive(call, key, stall)
             if isinstance(message, Commit):
                 if source:
                     source.peer.check(source.offer)
-                return Fetched(
-                    first_token=assembly.finish(message), num_bytes=assembly.num_bytes, active_seconds=active
-                )
+                return assembly.finish(message), active
             if not isinstance(message, Data):
                 raise TransferError("KV pull out of order")
             received = time.monotonic()
@@ -212,14 +304,9 @@ class Puller:
             active += now - last if message.burst == burst else message.age + now - received
             last, burst = now, message.burst
 
-    async def _receive(self, call: KvCall, key: TransferKey) -> tuple[Message, memoryview]:
-        try:
-            # Not wait_for: until Python 3.12 it drops a cancel that comes together with a frame, and then this would
-            # go on writing into blocks that somebody else owns.
-            async with asyncio.timeout(self._stall_seconds):
-                frame = await call.read()
-        except TimeoutError as error:
-            raise TransferError("KV cache made no progress") from error
+    async def _receive(self, call: KvCall, key: TransferKey, stall: asyncio.Timeout) -> tuple[Message, memoryview]:
+        frame = await call.read()
+        self._put_off(stall)
         if not isinstance(frame, bytes):
             raise TransferError("KV stream broke")
         found, message, payload = decode(frame)
@@ -227,11 +314,34 @@ class Puller:
             raise TransferError("KV frame of another transfer")
         return message, payload
 
-    async def _close(self, call: KvCall) -> None:
+    def _put_off(self, stall: asyncio.Timeout) -> None:
+        if not stall.expired():
+            stall.reschedule(asyncio.get_running_loop().time() + self._stall_seconds)
+
+    async def _close(self, call: KvCall, last_word: bytes | None) -> None:
         """Lets the exporter end the stream, since a cancel could overtake the Ack; gives up after the stall time."""
         try:
             async with asyncio.timeout(self._stall_seconds):
+                if last_word is not None:
+                    await call.write(last_word)
                 await call.done_writing()
                 await call.code()
-        except (TimeoutError, grpc.aio.AioRpcError):
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()
+
+
+def _sum(results: Sequence[Fetched | BaseException]) -> Fetched:
+    """What the streams of one fetch have brought. Raises what one has failed with, and TransferError if they are not of
+    one cache."""
+    parts = [result for result in results if isinstance(result, Fetched)]
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:  # the others were cancelled
+        raise next((failure for failure in failures if isinstance(failure, Exception)), failures[0])
+    if len({part.first_token for part in parts}) > 1:
+        raise TransferError("KV cache of another prompt")
+    return Fetched(
+        first_token=parts[0].first_token,
+        num_bytes=sum(part.num_bytes for part in parts),
+        active_seconds=max(part.active_seconds for part in parts),
+        transport="+".join(sorted({part.transport for part in parts} - {""})),
+    )

@@ -1,7 +1,7 @@
 """KV cache that two workers of one host both see: the reader maps the exporter's memory and copies out of it itself.
 
 That no block was given to somebody else while it was being copied shows in the ledger at the memory's end: there an
-export has a slot that holds its number for as long as its blocks are its own. Knows nothing of frames or streams.
+export has a line that holds its number for as long as its blocks are its own. Knows nothing of frames or streams.
 """
 
 import mmap
@@ -19,8 +19,8 @@ SLICE_BYTES: Final = 1024 * 1024
 """What is copied at once: long enough to be fast, short enough for an event loop (a fifth of a millisecond)."""
 
 _TOKEN_BYTES: Final = 16
-_SLOT: Final = struct.Struct("<Q")
-_NUM_SLOTS: Final = (LEDGER_BYTES - _TOKEN_BYTES) // _SLOT.size
+_LINE: Final = struct.Struct("<Q")
+_NUM_LINES: Final = (LEDGER_BYTES - _TOKEN_BYTES) // _LINE.size
 
 
 def host_id() -> str:
@@ -35,37 +35,38 @@ class Ledger:
     def __init__(self, kv: KvStore) -> None:
         self._shared = kv.shared
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._free = list(range(_NUM_SLOTS))
+        self._free = list(range(_NUM_LINES))
         self._count = 0
         if self._shared is not None:
             self._shared.ledger[:_TOKEN_BYTES] = self._token
 
     def open(self) -> tuple[int, int]:
-        """A slot and the number that it holds from now on; number 0 if there is none left."""
+        """A line and the number that it holds from now on; number 0 if there is none left."""
         if self._shared is None or not self._free:
             return 0, 0
-        slot = self._free.pop()
+        line = self._free.pop()
         self._count += 1
-        _SLOT.pack_into(self._shared.ledger, _TOKEN_BYTES + slot * _SLOT.size, self._count)
-        return slot, self._count
+        _LINE.pack_into(self._shared.ledger, _TOKEN_BYTES + line * _LINE.size, self._count)
+        return line, self._count
 
-    def close(self, slot: int, number: int) -> None:
+    def close(self, line: int, number: int) -> None:
         """Before the blocks may be reused."""
         if number and self._shared is not None:
-            _SLOT.pack_into(self._shared.ledger, _TOKEN_BYTES + slot * _SLOT.size, 0)
-            self._free.append(slot)
+            _LINE.pack_into(self._shared.ledger, _TOKEN_BYTES + line * _LINE.size, 0)
+            self._free.append(line)
 
-    def offer(self, slot: int, number: int, host: str) -> Offer:
+    def offer(self, line: int, number: int, host: str) -> Offer:
         """What a reader on `host` is told; it has number 0 if it cannot map the memory."""
         if self._shared is None or not number or host != host_id():
-            return Offer(token=b"", pid=0, fd=0, num_blocks=0, block_size=0, slot=0, number=0)
+            return Offer(token=b"", pid=0, fd=0, num_blocks=0, block_size=0, num_slots=0, line=0, number=0)
         return Offer(
             token=self._token,
             pid=os.getpid(),
             fd=self._shared.fd,
             num_blocks=self._shared.num_blocks,
             block_size=self._shared.block_size,
-            slot=slot,
+            num_slots=self._shared.num_slots,
+            line=line,
             number=number,
         )
 
@@ -88,7 +89,9 @@ class PeerMemory:
         self._ledger = len(self._memory) - LEDGER_BYTES
         if self._memory[self._ledger : self._ledger + _TOKEN_BYTES] != offer.token:
             raise ValueError("another KV cache memory")
-        self.kv = kv.attach(self._memory, num_blocks=offer.num_blocks, block_size=offer.block_size)
+        self.kv = kv.attach(
+            self._memory, num_blocks=offer.num_blocks, block_size=offer.block_size, num_slots=offer.num_slots
+        )
 
     @property
     def alive(self) -> bool:
@@ -97,8 +100,8 @@ class PeerMemory:
 
     def check(self, offer: Offer) -> None:
         """Raises TransferError unless the export has owned its blocks until now."""
-        if not 0 <= offer.slot < _NUM_SLOTS:
-            raise TransferError("KV offer with an impossible slot")
-        (number,) = _SLOT.unpack_from(self._memory, self._ledger + _TOKEN_BYTES + offer.slot * _SLOT.size)
+        if not 0 <= offer.line < _NUM_LINES:
+            raise TransferError("KV offer with an impossible line")
+        (number,) = _LINE.unpack_from(self._memory, self._ledger + _TOKEN_BYTES + offer.line * _LINE.size)
         if number != offer.number:
             raise TransferError("KV cache withdrawn")

@@ -2,9 +2,9 @@
 
     | crc32c of all that follows: u32 | header length: u32 | header | payload |
 
-The puller says Open, then Pull, then Ack; the exporter says Data, ..., Data, Commit, and before them, if the Open names
-a host, Offer. Every frame names the transfer id and the epoch of the worker that holds the cache, so that a reused
-number or a restarted worker is never mistaken.
+The puller says Open, then Pull, and in the end, on one stream, Ack; the exporter says Data, ..., Data, Commit, and
+before them, if the Open names a host, Offer. Every frame names the transfer id and the epoch of the worker that holds
+the cache, so that a reused number or a restarted worker is never mistaken.
 Knows the form of frames only; `export.py` and `pull.py` hold the conversation.
 """
 
@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import google_crc32c
 import msgpack
+
+from ..engine.plan import KvSpan
 
 PULL_METHOD: Final = "/tandem.v1.KvTransfer/Pull"
 FRAME_BYTES: Final = 256 * 1024
@@ -45,33 +47,33 @@ class Offer:
     fd: int
     num_blocks: int
     block_size: int
-    slot: int  # of the ledger,
+    num_slots: int  # KV slots of the exporter
+    line: int  # of the ledger,
     number: int  # which it holds as long as the blocks are the export's; 0: there is nothing to map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """Asks for all layers of the tokens from `first_token` on; what lies before is cached at the puller."""
+    """Asks for all layers of the tokens from `first_token` on, what lies before is cached at the puller, in the
+    exporter's KV slots [first_slot, +num_slots). No slots at all is a stream that only pins the cache."""
 
     first_token: int
+    first_slot: int
+    num_slots: int
     shared: bool = False  # the puller reads the memory itself: Data says what is there, and carries nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """The whole cache has arrived and verified; the exporter may let go."""
+    """Every rank of the puller's group has its part of the cache, verified; the exporter's group may let go. Said by
+    rank 0 to rank 0; other streams just end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """KV of layers [first_layer, +num_layers) and tokens [first_token, +num_tokens), in canonical form as payload or in
-    the exporter's memory."""
+class Data(KvSpan):
+    """A span of the exporter's KV cache, in canonical form as payload or in the exporter's memory."""
 
-    index: int  # counts the data frames of a transfer from 0
-    first_layer: int
-    num_layers: int
-    first_token: int
-    num_tokens: int
+    index: int  # counts the data frames of a stream from 0
     num_bytes: int  # of KV
     burst: int  # frames that were ready at the same time share a number
     age: float  # seconds since the exporter began to read the burst

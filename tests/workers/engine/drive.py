@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, Worker
+from tandem.tests.workers.spans import span
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, Event, Token
 from tandem.workers.engine.fake import expected_tokens
@@ -54,8 +55,8 @@ def fill(target: Worker, admitted: Admitted, tokens: tuple[int, ...], source: Wo
     held = next(event for event in events if isinstance(event, Admitted))
     start, count = admitted.num_cached, len(tokens) - admitted.num_cached
     if count:
-        data = source.executor.kv.read(held.blocks, start, count, 0, 3)
-        target.executor.kv.write(admitted.blocks, start, count, 0, 3, data)
+        part = span(source.executor.kv, start, count)
+        target.executor.kv.write(admitted.blocks, part, source.executor.kv.read(held.blocks, part))
     source.engine.cancel(1)
     source.check_idle()
     (first,) = tokens_of(events, 1)

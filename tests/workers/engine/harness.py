@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tandem.tests.workers.spans import span
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Progress, Token
 from tandem.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
-from tandem.workers.engine.plan import SamplingParams, StepPlan
+from tandem.workers.engine.plan import KvSpan, SamplingParams, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, State, Task
 
 VOCAB_SIZE = 16
@@ -61,17 +62,9 @@ class OrderedKv(FakeKv):
         super().__init__(num_blocks, block_size, executor.kv.layout)
         self._executor = executor
 
-    def write(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        data: memoryview,
-    ) -> None:
+    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         self._executor.catch_up()
-        super().write(blocks, first_token, num_tokens, first_layer, num_layers, data)
+        super().write(blocks, span, data)
 
 
 class Worker:
@@ -229,8 +222,8 @@ class Pair:
         source, target = self.prefill.executor.kv, self.decode.executor.kv
         if count > 0:
             for layer in range(source.layout.num_layers):
-                data = source.read(request.source.blocks, start, count, layer, 1)
-                target.write(request.target.blocks, start, count, layer, 1, data)
+                part = span(source, start, count, layer, 1)
+                target.write(request.target.blocks, part, source.read(request.source.blocks, part))
             request.num_pulled += count
         if request.first_token is not None and request.num_pulled == request.num_readable:
             assert request.decode_id is not None

@@ -3,8 +3,10 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 
@@ -46,28 +48,39 @@ def test_tokens_follow_from_the_history_alone() -> None:
 
 @pytest.mark.parametrize("tokens_at_a_time", [1, 3, 6])
 @pytest.mark.parametrize("layers_at_a_time", [1, 3])
-def test_copied_kv_continues_the_sequence(tokens_at_a_time: int, layers_at_a_time: int) -> None:
+@pytest.mark.parametrize("slot_ranges", [(range(2),), (range(1, 2), range(1))])
+def test_copied_kv_continues_the_sequence(
+    tokens_at_a_time: int, layers_at_a_time: int, slot_ranges: tuple[range, ...]
+) -> None:
     source, target = computed().kv, FakeExecutor(16, 2)
     table = (9, 4, 11)
     for token in range(0, len(TOKENS), tokens_at_a_time):
         for layer in range(0, 3, layers_at_a_time):
-            data = source.read((3, 1), token, tokens_at_a_time, layer, layers_at_a_time)
-            assert data.nbytes == tokens_at_a_time * layers_at_a_time * source.layout.bytes_per_token_layer
-            target.kv.write(table, token, tokens_at_a_time, layer, layers_at_a_time, data)
+            for slots in slot_ranges:
+                part = replace(
+                    span(source, token, tokens_at_a_time, layer, layers_at_a_time),
+                    first_slot=slots.start,
+                    num_slots=len(slots),
+                )
+                data = source.read((3, 1), part)
+                assert data.nbytes == part.size(source.layout)
+                target.kv.write(table, part, data)
     first, second = expected_tokens(TOKENS, 2, 512)
     assert target.execute(plan((first,), start=6, blocks=(*table, 0))) == [second]
 
 
 def test_every_misplaced_element_is_found() -> None:
     """Swapping any two unequal float32 elements of the canonical form is found when the sequence goes on."""
-    data = bytes(computed().kv.read((3, 1), 0, 6, 0, 3))
+    kv = computed().kv
+    whole = span(kv, 0, 6)
+    data = bytes(kv.read((3, 1), whole))
     rng = random.Random(1)
     for _ in range(200):
         a, b = (4 * rng.randrange(len(data) // 4) for _ in range(2))
         swapped = bytearray(data)
         swapped[a : a + 4], swapped[b : b + 4] = data[b : b + 4], data[a : a + 4]
         executor = FakeExecutor(8, BLOCK_SIZE)
-        executor.kv.write((0, 1), 0, 6, 0, 3, memoryview(swapped))
+        executor.kv.write((0, 1), whole, memoryview(swapped))
         if swapped == data:
             executor.execute(plan((1,), start=6, blocks=(0, 1)))
         else:
@@ -110,16 +123,37 @@ def test_dropped_sequences_are_forgotten_and_unknown_ones_ignored() -> None:
     assert executor.execute(again) == expected_tokens(TOKENS, 1, 512)
 
 
+def test_a_slot_is_a_head_of_every_key_and_value() -> None:
+    kv = computed().kv
+    whole = np.frombuffer(kv.read((3, 1), span(kv, 1, 4)), np.float32).reshape(3, 2, 4, 2, 4)
+    for slot in (0, 1):
+        part = kv.read((3, 1), replace(span(kv, 1, 4), first_slot=slot, num_slots=1))
+        assert bytes(part) == whole[:, :, :, slot].tobytes()
+
+
 def test_kv_refuses_lengths_and_ranges() -> None:
     kv = computed().kv
-    size = kv.layout.bytes_per_token_layer
-    for wrong in (0, 2 * size - 1, 2 * size + 1):
+    part = span(kv, 0, 2, 0, 1)
+    size = part.size(kv.layout)
+    for wrong in (0, size - 1, size + 1):
         with pytest.raises(ValueError, match="data"):
-            kv.write((3,), 0, 2, 0, 1, memoryview(bytes(wrong)))
-    with pytest.raises(ValueError, match="data"):
-        kv.write((3,), 0, 1, 2, 2, memoryview(bytes(2 * size)))
-    with pytest.raises(ValueError, match="tokens 0 to 5"):
-        kv.read((3,), 0, 5, 0, 1)
+            kv.write((3,), part, memoryview(bytes(wrong)))
+    changes: tuple[tuple[str, dict[str, int]], ...] = (
+        ("tokens 0 to 5", {"num_tokens": 5}),
+        ("layers", {"first_layer": 2, "num_layers": 2}),
+        ("layers", {"first_layer": -1}),
+        ("layers", {"num_layers": 0}),
+        ("KV slots", {"first_slot": 1}),
+        ("KV slots", {"first_slot": -1}),
+        ("KV slots", {"num_slots": 3}),
+        ("KV slots", {"num_slots": 0}),
+    )
+    for text, change in changes:
+        outside = replace(part, **change)
+        with pytest.raises(ValueError, match=text):
+            kv.read((3,), outside)
+        with pytest.raises(ValueError, match=text):
+            kv.write((3,), outside, memoryview(bytes(max(0, outside.size(kv.layout)))))
 
 
 def test_failure_comes_when_asked_for() -> None:

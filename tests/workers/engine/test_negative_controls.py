@@ -12,7 +12,7 @@ from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Progress, Token
 from tandem.workers.engine.fake import FakeKv
-from tandem.workers.engine.plan import StepPlan
+from tandem.workers.engine.plan import KvSpan, StepPlan
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 
@@ -137,11 +137,9 @@ def test_blocks_published_before_they_are_computed_are_caught(monkeypatch: pytes
 def test_import_that_lacks_a_layer_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     write = FakeKv.write
 
-    def skip(
-        kv: FakeKv, blocks: Sequence[int], token: int, count: int, layer: int, layers: int, data: memoryview
-    ) -> None:
-        if layer != 1:
-            write(kv, blocks, token, count, layer, layers, data)
+    def skip(kv: FakeKv, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+        if span.first_layer != 1:
+            write(kv, blocks, span, data)
 
     monkeypatch.setattr(FakeKv, "write", skip)
     with pytest.raises(RuntimeError, match="layer 1, position"):

@@ -1,10 +1,12 @@
-"""The demo model's bfloat16 logits against its float32 ones."""
+"""The demo model's bfloat16 logits against its float32 ones, and split over three ranks against whole."""
 
 import pytest
 import torch
 
 from tandem.tests import demo_model
 from tandem.tests.workers.model.helpers import Driver, load, recorded_logits
+from tandem.tests.workers.model.test_parallel import on_ranks
+from tandem.workers.model.runner import ModelRunner
 
 LENGTHS = (16, 40, 130, 300)
 NUM_TOKENS = 5
@@ -27,3 +29,16 @@ def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
             reference, ours = (logits.float() - logits.float().mean() for logits in recorded)  # [1, vocab_size] each
             assert torch.linalg.norm(ours - reference) <= 0.05 * torch.linalg.norm(reference), (number, start)
             start, tokens = start + len(tokens), [token]
+
+
+def test_three_ranks_give_the_tokens_of_one() -> None:
+    """Greedy and in float32; its 9 query and 3 KV heads are split evenly."""
+
+    def generate(runner: ModelRunner) -> list[list[int]]:
+        driver = Driver(runner)
+        prompts = demo_model.prompts((7, 33, 100))
+        return [driver.generate(number, prompt, 16) for number, prompt in enumerate(prompts)]
+
+    whole = generate(load(demo_model.folder()))
+    assert min(len(set(tokens)) for tokens in whole) > 1
+    assert on_ranks(demo_model.folder(), 3, generate) == [whole] * 3

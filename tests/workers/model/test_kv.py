@@ -1,45 +1,71 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tandem.workers.engine.plan import KvLayout
+from tandem.tests.workers.spans import span
+from tandem.workers.engine.plan import KvLayout, KvSpan
 from tandem.workers.model.kv import PagedKv
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 
 
-def store(*, block_size: int, num_blocks: int = 64, dtype: str = "bfloat16", seed: int | None = None) -> PagedKv:
-    layout = KvLayout(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype=dtype, model="m")
-    kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"))
+def store(
+    *,
+    block_size: int,
+    num_blocks: int = 64,
+    dtype: str = "bfloat16",
+    seed: int | None = None,
+    heads: int = HEADS,
+    tp: int = 1,
+) -> PagedKv:
+    layout = KvLayout(num_layers=LAYERS, num_heads=4, num_kv_heads=heads, head_dim=HEAD_DIM, dtype=dtype, model="m")
+    kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"), tp=tp)
     if seed is not None:
         torch.manual_seed(seed)
         kv.data.view(torch.uint8).random_(0, 256)
     return kv
 
 
-def canonical(kv: PagedKv, blocks: list[int], first: int, count: int, layer: int, layers: int) -> bytes:
-    """The definition, token by token: [layers, 2, tokens, heads, head_dim]."""
+def canonical(kv: PagedKv, blocks: list[int], span: KvSpan) -> bytes:
+    """The definition, token by token: [layers, 2, tokens, slots, head_dim]."""
     return b"".join(
         bytes(
-            kv.data[index, part, blocks[token // kv.block_size], head, token % kv.block_size].view(torch.uint8).numpy()
+            kv.data[index, part, blocks[token // kv.block_size], slot, token % kv.block_size].view(torch.uint8).numpy()
         )
-        for index in range(layer, layer + layers)
+        for index in range(span.first_layer, span.first_layer + span.num_layers)
         for part in (0, 1)
-        for token in range(first, first + count)
-        for head in range(HEADS)
+        for token in range(span.first_token, span.first_token + span.num_tokens)
+        for slot in range(span.first_slot, span.first_slot + span.num_slots)
     )
+
+
+@pytest.mark.parametrize(("heads", "tp", "slots"), [(2, 1, 2), (4, 1, 4), (4, 2, 2), (2, 4, 1), (1, 2, 1)])
+def test_memory_is_for_the_slots_of_the_rank(heads: int, tp: int, slots: int) -> None:
+    kv = store(block_size=4, heads=heads, tp=tp)
+    assert (kv.num_slots, kv.tp, kv.rank) == (slots, tp, 0)
+    assert kv.data.shape == (LAYERS, 2, 64, slots, 4, HEAD_DIM)
+
+
+@pytest.mark.parametrize(("tp", "rank"), [(3, 0), (0, 0), (2, 2)])
+def test_a_split_that_cannot_be_is_refused(tp: int, rank: int) -> None:
+    layout = store(block_size=4).layout
+    with pytest.raises(ValueError, match=r"tp|rank"):
+        PagedKv(layout, num_blocks=4, block_size=4, device=torch.device("cpu"), tp=tp, rank=rank)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_read_is_canonical(dtype: str) -> None:
-    kv = store(block_size=4, dtype=dtype, seed=1)
+    kv = store(block_size=4, dtype=dtype, seed=1, heads=4)
     blocks = random.Random(2).sample(range(64), 7)
-    for first, count, layer, layers in ((0, 28, 0, 3), (3, 1, 1, 1), (3, 2, 0, 2), (5, 20, 2, 1), (27, 1, 0, 3)):
-        data = kv.read(blocks, first, count, layer, layers)
-        assert data.nbytes == layers * count * kv.layout.bytes_per_token_layer
-        assert bytes(data) == canonical(kv, blocks, first, count, layer, layers)
+    places = ((0, 28, 0, 3), (3, 1, 1, 1), (3, 2, 0, 2), (5, 20, 2, 1), (27, 1, 0, 3))
+    for place, (slot, slots) in zip(places, ((0, 4), (3, 1), (0, 2), (1, 3), (1, 2)), strict=True):
+        part = replace(span(kv, *place), first_slot=slot, num_slots=slots)
+        data = kv.read(blocks, part)
+        assert data.nbytes == part.size(kv.layout)
+        assert bytes(data) == canonical(kv, blocks, part)
 
 
 @pytest.mark.parametrize(("source_block", "target_block"), [(16, 16), (16, 4), (5, 32), (1, 7)])
@@ -53,9 +79,10 @@ def test_round_trip_between_block_sizes(source_block: int, target_block: int) ->
     pieces = [(first, min(13, 49 - first)) for first in range(0, 49, 13)]
     for first, count in choose.sample(pieces, len(pieces)):
         for layer, layers in ((2, 1), (0, 2)):
-            data = source.read(source_blocks, first, count, layer, layers)
-            target.write(target_blocks, first, count, layer, layers, memoryview(bytes(data)))
-    assert target.read(target_blocks, 0, 49, 0, LAYERS) == source.read(source_blocks, 0, 49, 0, LAYERS)
+            part = span(source, first, count, layer, layers)
+            target.write(target_blocks, part, memoryview(bytes(source.read(source_blocks, part))))
+    whole = span(source, 0, 49)
+    assert target.read(target_blocks, whole) == source.read(source_blocks, whole)
     written = {(target_blocks[token // target_block], token % target_block) for token in range(49)}
     for block in range(64):
         for offset in range(target_block):
@@ -66,44 +93,68 @@ def test_round_trip_between_block_sizes(source_block: int, target_block: int) ->
                 assert same.all(), "a token that was not written has changed"
 
 
+def test_slots_go_where_they_are_sent_and_nowhere_else() -> None:
+    source, target = store(block_size=4, seed=7, heads=4), store(block_size=8, seed=8, heads=4)
+    before = target.data.clone()
+    part = span(source, 2, 9, 1, 2)
+    data = source.read([5, 0, 9], replace(part, first_slot=2, num_slots=2))
+    target.write([3, 1], replace(part, first_slot=1, num_slots=2), data)
+    assert target.read([3, 1], replace(part, first_slot=1, num_slots=2)) == data
+    for index, block, slot, token in ((1, 3, 1, 2), (2, 1, 2, 2)):  # written; what is beside it not
+        at = 2 if block == 3 else 10
+        there = source.data[index, :, [5, 0, 9][at // 4], slot + 1, at % 4].view(torch.int16)
+        assert target.data[index, :, block, slot, token].view(torch.int16).equal(there)
+    changed = (target.data.view(torch.int16) != before.view(torch.int16)).any(-1)  # [layers, 2, blocks, slots, tokens]
+    assert {int(slot) for slot in changed.nonzero()[:, 3]} == {1, 2}
+    assert {int(layer) for layer in changed.nonzero()[:, 0]} == {1, 2}
+    assert {int(block) for block in changed.nonzero()[:, 2]} == {1, 3}
+
+
 def test_read_copies() -> None:
     kv = store(block_size=4, seed=5)
-    data = kv.read([1, 2], 0, 8, 0, LAYERS)
+    data = kv.read([1, 2], span(kv, 0, 8))
     kept = bytes(data)
     kv.data.zero_()
     assert bytes(data) == kept
 
 
 @pytest.mark.parametrize(
-    ("blocks", "first", "count", "layer", "layers"),
+    ("blocks", "change"),
     [
-        ([1, 2], -1, 2, 0, 1),
-        ([1, 2], 0, 9, 0, 1),
-        ([1, 2], 8, 1, 0, 1),
-        ([1, 2], 0, 0, 0, 1),
-        ([1, 2], 0, 1, -1, 1),
-        ([1, 2], 0, 1, 0, 4),
-        ([1, 2], 0, 1, 0, 0),
-        ([1, 64], 0, 8, 0, 1),
-        ([-1, 2], 0, 8, 0, 1),
-        ([], 0, 1, 0, 1),
+        ([1, 2], {"first_token": -1}),
+        ([1, 2], {"num_tokens": 9}),
+        ([1, 2], {"first_token": 8, "num_tokens": 1}),
+        ([1, 2], {"num_tokens": 0}),
+        ([1, 2], {"first_layer": -1}),
+        ([1, 2], {"num_layers": 4}),
+        ([1, 2], {"num_layers": 0}),
+        ([1, 2], {"first_slot": -1}),
+        ([1, 2], {"first_slot": 2}),
+        ([1, 2], {"first_slot": 1, "num_slots": 2}),
+        ([1, 2], {"num_slots": 3}),
+        ([1, 2], {"num_slots": 0}),
+        ([1, 64], {"num_tokens": 8}),
+        ([-1, 2], {"num_tokens": 8}),
+        ([], {}),
     ],
 )
-def test_out_of_range_is_refused(blocks: list[int], first: int, count: int, layer: int, layers: int) -> None:
+def test_out_of_range_is_refused(blocks: list[int], change: dict[str, int]) -> None:
     kv = store(block_size=4)
+    part = replace(
+        KvSpan(first_layer=0, num_layers=1, first_token=0, num_tokens=1, first_slot=0, num_slots=1), **change
+    )
     with pytest.raises(ValueError, match="not within"):
-        kv.read(blocks, first, count, layer, layers)
-    size = max(0, layers * count) * kv.layout.bytes_per_token_layer
+        kv.read(blocks, part)
     with pytest.raises(ValueError, match="not within"):
-        kv.write(blocks, first, count, layer, layers, memoryview(bytes(size)))
+        kv.write(blocks, part, memoryview(bytes(max(0, part.size(kv.layout)))))
 
 
 @pytest.mark.parametrize("extra", [-32, -1, 1, 32])
 def test_wrong_length_is_refused_and_writes_nothing(extra: int) -> None:
     kv = store(block_size=4)
-    size = 2 * 5 * kv.layout.bytes_per_token_layer
+    part = span(kv, 0, 5, 0, 2)
     with pytest.raises(ValueError, match="bytes"):
-        kv.write([1, 2], 0, 5, 0, 2, memoryview(b"\x01" * (size + extra)))
+        kv.write([1, 2], part, memoryview(b"\x01" * (part.size(kv.layout) + extra)))
     assert not kv.data.any()
 
 
@@ -113,7 +164,8 @@ def test_threads_on_different_blocks_do_not_disturb_each_other() -> None:
     def copy(first: int) -> None:
         blocks = list(range(first, first + 16))
         for layer in range(LAYERS):
-            target.write(blocks, 0, 256, layer, 1, source.read(blocks, 0, 256, layer, 1))
+            part = span(source, 0, 256, layer, 1)
+            target.write(blocks, part, source.read(blocks, part))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(copy, range(0, 256, 16)))

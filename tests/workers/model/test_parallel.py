@@ -11,8 +11,10 @@ import torch
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.checkpoint import check_checkpoint
+from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 
@@ -97,13 +99,25 @@ def test_a_rank_keeps_its_own_heads_of_the_cache(tmp_path: Path) -> None:
         """[layers, 2, tokens, heads, head_dim]"""
         driver = Driver(runner)
         driver.run(driver.step(1, prompt(37), 0))
-        data = runner.kv.read(driver.tables[1], 0, 37, 0, layers)
+        data = runner.kv.read(driver.tables[1], span(runner.kv, 0, 37))
         return torch.frombuffer(bytearray(data), dtype=torch.float32).view(layers, 2, 37, -1, 16)
 
     whole = cache(load(folder))
     for size, slots in ((2, [(0, 1), (2, 3)]), (4, [(0,), (1,), (2,), (3,)]), (8, [(n // 2,) for n in range(8)])):
         for part, heads in zip(on_ranks(folder, size, cache), slots, strict=True):
             torch.testing.assert_close(part, whole[:, :, :, list(heads)], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("kv_heads", "size"), [(8, 2), (4, 4), (2, 4), (1, 8)])
+def test_the_cache_of_a_rank_has_the_model_s_layout_and_its_own_size(tmp_path: Path, kv_heads: int, size: int) -> None:
+    folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads)
+    layout = load(folder).kv.layout
+    assert (layout.num_heads, layout.num_kv_heads) == (8, kv_heads)
+    per_block = kv_bytes_per_block(check_checkpoint(folder), 16, "float32", size)
+    for rank, kv in enumerate(on_ranks(folder, size, lambda runner: runner.kv)):
+        assert kv.layout == layout
+        assert (kv.tp, kv.rank, kv.num_slots) == (size, rank, max(1, kv_heads // size))
+        assert kv.data.nbytes == 128 * per_block
 
 
 def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:

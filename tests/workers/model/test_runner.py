@@ -7,6 +7,7 @@ import torch
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
+from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
 
@@ -78,9 +79,8 @@ def test_a_sequence_can_move_to_another_runner(folder: Path) -> None:
     prefill, decode = Driver(load(folder, block_size=16)), Driver(load(folder, block_size=4), seed=4)
     tokens = prefill.run(prefill.step(1, prompt(37), 0, SAMPLED))
     step = decode.step(1, [*prompt(37), tokens[0]], 0, SAMPLED)
-    layers = prefill.runner.config.num_layers
-    data = prefill.runner.kv.read(prefill.tables[1], 0, 37, 0, layers)
-    decode.runner.kv.write(decode.tables[1], 0, 37, 0, layers, data)
+    part = span(prefill.runner.kv, 0, 37)
+    decode.runner.kv.write(decode.tables[1], part, prefill.runner.kv.read(prefill.tables[1], part))
     joined = SequenceStep(
         sequence_id=1,
         token_ids=(tokens[0],),
@@ -103,10 +103,10 @@ def test_what_the_last_owner_of_a_block_left_does_not_matter(folder: Path) -> No
         assert poisoned.generate(index, prompt(num_tokens), 12) == expected
 
     # A sequence whose first tokens were computed elsewhere, up to the middle of a block.
-    layers = clean.runner.config.num_layers
     expected = clean.run(clean.step(8, prompt(21), 0))
     blocks = tuple(poisoned.free[:3])
-    poisoned.runner.kv.write(blocks, 0, 20, 0, layers, clean.runner.kv.read(clean.tables[8], 0, 20, 0, layers))
+    part = span(clean.runner.kv, 0, 20)
+    poisoned.runner.kv.write(blocks, part, clean.runner.kv.read(clean.tables[8], part))
     joined = SequenceStep(
         sequence_id=8, token_ids=(prompt(21)[20],), start=20, new_blocks=blocks, sampling=GREEDY, sample=True
     )

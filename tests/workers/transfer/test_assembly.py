@@ -2,23 +2,28 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import KvLayout
 from tandem.workers.transfer.export import plan_frames
+from tandem.workers.transfer.layout import Piece
 from tandem.workers.transfer.pull import Assembly, Target, Want
 from tandem.workers.transfer.wire import FRAME_BYTES, Commit, Data, TransferError, TransferKey
 
-LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+LAYOUT = KvLayout(num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake")
 NUM_TOKENS, NUM_CACHED, BLOCK = 44, 16, 16
 BLOCKS = (5, 2, 7)
 WANT = Want(key=TransferKey(transfer_id=b"t", epoch=1), num_tokens=NUM_TOKENS, prefix_hash=b"hash")
 TARGET = Target(blocks=BLOCKS, num_cached=NUM_CACHED)
+PIECE = Piece(source_rank=0, source_slots=range(2), target_slots=range(1, 3))
+PIN = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
 COMMIT = Commit(num_frames=0, num_tokens=NUM_TOKENS, prefix_hash=b"hash", first_token=42)
 
 Frame = tuple[Data, memoryview]
@@ -30,8 +35,8 @@ def memory() -> FakeKv:
 
 def source() -> FakeKv:
     kv = memory()
-    data = random.Random(1).randbytes(3 * NUM_TOKENS * LAYOUT.bytes_per_token_layer)
-    kv.write(BLOCKS, 0, NUM_TOKENS, 0, 3, memoryview(data))
+    whole = span(kv, 0, NUM_TOKENS)
+    kv.write(BLOCKS, whole, memoryview(random.Random(1).randbytes(whole.size(LAYOUT))))
     return kv
 
 
@@ -39,23 +44,10 @@ def cut(kv: FakeKv) -> list[Frame]:
     """The frames of one transfer, in bursts as chunks of a prefill become ready."""
     frames: list[Frame] = []
     for burst, (start, end) in enumerate([(16, 30), (30, 31), (31, 44)]):
-        for span in plan_frames(3, 64, start, end, 5 * 64):
-            payload = kv.read(BLOCKS, span.first_token, span.num_tokens, span.first_layer, span.num_layers)
-            frames.append(
-                (
-                    Data(
-                        index=len(frames),
-                        first_layer=span.first_layer,
-                        num_layers=span.num_layers,
-                        first_token=span.first_token,
-                        num_tokens=span.num_tokens,
-                        num_bytes=payload.nbytes,
-                        burst=burst,
-                        age=0.0,
-                    ),
-                    payload,
-                )
-            )
+        for part in plan_frames(LAYOUT, PIECE.source_slots, start, end, 5 * 64):
+            payload = kv.read(BLOCKS, part)
+            data = Data(index=len(frames), num_bytes=payload.nbytes, burst=burst, age=0.0, **asdict(part))
+            frames.append((data, payload))
     return frames
 
 
@@ -65,32 +57,65 @@ SOURCE = source()
 def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
     """Lets an assembly take the frames; returns the memory written. Raises TransferError unless all is well."""
     kv = memory()
-    assembly = Assembly(WANT, TARGET, kv)
+    assembly = Assembly(WANT, TARGET, kv, PIECE)
     for frame, payload in frames:
         assembly.take(frame, payload)
     assert assembly.finish(commit) == 42
     return kv
 
 
-@given(st.integers(1, 40), st.sampled_from([64, 768, 2**18, 2**20]), st.integers(0, 500), st.integers(0, 1500))
-def test_a_plan_covers_every_layer_of_every_token_once(layers: int, cell: int, start: int, count: int) -> None:
+def arrived(kv: FakeKv) -> bool:
+    """Whether every byte is in its place, and nothing anywhere else: in slots of others, or in what was cached."""
+    found, there = (
+        np.frombuffer(store.read(BLOCKS, span(store, 0, NUM_TOKENS)), np.uint8).reshape(3, 2, NUM_TOKENS, 4, -1)
+        for store in (kv, SOURCE)
+    )
+    expected = np.zeros_like(found)
+    expected[:, :, NUM_CACHED:, 1:3] = there[:, :, NUM_CACHED:, :2]
+    return bool((found == expected).all())
+
+
+@given(
+    st.integers(1, 40),
+    st.sampled_from([range(1), range(2, 3), range(1, 13), range(64)]),
+    st.sampled_from([1, 32, 128]),
+    st.integers(0, 500),
+    st.integers(0, 1500),
+)
+def test_a_plan_covers_every_layer_of_every_token_once(
+    layers: int, slots: range, head_dim: int, start: int, count: int
+) -> None:
+    layout = replace(LAYOUT, num_layers=layers, head_dim=head_dim)
     seen: Counter[tuple[int, int]] = Counter()
     ends = [start] * layers
     assume(layers * count < 6000)
-    for span in plan_frames(layers, cell, start, start + count, FRAME_BYTES):
-        assert span.num_layers * span.num_tokens * cell <= max(FRAME_BYTES, cell)
-        for layer in range(span.first_layer, span.first_layer + span.num_layers):
-            assert ends[layer] == span.first_token
-            ends[layer] += span.num_tokens
-            seen.update((layer, token) for token in range(span.first_token, span.first_token + span.num_tokens))
+    for part in plan_frames(layout, slots, start, start + count, FRAME_BYTES):
+        assert part.size(layout) <= max(FRAME_BYTES, len(slots) * layout.bytes_per_slot)
+        assert range(part.first_slot, part.first_slot + part.num_slots) == slots
+        for layer in range(part.first_layer, part.first_layer + part.num_layers):
+            assert ends[layer] == part.first_token
+            ends[layer] += part.num_tokens
+            seen.update((layer, token) for token in range(part.first_token, part.first_token + part.num_tokens))
     assert seen == Counter((layer, token) for layer in range(layers) for token in range(start, start + count))
+
+
+def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
+    assert plan_frames(LAYOUT, range(0), 0, 44, FRAME_BYTES) == []
+    kv = memory()
+    assembly = Assembly(WANT, TARGET, kv, PIN)
+    for frame, payload in cut(SOURCE)[:1]:
+        for first_token in (frame.first_token, NUM_TOKENS - frame.num_tokens, NUM_TOKENS):
+            for message in (frame, replace(frame, num_slots=0, num_bytes=0)):
+                with pytest.raises(TransferError):
+                    assembly.take(replace(message, first_token=first_token), payload[: message.num_bytes])
+    assert assembly.finish(COMMIT) == 42
+    with pytest.raises(TransferError, match="incomplete"):
+        assembly.finish(replace(COMMIT, num_frames=1))
 
 
 def test_the_frames_as_cut_are_taken() -> None:
     frames = cut(SOURCE)
-    kv = transfer(frames, replace(COMMIT, num_frames=len(frames)))
-    assert kv.read(BLOCKS, 16, 28, 0, 3) == SOURCE.read(BLOCKS, 16, 28, 0, 3)
-    assert not any(kv.read(BLOCKS, 0, 16, 0, 3))  # what was cached is not touched
+    assert arrived(transfer(frames, replace(COMMIT, num_frames=len(frames))))
 
 
 EDITS = st.lists(st.tuples(st.sampled_from(["drop", "repeat", "swap", "move"]), *[st.integers(0, 20)] * 2), max_size=3)
@@ -121,12 +146,12 @@ def test_no_other_sequence_of_frames_passes(edits: list[tuple[str, int, int]], r
         assert not same
         return
     assert same or renumber
-    assert kv.read(BLOCKS, 16, 28, 0, 3) == SOURCE.read(BLOCKS, 16, 28, 0, 3)
+    assert arrived(kv)
 
 
 @given(
     st.integers(0, 20),
-    st.sampled_from(["index", "first_layer", "num_layers", "first_token", "num_tokens", "num_bytes"]),
+    st.sampled_from([field.name for field in fields(Data) if field.name not in ("burst", "age")]),
     st.sampled_from([-1, 1, 2, 3, 2**62]),
 )
 def test_a_frame_that_names_another_place_is_refused(position: int, field: str, shift: int) -> None:

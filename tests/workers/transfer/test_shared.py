@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.tests.workers.spans import span
+from tandem.tests.workers.transfer.played import Calls
 from tandem.workers.engine.plan import KvLayout
 from tandem.workers.model.kv import PagedKv
 from tandem.workers.transfer import pull, shared
@@ -24,7 +25,7 @@ from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
 from tandem.workers.transfer.shared import Ledger, PeerMemory, host_id
 from tandem.workers.transfer.wire import Commit, Data, Offer, TransferError, TransferKey, decode
 
-LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
 EPOCH = 3
 
 
@@ -33,40 +34,6 @@ def memory(block_size: int = 4, num_blocks: int = 16, seed: int | None = None, *
     if seed is not None:
         kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return kv
-
-
-class Call:
-    """A gRPC call between a puller and an exporter of the same process."""
-
-    def __init__(self, exporter: Exporter) -> None:
-        self._said: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._answers: asyncio.Queue[bytes] = asyncio.Queue()
-        self._serving = asyncio.create_task(self._serve(exporter))
-
-    async def _serve(self, exporter: Exporter) -> None:
-        with suppress(TransferError):
-            async for frame in exporter.serve(self._incoming()):
-                self._answers.put_nowait(frame)
-        self._answers.put_nowait(b"")
-
-    async def _incoming(self) -> AsyncIterator[bytes]:
-        while (frame := await self._said.get()) is not None:
-            yield frame
-
-    async def write(self, frame: bytes) -> None:
-        self._said.put_nowait(frame)
-
-    async def read(self) -> bytes:
-        return await self._answers.get()
-
-    async def code(self) -> None:
-        await asyncio.shield(self._serving)
-
-    async def done_writing(self) -> None:
-        self._said.put_nowait(None)
-
-    def cancel(self) -> None:
-        self._said.put_nowait(None)
 
 
 @dataclass
@@ -88,8 +55,7 @@ class Pair:
             on_release=self.released.append,
             frame_hook=self._spy,
         )
-        channel: Any = type("Channel", (), {"stream_stream": lambda _, method: lambda: Call(self.exporter)})()
-        self.puller = Puller(self.target, stall_seconds=5, channel=lambda endpoint: channel)
+        self.puller = Puller(self.target, stall_seconds=5, channel=Calls({"there": self.exporter}).channel)
 
     async def _spy(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in self.hook(frames) if self.hook else frames:
@@ -99,17 +65,21 @@ class Pair:
     async def move(
         self, blocks: tuple[int, ...], into: tuple[int, ...], num_tokens: int, cached: int = 0, chunk: int = 1000
     ) -> Fetched:
-        transfer_id = self.exporter.offer(1, blocks, num_tokens, b"hash")
-        key = TransferKey(transfer_id=transfer_id, epoch=EPOCH)
+        key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
+        self.exporter.offer(1, key.transfer_id, blocks, num_tokens, b"hash")
         target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
         target.set_result(Target(blocks=into, num_cached=cached))
         want = Want(key=key, num_tokens=num_tokens, prefix_hash=b"hash")
-        fetching = asyncio.create_task(self.puller.fetch("there", LAYOUT, want, target))
+        fetching = asyncio.create_task(self._fetch(want, target))
         for ready in range(chunk, num_tokens + chunk, chunk):
             self.exporter.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)
         self.exporter.complete(1, 42)
         return await fetching
+
+    async def _fetch(self, want: Want, target: asyncio.Future[Target]) -> Fetched:
+        async with self.puller.fetch(["there"], LAYOUT, want, target) as fetched:
+            return fetched
 
     @property
     def payload_bytes(self) -> int:
@@ -130,12 +100,12 @@ async def test_what_arrives_is_what_was_there(
     fetched = await pair.move(blocks, into, num_tokens, cached, chunk)
     assert fetched.first_token == 42
     assert pair.payload_bytes == 0
-    assert fetched.num_bytes == (num_tokens - cached) * 3 * LAYOUT.bytes_per_token_layer
-    assert target.read(into, cached, num_tokens - cached, 0, 3) == source.read(
-        blocks, cached, num_tokens - cached, 0, 3
-    )
+    moved = span(source, cached, num_tokens - cached)
+    assert (fetched.num_bytes, fetched.transport) == (moved.size(LAYOUT), "shared")
+    assert target.read(into, moved) == source.read(blocks, moved)
     if cached:  # is as it was
-        assert target.read(into, 0, cached, 0, 3) == memory(sizes[1], 64, 2).read(into, 0, cached, 0, 3)
+        kept = span(target, 0, cached)
+        assert target.read(into, kept) == memory(sizes[1], 64, 2).read(into, kept)
 
 
 async def withdrawn_at_commit() -> Fetched:
@@ -163,33 +133,39 @@ async def test_without_the_ledger_it_would_be_taken(monkeypatch: pytest.MonkeyPa
     assert (await withdrawn_at_commit()).first_token == 42
 
 
-@pytest.mark.parametrize("why", ["host", "token", "not shared", "no slot", "too small", "no file"])
+@pytest.mark.parametrize(
+    "why", ["host", "token", "not shared", "no line", "too small", "too many slots", "no slots", "no file"]
+)
 async def test_what_cannot_be_mapped_goes_over_the_stream(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = memory(seed=1, is_shared=why != "not shared"), memory()
     if why == "host":
         monkeypatch.setattr(pull, "host_id", lambda: "elsewhere")
-    if why == "no slot":
-        monkeypatch.setattr(shared, "_NUM_SLOTS", 0)
+    if why == "no line":
+        monkeypatch.setattr(shared, "_NUM_LINES", 0)
     pair = Pair(source, target)
     make = pair.exporter._ledger.offer
 
-    def offer(slot: int, number: int, host: str) -> Offer:
-        made = make(slot, number, host)
+    def offer(line: int, number: int, host: str) -> Offer:
+        made = make(line, number, host)
         changes: dict[str, dict[str, Any]] = {
             "token": {"token": b"x" * 16},
             "too small": {"num_blocks": 10**9},
+            "too many slots": {"num_slots": 3},
+            "no slots": {"num_slots": 0},
             "no file": {"fd": 10**6},
         }
         return replace(made, **changes.get(why, {}))
 
     monkeypatch.setattr(pair.exporter._ledger, "offer", offer)
-    await pair.move((1, 2), (3, 4), 8)
-    assert target.read((3, 4), 0, 8, 0, 3) == source.read((1, 2), 0, 8, 0, 3)
-    assert pair.payload_bytes == 8 * 3 * LAYOUT.bytes_per_token_layer
+    fetched = await pair.move((1, 2), (3, 4), 8)
+    whole = span(source, 0, 8)
+    assert target.read((3, 4), whole) == source.read((1, 2), whole)
+    assert fetched.transport == "grpc"
+    assert pair.payload_bytes == whole.size(LAYOUT)
 
 
 async def test_impossible_offers_are_failed_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for change in ({"slot": 10**6}, {"number": 7}):
+    for change in ({"line": 10**6}, {"number": 7}, {"num_slots": 1}, {"block_size": 1}):
         pair = Pair(memory(seed=1), memory())
         make = pair.exporter._ledger.offer
         monkeypatch.setattr(
@@ -199,7 +175,7 @@ async def test_impossible_offers_are_failed_transfers(monkeypatch: pytest.Monkey
             await pair.move((1, 2), (3, 4), 8)
 
 
-def test_a_slot_is_reused_under_another_number() -> None:
+def test_a_line_is_reused_under_another_number() -> None:
     kv = memory()
     ledger = Ledger(kv)
     peer = PeerMemory(first := ledger.offer(*(entry := ledger.open()), host_id()), kv)
@@ -208,7 +184,7 @@ def test_a_slot_is_reused_under_another_number() -> None:
     with pytest.raises(TransferError, match="withdrawn"):
         peer.check(first)
     second = ledger.offer(*ledger.open(), host_id())
-    assert second.slot == first.slot
+    assert second.line == first.line
     peer.check(second)
     with pytest.raises(TransferError, match="withdrawn"):
         peer.check(first)
@@ -229,11 +205,12 @@ def test_memory_of_another_process_is_readable_and_goes_away_with_it() -> None:
             peer = PeerMemory(offer, own)
             peer.check(offer)
             assert peer.alive
-            expected = memory(seed=9).read((5, 0, 7), 1, 10, 0, 3)
-            assert peer.kv.read((5, 0, 7), 1, 10, 0, 3) == expected
+            part = span(own, 1, 10)
+            expected = memory(seed=9).read((5, 0, 7), part)
+            assert peer.kv.read((5, 0, 7), part) == expected
         finally:
             os.kill(child.pid, signal.SIGKILL)
     assert not peer.alive
-    assert peer.kv.read((5, 0, 7), 1, 10, 0, 3) == expected  # what is mapped stays until nobody maps it
+    assert peer.kv.read((5, 0, 7), part) == expected  # what is mapped stays until nobody maps it
     with pytest.raises(OSError, match="No such file"):
         PeerMemory(offer, own)

@@ -26,7 +26,7 @@ COUNTS = st.integers(0, 2**63)
 KEYS = st.builds(TransferKey, transfer_id=st.binary(min_size=16, max_size=16), epoch=COUNTS)
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Open, layout=st.dictionaries(st.text(max_size=9), st.integers(0, 99) | st.text(max_size=9), max_size=8)),
-    st.builds(Pull, first_token=COUNTS),
+    st.builds(Pull, first_token=COUNTS, first_slot=COUNTS, num_slots=COUNTS),
     st.builds(Ack),
     st.builds(
         Data,
@@ -35,6 +35,8 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         num_layers=COUNTS,
         first_token=COUNTS,
         num_tokens=COUNTS,
+        first_slot=COUNTS,
+        num_slots=COUNTS,
         num_bytes=COUNTS,
         burst=COUNTS,
         age=st.floats(0, 1e9),
@@ -47,7 +49,18 @@ VALUES = st.recursive(
 )
 DATA_FRAME = encode(
     TransferKey(transfer_id=b"0123456789abcdef", epoch=7),
-    Data(index=1, first_layer=0, num_layers=1, first_token=0, num_tokens=2, num_bytes=8, burst=0, age=0.5),
+    Data(
+        index=1,
+        first_layer=0,
+        num_layers=1,
+        first_token=0,
+        num_tokens=2,
+        first_slot=0,
+        num_slots=1,
+        num_bytes=8,
+        burst=0,
+        age=0.5,
+    ),
     b"kv bytes",
 )
 

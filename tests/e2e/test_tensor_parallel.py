@@ -1,0 +1,127 @@
+"""Services whose workers' ranks are processes on a Ray cluster, split unequally; and the death of one rank."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.tests.service import NODES, expected_tokens, wait_until_idle, workers
+from tandem.tests.tiny import make_tiny_model
+
+NUM_TOKENS = 200
+PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 37 * n)] for n in range(16)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return make_tiny_model(folder, num_attention_heads=8, num_key_value_heads=2, hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return expected_tokens(model, PROMPTS, NUM_TOKENS)
+
+
+@pytest.fixture
+def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterator[Any]:
+    """A service with these settings of the pools; when it has ended, so have all its processes."""
+    from tandem.cluster.config import load_config
+    from tandem.cluster.launch import start_service
+
+    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "split", "status_port": 8123}
+    for name in NODES:
+        overrides[f"{name}.resources"] = {name: 1.0}
+    overrides |= {"prefill.kv_cache_gb": 0.05, "decode.kv_cache_gb": 0.05}
+    overrides |= {"router.grpc_port": 0, "router.http_port": 0}
+    with start_service(load_config(None, overrides | request.param), str(model), address=address) as running:
+        yield running
+        processes = processes_of("RankActor") | processes_of("DecodePool") | processes_of("PrefillPool")
+    assert processes
+    assert not still_running(processes, 5)
+
+
+def processes_of(kind: str) -> dict[int, psutil.Process]:
+    """The processes of Ray actors of this kind, by their number: RankActor is any rank other than 0."""
+    return {process.pid: process for process in psutil.process_iter() if kind in _title(process)}
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+async def answers(address: str, timeout: float = 120) -> list[Any]:
+    from tandem.router.client import AsyncClient
+
+    async with AsyncClient(address) as client:
+        asked = [
+            client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=timeout)
+            for prompt in PROMPTS
+        ]
+        return list(await asyncio.gather(*asked))
+
+
+@pytest.mark.parametrize("service", [{"prefill.tp": 2}], indirect=True)
+async def test_prefill_in_two_ranks_decode_in_one(service: Any, expected: list[list[int]]) -> None:
+    assert {worker["role"]: worker["tp"] for worker in workers(service.status_url)} == {"prefill": 2, "decode": 1}
+    assert len(processes_of("RankActor")) == 1
+    found = await answers(service.grpc_address)
+    assert [list(answer.token_ids) for answer in found] == expected
+    assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)
+    wait_until_idle(service.status_url)
+
+
+@pytest.mark.parametrize("service", [{"decode.tp": 2, "decode.replicas": 2}], indirect=True)
+async def test_a_rank_dies_in_mid_stream(service: Any, expected: list[list[int]]) -> None:
+    """Prefill in one rank, decode in two: the worker of the dead rank goes and comes back, the other's streams never
+    notice, and all of them end with the right tokens."""
+    before = {worker["id"] for worker in workers(service.status_url)}
+    ranks, zeros = processes_of("RankActor"), processes_of("DecodePool")
+    assert (len(ranks), len(zeros)) == (2, 2)
+    asked = asyncio.create_task(answers(service.grpc_address))
+    await busy(service.status_url)
+    os.kill(min(ranks), signal.SIGKILL)
+    assert len(await asyncio.to_thread(still_running, zeros, 5)) == 1  # its rank 0 does not stay, either
+    found = await asked
+    assert [list(answer.token_ids) for answer in found] == expected
+    assert {answer.timeline.attempts for answer in found} == {1, 2}  # streams untouched, and streams moved
+    after = await back(service.status_url, before)
+    assert len(before & after) == 2  # the prefill worker and the other decode worker
+    assert len(processes_of("RankActor")) == 2
+    found = await answers(service.grpc_address)
+    assert [list(answer.token_ids) for answer in found] == expected
+    wait_until_idle(service.status_url)
+
+
+async def busy(status_url: str) -> None:
+    """Until both decode workers have streams."""
+    deadline = time.monotonic() + 30
+    while not all(w["jobs"] for w in workers(status_url) if w["role"] == "decode"):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def back(status_url: str, before: set[str]) -> set[str]:
+    """The workers' ids, once there are as many as before, all ready, not all the same."""
+    deadline = time.monotonic() + 60
+    while True:
+        ready = {worker["id"] for worker in workers(status_url) if worker["state"] == "ready"}
+        if len(ready) == len(before) and ready != before:
+            return ready
+        assert time.monotonic() < deadline, ready
+        await asyncio.sleep(0.1)
+
+
+def still_running(processes: dict[int, psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that have not ended after so long; returns as soon as all have."""
+    _, alive = psutil.wait_procs(list(processes.values()), timeout=seconds)
+    return list(alive)

@@ -1,0 +1,15 @@
+"""A short way to name a part of a rank's KV cache."""
+
+from tandem.workers.engine.plan import KvSpan, KvStore
+
+
+def span(kv: KvStore, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> KvSpan:
+    """All KV slots; of all layers if num_layers is None."""
+    return KvSpan(
+        first_layer=first_layer,
+        num_layers=kv.layout.num_layers if num_layers is None else num_layers,
+        first_token=first_token,
+        num_tokens=num_tokens,
+        first_slot=0,
+        num_slots=kv.num_slots,
+    )

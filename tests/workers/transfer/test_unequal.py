@@ -1,0 +1,328 @@
+"""KV cache between tensor-parallel groups of any two sizes: every rank gets its heads, bit by bit, from any source."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tandem.tests.workers.spans import span
+from tandem.tests.workers.transfer.played import Calls
+from tandem.workers.engine.plan import KvLayout
+from tandem.workers.engine.sharding import kv_heads
+from tandem.workers.model.kv import PagedKv
+from tandem.workers.transfer.export import Exporter
+from tandem.workers.transfer.layout import plan
+from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
+from tandem.workers.transfer.wire import Ack, Open, Pull, TransferError, TransferKey
+
+Bytes = npt.NDArray[np.uint8]
+
+LAYERS, HEAD_DIM, NUM_TOKENS, NUM_BLOCKS = 2, 4, 37, 8
+KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=3)
+WANT = Want(key=KEY, num_tokens=NUM_TOKENS, prefix_hash=b"hash")
+SIZES = (1, 2, 4)
+
+
+def layout_of(num_kv_heads: int, num_heads: int = 8) -> KvLayout:
+    return KvLayout(
+        num_layers=LAYERS,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=HEAD_DIM,
+        dtype="bfloat16",
+        model="m",
+    )
+
+
+@dataclass
+class Transfer:
+    """A source and a target group. The source's cache is that of one whole model, the target's is full of noise."""
+
+    layout: KvLayout
+    source_tp: int
+    target_tp: int
+    source_block: int = 16
+    num_cached: int = 0
+    is_shared: Callable[[int], bool] = lambda source_rank: False
+    released: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        numbers = np.random.default_rng(1)
+        shape = (LAYERS, 2, NUM_TOKENS, self.layout.num_kv_heads, 2 * HEAD_DIM)
+        self.whole: Bytes = numbers.integers(0, 256, shape, np.uint8)
+        self.sources = [self._store(self.source_tp, rank, self.source_block) for rank in range(self.source_tp)]
+        self.targets = [self._store(self.target_tp, rank, 16, is_target=True) for rank in range(self.target_tp)]
+        choose = random.Random(2)
+        self.blocks, self.into = (
+            tuple(choose.sample(range(NUM_BLOCKS), -(-NUM_TOKENS // size))) for size in (self.source_block, 16)
+        )
+        for rank, kv in enumerate(self.sources):
+            part = np.ascontiguousarray(self.whole[:, :, :, self._heads(self.source_tp, rank)])
+            kv.write(self.blocks, span(kv, 0, NUM_TOKENS), memoryview(part.tobytes()))
+        self.exporters = [self._exporter(rank) for rank in range(self.source_tp)]
+        self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
+        self.calls = [Calls(dict(zip(self.endpoints, self.exporters, strict=True))) for _ in self.targets]
+        self.pullers = [
+            Puller(kv, stall_seconds=5, channel=calls.channel)
+            for kv, calls in zip(self.targets, self.calls, strict=True)
+        ]
+        self.before = [self.cache(rank) for rank in range(self.target_tp)]
+
+    def _store(self, tp: int, rank: int, block_size: int, *, is_target: bool = False) -> PagedKv:
+        kv = PagedKv(
+            self.layout,
+            num_blocks=NUM_BLOCKS,
+            block_size=block_size,
+            device=torch.device("cpu"),
+            shared=is_target or self.is_shared(rank),
+            tp=tp,
+            rank=rank,
+        )
+        kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(rank))
+        return kv
+
+    def _exporter(self, rank: int) -> Exporter:
+        exporter = Exporter(
+            self.sources[rank],
+            epoch=KEY.epoch,
+            lease_seconds=None if rank else 30,
+            stall_seconds=5,
+            on_release=self.released.append,
+        )
+        exporter.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
+        return exporter
+
+    def _heads(self, tp: int, rank: int) -> list[int]:
+        return list(kv_heads(self.layout.num_heads, self.layout.num_kv_heads, tp, rank))
+
+    def progress(self, num_ready: int) -> None:
+        for exporter in self.exporters:
+            exporter.progress(1, num_ready)
+
+    def complete(self) -> None:
+        for exporter in self.exporters:
+            exporter.progress(1, NUM_TOKENS)
+            exporter.complete(1, 42)
+
+    async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> Fetched:
+        """As a rank does that hears from its group when all have their part."""
+        target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+        target.set_result(Target(blocks=self.into, num_cached=self.num_cached))
+        async with self.pullers[rank].fetch(self.endpoints, self.layout, WANT, target) as fetched:
+            if arrived:
+                await arrived.wait()
+            assert self.num_acks == 0
+        return fetched
+
+    async def run(self) -> list[Fetched]:
+        """The whole of it, with the prefill in two chunks; returns when every stream has ended."""
+        arrived = asyncio.Barrier(self.target_tp)
+        fetches = [asyncio.create_task(self.fetch(rank, arrived)) for rank in range(self.target_tp)]
+        await turns()
+        self.progress(20)
+        await turns()
+        self.complete()
+        fetched = await asyncio.gather(*fetches)
+        async with asyncio.timeout(5):
+            while sum(puller.num_closing for puller in self.pullers):
+                await asyncio.sleep(0)
+        assert not any(call.cancelled for calls in self.calls for _, call in calls.made)
+        return fetched
+
+    @property
+    def num_acks(self) -> int:
+        return sum(isinstance(message, Ack) for calls in self.calls for _, call in calls.made for message in call.said)
+
+    def cache(self, rank: int) -> Bytes:
+        """What a target rank has: [layer, key or value, token, slot, bytes of a head]."""
+        kv = self.targets[rank]
+        data = np.frombuffer(kv.read(self.into, span(kv, 0, NUM_TOKENS)), np.uint8)
+        return data.reshape(LAYERS, 2, NUM_TOKENS, kv.num_slots, -1)
+
+    def check(self) -> None:
+        """Every target rank has the heads of its slots, and what it had cached before."""
+        for rank in range(self.target_tp):
+            found, cached = self.cache(rank), self.num_cached
+            expected = self.whole[:, :, :, self._heads(self.target_tp, rank)]
+            assert (found[:, :, cached:] == expected[:, :, cached:]).all(), f"rank {rank}"
+            assert (found[:, :, :cached] == self.before[rank][:, :, :cached]).all(), f"rank {rank}"
+
+
+async def turns(count: int = 30) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def _short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a stream has several."""
+    for name in ("FRAME_BYTES", "SLICE_BYTES"):
+        monkeypatch.setattr(f"tandem.workers.transfer.export.{name}", 160)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("target_tp", SIZES)
+@pytest.mark.parametrize("source_tp", SIZES)
+async def test_every_rank_gets_its_heads(source_tp: int, target_tp: int, num_kv_heads: int, transport: str) -> None:
+    for source_block, num_cached in ((8, 0), (16, 21), (32, 16)):
+        transfer = Transfer(
+            layout_of(num_kv_heads),
+            source_tp,
+            target_tp,
+            source_block,
+            num_cached,
+            is_shared=lambda source_rank: transport == "shared",
+        )
+        fetched = await transfer.run()
+        transfer.check()
+        for rank, part in enumerate(fetched):
+            moved = span(transfer.targets[rank], num_cached, NUM_TOKENS - num_cached)
+            assert (part.first_token, part.num_bytes) == (42, moved.size(transfer.layout))
+            assert part.transport == transport
+        assert (transfer.released, transfer.num_acks) == ([1], 1)
+        assert [exporter.num_exports for exporter in transfer.exporters] == [0] + [1] * (source_tp - 1)
+        assert not any(exporter.num_streams for exporter in transfer.exporters)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "tps"), [(12, 4, (1, 2, 3, 4, 6)), (9, 3, (1, 3))])
+async def test_heads_that_straddle_ranks_arrive_too(num_heads: int, num_kv_heads: int, tps: tuple[int, ...]) -> None:
+    for source_tp in tps:
+        for target_tp in tps:
+            transfer = Transfer(layout_of(num_kv_heads, num_heads), source_tp, target_tp)
+            await transfer.run()
+            transfer.check()
+            assert transfer.released == [1]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("target_tp", SIZES)
+@pytest.mark.parametrize("source_tp", SIZES)
+async def test_there_is_a_stream_for_every_piece_and_no_other(
+    source_tp: int, target_tp: int, num_kv_heads: int
+) -> None:
+    transfer = Transfer(layout_of(num_kv_heads), source_tp, target_tp)
+    await transfer.run()
+    for rank, calls in enumerate(transfer.calls):
+        pieces = plan(8, num_kv_heads, source_tp, target_tp, rank)
+        asked = [(endpoint, message) for endpoint, call in calls.made for message in call.said[1:2]]
+        assert asked == [
+            (
+                f"rank {piece.source_rank}",
+                Pull(first_token=0, first_slot=piece.source_slots.start, num_slots=len(piece.source_slots)),
+            )
+            for piece in pieces
+        ]
+
+
+async def test_rank_0_pins_the_cache_where_it_reads_nothing() -> None:
+    """12 heads over 4, from 6 ranks to 2: rank 1 has the KV heads (0, 1) that rank 0 has not together."""
+    transfer = Transfer(layout_of(4, 12), 6, 2, is_shared=lambda source_rank: True)
+    assert all(piece.source_rank for piece in plan(12, 4, 6, 2, 0))
+    (fetched, _) = await transfer.run()
+    transfer.check()
+    assert fetched.transport == "shared"
+    endpoint, pin = transfer.calls[0].made[-1]
+    assert endpoint == "rank 0"
+    assert [type(message) for message in pin.said] == [Open, Pull, Ack]
+    assert pin.said[1] == Pull(first_token=0, first_slot=0, num_slots=0)
+    assert transfer.released == [1]
+    assert all(endpoint != "rank 0" for endpoint, _ in transfer.calls[1].made)
+
+
+@pytest.mark.parametrize("fault", ["withdrawn", "other token"])
+async def test_a_pin_that_fails_ends_the_fetch(fault: str) -> None:
+    transfer = Transfer(layout_of(4, 12), 6, 2)
+    fetching = asyncio.create_task(transfer.fetch(0))
+    await turns()
+    transfer.progress(20)
+    await turns()
+    if fault == "withdrawn":
+        transfer.exporters[0].withdraw(1)
+    else:
+        transfer.exporters[0].progress(1, NUM_TOKENS)
+        transfer.exporters[0].complete(1, 43)  # the others say 42
+        for exporter in transfer.exporters[1:]:
+            exporter.progress(1, NUM_TOKENS)
+            exporter.complete(1, 42)
+    with pytest.raises(TransferError, match="stream broke" if fault == "withdrawn" else "another prompt"):
+        await fetching
+    assert all(call.cancelled for _, call in transfer.calls[0].made)
+    assert (transfer.num_acks, transfer.released) == (0, [])
+
+
+async def test_ranks_may_go_different_ways() -> None:
+    transfer = Transfer(layout_of(8), 4, 2, is_shared=lambda source_rank: source_rank == 0)
+    assert [part.transport for part in await transfer.run()] == ["grpc+shared", "grpc"]
+    transfer.check()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_one_stream_that_fails_ends_the_others(failing: int) -> None:
+    transfer = Transfer(layout_of(8), 2, 1)
+    fetching = asyncio.create_task(transfer.fetch(0))
+    await turns()
+    transfer.progress(20)
+    await turns()
+    assert (transfer.cache(0) != transfer.before[0]).any()
+    transfer.exporters[failing].withdraw(1)
+    transfer.exporters[1 - failing].progress(1, NUM_TOKENS)
+    with pytest.raises(TransferError, match="stream broke"):
+        await fetching
+    left = transfer.cache(0)
+    assert all(call.cancelled for _, call in transfer.calls[0].made)
+    transfer.exporters[1 - failing].complete(1, 42)
+    await turns()
+    assert (transfer.cache(0) == left).all()
+    assert (transfer.num_acks, transfer.released) == (0, [])
+
+
+@pytest.mark.parametrize("after", range(0, 40, 3))
+async def test_a_cancel_at_any_moment_ends_all_streams(after: int) -> None:
+    transfer = Transfer(layout_of(8), 4, 1)
+    transfer.complete()
+    fetching = asyncio.create_task(transfer.fetch(0, asyncio.Barrier(2)))
+    await turns(after)
+    fetching.cancel()
+    left = transfer.cache(0)
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    await turns()
+    assert (transfer.cache(0) == left).all()
+    assert (transfer.num_acks, transfer.released) == (0, [])
+    assert not any(exporter.num_streams for exporter in transfer.exporters)
+
+
+async def test_an_exception_in_the_context_leaves_the_cache_pinned_for_another_reader() -> None:
+    transfer = Transfer(layout_of(2), 2, 2)
+    transfer.complete()
+    target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+    target.set_result(Target(blocks=transfer.into, num_cached=0))
+    with pytest.raises(ZeroDivisionError):
+        async with transfer.pullers[0].fetch(transfer.endpoints, transfer.layout, WANT, target):
+            raise ZeroDivisionError
+    await turns()
+    assert (transfer.num_acks, transfer.released) == (0, [])
+    await transfer.fetch(0)
+    await turns()
+    assert (transfer.num_acks, transfer.released) == (1, [1])
+
+
+async def test_groups_of_different_models_exchange_nothing() -> None:
+    transfer = Transfer(layout_of(4), 2, 1)
+    target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+    for layout, endpoints in (
+        (layout_of(2), transfer.endpoints),
+        (replace(layout_of(4), model="other"), transfer.endpoints),
+        (layout_of(4), ["rank 0"] * 3),  # 3 does not divide 8 heads
+        (layout_of(4), []),
+    ):
+        with pytest.raises(TransferError, match="layouts differ"):
+            async with transfer.pullers[0].fetch(endpoints, layout, WANT, target):
+                pass
+    assert transfer.calls[0].made == []
