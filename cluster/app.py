@@ -58,7 +58,7 @@ class WorkerPool:
             max_sequences=pool.max_sequences,
             context_tokens=config.context_tokens,
             num_threads=num_threads,
-            shared_memory=config.shared_memory,
+            transports=config.transports,
             priority=_PREFILL_PRIORITY if self.role == "prefill" else 0,
             host=_host(config),
             start_seconds=config.start_seconds,

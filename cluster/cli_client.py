@@ -78,7 +78,7 @@ def status(
     url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a running service: its pools and workers, their blocks and load."""
+    """Show a running service: its pools and workers, their blocks and load, and the ways of KV cache between them."""
     service = _fetch(url)
     if as_json:
         typer.echo(json.dumps(service, indent=2))
@@ -86,6 +86,8 @@ def status(
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{service['service']}: {service['model']}  grpc={service['grpc']} http={service['http']}")
     console.print(_worker_table(service["workers"]))
+    if any(worker["peers"] for worker in service["workers"]):
+        console.print(_peer_table(service["workers"]))
 
 
 def _options(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> Options:
@@ -146,4 +148,14 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
         counts += [load[f"{state}_blocks"] for state in numbers[2:8]]
         counts += [worker["leases"], worker["transfers"]]
         table.add_row(worker["role"], worker["id"], worker["state"], *map(str, counts))
+    return table
+
+
+def _peer_table(workers: list[dict[str, Any]]) -> Table:
+    """From whom a worker has pulled KV cache, and how fast that was found to go when they connected."""
+    table = Table("worker", "pulls from", "transport", box=None, header_style="bold", pad_edge=False)
+    table.add_column("GB/s", justify="right")
+    for worker in workers:
+        for peer in worker["peers"]:
+            table.add_row(worker["id"], peer["endpoint"], peer["transport"], f"{peer['gb_per_second']:.2f}")
     return table

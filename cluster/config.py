@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from ..workers.engine.config import default_chunk_tokens
 
@@ -17,6 +17,7 @@ MAX_FILE_BYTES: Final = 1024 * 1024
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
+Transports = Annotated[tuple[Literal["shared", "gloo", "nccl", "nixl"], ...], Field(max_length=4), Strict(False)]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 
 
@@ -71,7 +72,9 @@ class TandemConfig(_Section):
     device: Literal["cpu", "cuda"] = "cpu"
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
-    shared_memory: bool = True  # workers of one host read each other's KV cache; else it goes over gRPC
+    # How KV cache may go from worker to worker, beside gRPC; each two take the fastest that works between them. None is
+    # shared memory (within a host) on CPUs, NCCL on GPUs.
+    kv_transports: Transports | None = None
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
     grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # what a stop leaves to streams that run
     start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # how long a start may take
@@ -99,6 +102,12 @@ class TandemConfig(_Section):
     @property
     def num_workers(self) -> int:
         return self.prefill.replicas + self.decode.replicas
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        if self.kv_transports is None:
+            return ("shared",) if self.device == "cpu" else ("nccl",)
+        return self.kv_transports
 
     def chunk_tokens(self, pool: PoolConfig) -> int:
         return pool.chunk_tokens or default_chunk_tokens(self.device)
@@ -182,6 +191,7 @@ def _line(entry: Mapping[str, Any]) -> str:
         "bool_type": f"must be true or false{got}",
         "string_type": f"must be text{got}",
         "dict_type": f"must hold keys and values{got}",
+        "tuple_type": f"must be a list{got}",
         "model_type": f"must hold keys and values{got}",
     }
     return f"{key}: {bounds.get(kind, 'is not valid')}"

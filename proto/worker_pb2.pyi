@@ -322,12 +322,16 @@ class Export(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("sequence_id", "num_ready")
+    __slots__ = ("sequence_id", "num_ready", "num_ahead", "num_layers")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
+    NUM_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_ready: int
-    def __init__(self, sequence_id: _Optional[int] = ..., num_ready: _Optional[int] = ...) -> None: ...
+    num_ahead: int
+    num_layers: int
+    def __init__(self, sequence_id: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
 
 class Complete(_message.Message):
     __slots__ = ("sequence_id", "first_token")

@@ -13,7 +13,7 @@ from .bench_floor import synchronize
 from .engine.config import EngineConfig
 from .engine.engine import Engine
 from .engine.events import Event, Token
-from .engine.plan import Executor, SamplingParams, StepPlan
+from .engine.plan import Executor, OnLayers, SamplingParams, StepPlan
 from .engine.sequence import SequenceSpec, Task
 from .model.config import ModelConfig
 from .model.decoder import Decoder
@@ -97,11 +97,11 @@ class Bed(Executor):
         self._plans: list[StepPlan] = []
         self._sampled: list[list[int]] = []
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
         """See `Executor.launch`."""
         self._watch.marks = {}
         self._watch.mark("prepare")
-        wait = self.runner.launch(plan)
+        wait = self.runner.launch(plan, on_layers)
         if not plan.sequences:
             return wait
         self._plans.append(plan)

@@ -12,7 +12,7 @@ import msgpack
 import torch
 from torch import distributed
 
-from .engine.plan import Executor, SamplingParams, SequenceStep, StepPlan
+from .engine.plan import Executor, OnLayers, SamplingParams, SequenceStep, StepPlan
 from .transfer.backend import join_store, listen_store, open_group
 
 NOTHING: Final = StepPlan(sequences=(), dropped=())
@@ -119,10 +119,12 @@ class GroupExecutor(Executor):
         self._group = group
         self._executor = executor
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
-        """See `Executor.launch`. Raises RuntimeError if a rank is lost."""
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+        """See `Executor.launch`. Raises RuntimeError if a rank is lost.
+
+        A layer that has ended here has ended everywhere: its last part is a collective."""
         self._group.tell(encode_plan(plan))
-        return self._executor.launch(plan)
+        return self._executor.launch(plan, on_layers)
 
     def end(self) -> None:
         """No more plans: the other ranks leave `follow`. Raises RuntimeError if a rank is lost."""

@@ -52,13 +52,16 @@ class KvGroup:
             )
         return transfer_id
 
-    def progress(self, sequence_id: int, num_ready: int) -> None:
-        """The first num_ready tokens are computed: a step that has ended here has filled the KV cache everywhere, since
-        its last collective comes after."""
-        self._mover.exporter.progress(sequence_id, num_ready)
+    def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
+        """The first num_ready tokens are computed, the first num_ahead in the first num_layers layers; on every rank,
+        since each layer ends with a collective."""
+        self._mover.exporter.progress(sequence_id, num_ready, num_ahead, num_layers)
         if sequence_id in self._elsewhere:
+            progress = worker_pb2.Progress(
+                sequence_id=sequence_id, num_ready=num_ready, num_ahead=num_ahead, num_layers=num_layers
+            )
             for link in self._links:
-                link.progress(worker_pb2.Progress(sequence_id=sequence_id, num_ready=num_ready))
+                link.progress(progress)
 
     def complete(self, sequence_id: int, first_token: int) -> None:
         """The prefill is done."""

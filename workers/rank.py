@@ -13,6 +13,7 @@ from .model.checkpoint import check_checkpoint
 from .model.kernels import cpu
 from .model.parallel import Group
 from .model.runner import ModelRunner, kv_bytes_per_block
+from .transfer.transports import Means
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,18 @@ class RankConfig:
     kv_cache_bytes: int = 1 << 30  # of this rank
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU
-    shared_memory: bool = True  # other workers of the host may map the KV cache, to read
+    transports: tuple[str, ...] = ("shared",)  # of KV cache, beside gRPC: shared, gloo, nccl or nixl
     priority: int = 0  # nice value of the thread that computes on a CPU
     host: str = "127.0.0.1"  # the one interface to bind
     port: int = 0  # 0 takes a free one
     stall_seconds: float = 30.0  # a KV transfer without progress for so long has failed
     collective_seconds: float = 30.0  # how long ranks of a group wait for each other within a step
     start_seconds: float = 300.0  # how long ranks of a group wait for each other to load
+
+    @property
+    def means(self) -> Means:
+        """Of moving KV cache to other workers and from them."""
+        return Means(transports=self.transports, host=self.host, device=self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +81,7 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
         device=config.device,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        shared=config.shared_memory,
+        shared="shared" in config.transports,
         group=group,
     )
     if group:

@@ -16,6 +16,7 @@ import grpc.aio
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import bind, peer_server
 from .group import ProcessGroup, follow
+from .malloc import keep_freed_memory
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
 from .rank_link import SILENCE_SECONDS, Outbox
 from .session import parse_layout
@@ -47,6 +48,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
     @classmethod
     async def start(cls, config: RankConfig) -> Self:
         """Binds config.host and config.port and waits for rank 0. Raises OSError for a port that is taken."""
+        keep_freed_memory()
         server = cls(config)
         worker_pb2_grpc.add_RankServicer_to_server(server, server._server)  # type: ignore[no-untyped-call]
         server.address = bind(server._server, config.host, config.port)
@@ -125,6 +127,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
             lease_seconds=None,
             stall_seconds=self._config.stall_seconds,
             on_release=lambda sequence_id: None,
+            means=self._config.means,
         )
         mover.serve_on(self._kv_server)
         endpoint = bind(self._kv_server, self._config.host, 0)
@@ -161,7 +164,10 @@ class RankServer(worker_pb2_grpc.RankServicer):
                     export.prefix_hash,
                 )
             case "progress":
-                mover.exporter.progress(command.progress.sequence_id, command.progress.num_ready)
+                progress = command.progress
+                mover.exporter.progress(
+                    progress.sequence_id, progress.num_ready, progress.num_ahead, progress.num_layers
+                )
             case "complete":
                 mover.exporter.complete(command.complete.sequence_id, command.complete.first_token)
             case "fetch":

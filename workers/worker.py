@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Self
 
@@ -27,6 +27,7 @@ from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .kv_group import KvGroup
 from .leader import Leader
+from .malloc import keep_freed_memory
 from .rank import Rank, RankConfig, enter_engine_thread
 from .session import InvalidSubmit, Job, RouterSession, layout_message, parse_submit, tokens_output
 from .transfer.export import FrameHook
@@ -86,6 +87,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             lease_seconds=config.lease_seconds,
             stall_seconds=config.stall_seconds,
             on_release=self._released,
+            means=config.means,
             frame_hook=frame_hook,
         )
         self._kv = KvGroup(self._mover, leader.links)
@@ -106,6 +108,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
         Raises what `Leader.start` raises, such as CheckpointError for a bad model folder, and OSError for a port that
         is taken."""
+        keep_freed_memory()
         leader, rank = await Leader.start(config, ranks)
         try:
             worker = await cls.serve(rank, config, worker_id=worker_id, role=role, leader=leader)
@@ -150,6 +153,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                     await self._idle.wait()
         for session in self._sessions:
             session.close()
+        self._mover.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), 0.0))
         for job in list(self._jobs.values()):
             self._end(job)
@@ -240,6 +244,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_transfers=self._kv.num_transfers + sum(job.pulling is not None for job in self._jobs.values()),
             num_jobs=len(self._jobs),
             balanced=balanced,
+            peers=[worker_pb2.Peer(**asdict(peer)) for peer in self._mover.puller.peers],
         )
 
     # --- jobs -------------------------------------------------------------------------------------------------------
@@ -356,7 +361,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             case Admitted():
                 job.session.put(job.key, admitted=self._admitted(job, event))
             case Progress():
-                self._kv.progress(job.spec.id, event.num_computed)
+                self._kv.progress(job.spec.id, event.num_computed, event.num_ahead, event.num_layers)
             case Joined():
                 assert job.fetched is not None
                 joined = worker_pb2.Joined(

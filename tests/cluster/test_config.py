@@ -32,6 +32,21 @@ decode: {kv_cache_gb: 0.5}
     assert (config.decode.block_size, config.decode.kv_cache_bytes) == (16, 2**29)
 
 
+@pytest.mark.parametrize(
+    ("text", "transports"),
+    [
+        ("", ("shared",)),
+        ("device: cuda", ("nccl",)),
+        ("kv_transports: []", ()),
+        ("{device: cuda, kv_transports: [nixl, shared]}", ("nixl", "shared")),
+    ],
+)
+def test_kv_cache_goes_by_what_suits_the_device_or_is_said(
+    tmp_path: Path, text: str, transports: tuple[str, ...]
+) -> None:
+    assert load_config(write(tmp_path, text), {"model": "m"}).transports == transports
+
+
 def test_flags_alone_are_enough() -> None:
     config = load_config(None, {"model": "m", "decode.replicas": 2})
     assert (config.prefill.replicas, config.decode.replicas, config.num_workers) == (1, 2, 3)
@@ -55,6 +70,11 @@ def test_flags_alone_are_enough() -> None:
             "model: m\ndecode: {placement: pack}",
             "decode.placement: must be one of 'STRICT_PACK', 'PACK', 'SPREAD' or 'STRICT_SPREAD', got 'pack'",
         ),
+        (
+            "model: m\nkv_transports: [gloo, tcp]",
+            "kv_transports.1: must be one of 'shared', 'gloo', 'nccl' or 'nixl', got 'tcp'",
+        ),
+        ("model: m\nkv_transports: gloo", "kv_transports: must be a list, got 'gloo'"),
         ("model: m\nprefill: 3", "prefill: must hold keys and values, got 3"),
         ("model: m\nrouter: {grpc_port: 65536}", "router.grpc_port: must be at most 65535, got 65536"),
         ("model: m\nlease_seconds: .nan", "lease_seconds: must be a finite number"),

@@ -30,21 +30,23 @@ async def generate_all(running: Fleet, prompts: list[tuple[int, ...]]) -> list[l
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "chunk", "shared_memory"),
-    [(1, 1, 512, True), (0, 1, 512, True), (2, 2, 512, False), (1, 1, 16, True), (0, 1, 16, True)],
+    ("prefill", "decode", "chunk", "transports"),
+    [(1, 1, 512, ("shared",)), (0, 1, 512, ()), (2, 2, 512, ()), (1, 1, 16, ("gloo",)), (0, 1, 16, ())],
     ids=lambda value: str(value),
 )
 async def test_greedy_equals_transformers(
     prefill: int,
     decode: int,
     chunk: int,
-    shared_memory: bool,
+    transports: tuple[str, ...],
     prompts: list[tuple[int, ...]],
     expected: list[list[int]],
 ) -> None:
     threads = max(1, (os.cpu_count() or 1) // (prefill + decode))
-    ranks = lambda role: demo_model.rank(num_threads=threads, shared_memory=shared_memory)  # noqa: E731
-    async with fleet(prefill, decode, rank=ranks, chunk_tokens=chunk, mixed_chunk_tokens=chunk) as running:
+    ranks = lambda role: demo_model.rank(num_threads=threads, transports=transports)  # noqa: E731
+    async with fleet(
+        prefill, decode, rank=ranks, chunk_tokens=chunk, mixed_chunk_tokens=chunk, transports=transports
+    ) as running:
         assert await generate_all(running, prompts) == expected
         if chunk == 512:  # again, from warm prefix caches
             assert await generate_all(running, prompts) == expected

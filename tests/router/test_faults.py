@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 
-import google_crc32c
 import pytest
 
 from tandem.proto.errors import TandemError
 from tandem.router import dispatcher
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
 from tandem.workers.engine.fake import FakeExecutor, expected_tokens
-from tandem.workers.transfer import export
+from tandem.workers.transfer import outlets, wire
 from tandem.workers.transfer.wire import Commit, Data, TransferError, TransferKey, decode, encode
 
 NUM_INJECTIONS = 1000
@@ -100,7 +99,7 @@ class Injector:
 async def test_a_thousand_faults_are_all_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(export, "FRAME_BYTES", 32 * 64)  # 32 tokens of one layer
+    monkeypatch.setattr(outlets, "FRAME_BYTES", 32 * 64)  # 32 tokens of one layer
     monkeypatch.setattr(dispatcher, "MAX_TRANSFERS_LOST", 10**9)
     injector = Injector(seed=2, limit=NUM_INJECTIONS)
     chance = random.Random(3)
@@ -128,8 +127,7 @@ async def test_a_thousand_faults_are_all_noticed(
 
 async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the test above could see a fault that the frames' checks let through."""
-    monkeypatch.setattr(google_crc32c, "value", lambda body: 0)
-    monkeypatch.setattr(google_crc32c, "extend", lambda checksum, body: 0)
+    monkeypatch.setattr(wire, "checksum_of", lambda data, before=0: 0)
 
     async def flip(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for frame in frames:

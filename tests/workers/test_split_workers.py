@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import Fleet, split_fleet, token_request
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.workers.rank_link import RankLost
 from tandem.workers.rank_server import RankServer
+from tandem.workers.transfer import connect
 from tandem.workers.worker import Worker, WorkerConfig
 
 NUM_TOKENS = 24
@@ -47,17 +49,48 @@ async def generate(fleet: Fleet, prompt: Sequence[int], name: str = "") -> list[
     return tokens
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2), (2, 4), (2, 2), (0, 2)])
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transports"),
+    [
+        (2, 1, ("shared",)),
+        (1, 2, ("shared",)),
+        (4, 2, ("shared",)),
+        (2, 4, ("shared",)),
+        (2, 2, ("shared",)),
+        (0, 2, ("shared",)),
+        (2, 1, ()),
+        (1, 2, ()),
+        (2, 4, ()),
+        (2, 1, ("gloo",)),
+        (1, 2, ("gloo",)),
+        (2, 4, ("gloo",)),
+        (2, 2, ("shared", "gloo")),
+    ],
+    ids=str,
+)
 async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], prefill: int, decode: int, shared_memory: bool
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    prefill: int,
+    decode: int,
+    transports: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    way = transports[-1] if transports else "grpc"
+    monkeypatch.setattr(connect, "fastest", lambda rates: way)
     tp = {"prefill": [prefill] if prefill else [], "decode": [decode]}
-    async with split_fleet(folder, tp, shared_memory=shared_memory, chunk_tokens=64) as fleet:
+    async with split_fleet(folder, tp, transports=transports, chunk_tokens=64) as fleet:
         made = await asyncio.gather(*(generate(fleet, prompt, f"r{n}") for n, prompt in enumerate(prompts)))
         assert made == expected
         again = await asyncio.gather(*(generate(fleet, prompt, f"s{n}") for n, prompt in enumerate(prompts)))
         assert again == expected  # with warm prefix caches on both sides
+        if prefill:
+            (status,) = [status for status in await fleet.statuses() if status.peers]
+            assert status.info.role == worker_pb2.ROLE_DECODE
+            assert {peer.transport for peer in status.peers} == {way}
+            assert all(peer.bytes_per_second > 0 for peer in status.peers)
+            assert fleet.workers[0].address in [peer.endpoint for peer in status.peers]
 
 
 async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, prompts: list[list[int]]) -> None:

@@ -66,19 +66,26 @@ class Engine:
         """Launches a step of the batch, if there is anything to compute, and waits for its end; with overlap for the
         end of the step that the call before this one launched.
 
-        Returns the events. Those that are known before the wait (admissions, joins, preemptions) go to `early` at once
-        where that is given, so that a decode worker can get ready while the prefill runs."""
+        Returns the events. Those that are known before the end (admissions, joins, preemptions, layers of a prefill)
+        go to `early` at once where that is given, so that a decode worker can get ready while the prefill runs."""
         plan, events = self.scheduler.schedule()
         if early is not None and events:
             early(events)
             events = []
-        launched = (plan, self._executor.launch(plan)) if plan.sequences or plan.dropped else None
+        launched = (plan, self._launch(plan, early)) if plan.sequences or plan.dropped else None
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
             plan, collect = launched
             events += self.scheduler.update(plan, collect())
         return events
+
+    def _launch(self, plan: StepPlan, early: Callable[[list[Event]], None] | None) -> Callable[[], list[int]]:
+        def on_layers(num_layers: int) -> None:
+            if early is not None and (events := self.scheduler.progress(plan, num_layers)):
+                early(events)
+
+        return self._executor.launch(plan, on_layers)
 
     def blocks(self) -> dict[BlockState, int]:
         """How many blocks are in each state; they add up to the pool's size."""

@@ -17,10 +17,13 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The first num_computed tokens of a PREFILL sequence have their KV cache."""
+    """The first num_computed tokens of a PREFILL sequence have their KV cache; the first num_ahead in the first
+    num_layers layers, while a step runs."""
 
     id: int
     num_computed: int
+    num_ahead: int = 0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvSpan, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvSpan, OnLayers, SequenceStep, StepPlan
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
@@ -128,10 +128,13 @@ class FakeExecutor(Executor):
         self._sampled: dict[int, int] = {}  # by sequence, in the last step
         self._uncollected: deque[StepPlan] = deque()
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
         if len(self._uncollected) > 1:
             raise RuntimeError("a launch while two steps are uncollected")
         sampled = self._compute(plan)
+        if on_layers:
+            for layer in range(1, self.kv.layout.num_layers):
+                on_layers(layer)
         self._uncollected.append(plan)
 
         def collect() -> list[int]:

@@ -47,11 +47,16 @@ class StepPlan:
         return sum(len(step.token_ids) for step in self.sequences)
 
 
+OnLayers = Callable[[int], None]
+"""Told now and then, while a step runs, how many layers have the KV cache of all the step's tokens."""
+
+
 class Executor(Protocol):
     """Carries out plans in the order in which they come. Used from one thread."""
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
-        """Starts a step, where the device allows it without waiting for the steps before.
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+        """Starts a step, where the device allows it without waiting for the steps before. One that does so has nothing
+        to say to `on_layers`.
 
         The result, called once, waits for the step to end and returns the sampled tokens of the sequences with
         `sample`, in the plan's order. At most one step may be launched before the last one's tokens are collected."""
@@ -97,6 +102,8 @@ class KvSpan:
 
 
 LEDGER_BYTES: Final = 64 * 1024
+SAMPLE_BYTES: Final = 2 * 1024 * 1024
+TAIL_BYTES: Final = SAMPLE_BYTES + LEDGER_BYTES
 """At the end of KV cache memory that is shared; for those who move the cache."""
 
 
@@ -105,6 +112,7 @@ class SharedMemory:
     """KV cache memory that other processes of the host can map."""
 
     fd: int  # of a file that is the memory
+    sample: memoryview  # SAMPLE_BYTES, before
     ledger: memoryview  # its last LEDGER_BYTES
     num_blocks: int
     block_size: int

@@ -6,12 +6,15 @@ no network; calls nothing but the block pool.
 
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from .block_pool import BlockPool, BlockState
 from .config import EngineConfig
 from .events import Admitted, Event, Joined, Preempted, Progress, Token
 from .plan import PENDING_TOKEN, SequenceStep, StepPlan
 from .sequence import Sequence, SequenceSpec, State, Task
+
+_LEAST_AHEAD: Final = 128  # tokens of a step; fewer are moved in the time that it takes to speak of them
 
 
 class Scheduler:
@@ -155,6 +158,19 @@ class Scheduler:
             if token is not None:
                 events.append(self._take_token(sequence, token))
         return events
+
+    def progress(self, plan: StepPlan, num_layers: int) -> list[Event]:
+        """What is new while a step runs that has come through so many layers."""
+        return [
+            Progress(
+                id=step.sequence_id,
+                num_computed=step.start,
+                num_ahead=step.start + len(step.token_ids),
+                num_layers=num_layers,
+            )
+            for step in plan.sequences
+            if len(step.token_ids) >= _LEAST_AHEAD and self._sequences[step.sequence_id].spec.task is Task.PREFILL
+        ]
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every block held is held by exactly the sequences that say so."""

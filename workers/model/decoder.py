@@ -1,15 +1,20 @@
 """The decoder: Llama, Mistral, Qwen2, Qwen3 and their kin, over a flat batch of tokens of many sequences."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from ..engine.plan import OnLayers
 from .attention import StepAttention
 from .config import ModelConfig
 from .layers import GatedMlp, Linear, RmsNorm
 from .parallel import Shard
 from .rope import rotate
 from .weights import Weights
+
+_LAYER_GROUPS: Final = 4
+"""Parts of a step whose KV cache may leave while the next part is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +37,17 @@ class Decoder:
         rows = slice(shard.vocab.start, shard.vocab.stop)
         self._embedding = weights.take("model.embed_tokens.weight", rows)  # [len(vocab), hidden]
         self._layers = [_Layer(shard, weights, index) for index in range(config.num_layers)]
+        self._layers_at_once = -(-len(self._layers) // _LAYER_GROUPS)
         self._norm = RmsNorm(weights.take("model.norm.weight"), config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self._head = Linear(self._embedding) if tied else Linear.load(weights, ("lm_head", rows))
 
-    def __call__(self, batch: StepBatch) -> torch.Tensor:
+    def __call__(self, batch: StepBatch, on_layers: OnLayers | None = None) -> torch.Tensor:
         """Returns the logits of the sampled rows: [num_sampled, vocab_size]."""
         x = self._shard.embed(self._embedding, batch.token_ids)  # [num_tokens, hidden]
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            if on_layers and number and number % self._layers_at_once == 0:
+                on_layers(number)
             x = layer(x, batch)
         return self._shard.join(self._head(self._norm(x if batch.sampled_rows is None else x[batch.sampled_rows])))
 

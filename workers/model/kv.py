@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.plan import LEDGER_BYTES, KvLayout, KvSpan, SharedMemory
+from ..engine.plan import SAMPLE_BYTES, TAIL_BYTES, KvLayout, KvSpan, SharedMemory
 from ..engine.sharding import kv_heads
 from .config import ModelConfig
 from .device import to_device
+from .kernels.build import kernel, library
 from .weights import DTYPES
 
 
@@ -75,20 +76,24 @@ class PagedKv:
         self._layers = [tuple(layer.unbind(0)) for layer in self.data]
         self._gather = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self._layers]
         self._scatter = [tuple(part.flatten(0, 2) for part in layer) for layer in self._layers]
-        self._tokens = _by_token(self.data)
-        self._address = partial(_address, shape)
         if self.data.is_cuda:
+            self._tokens = self.data.view(torch.int32).transpose(3, 4)
             self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        else:
+            self._heads = _Heads(self.data.view(torch.uint8).numpy())
+        self._address = partial(_address, shape)
 
     def _share(self, num_bytes: int) -> mmap.mmap:
         """Zeros in a file without a name, which goes away with the last process that maps it."""
         fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
-        os.ftruncate(fd, num_bytes + LEDGER_BYTES)
-        memory = mmap.mmap(fd, num_bytes + LEDGER_BYTES)
+        os.ftruncate(fd, num_bytes + TAIL_BYTES)
+        memory = mmap.mmap(fd, num_bytes + TAIL_BYTES)
+        tail = memoryview(memory)[num_bytes:]
         self.shared = SharedMemory(
             fd=fd,
-            ledger=memoryview(memory)[num_bytes:],
+            sample=tail[:SAMPLE_BYTES],
+            ledger=tail[SAMPLE_BYTES:],
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             num_slots=self.num_slots,
@@ -118,7 +123,7 @@ class PagedKv:
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """See `KvStore.read`."""
         index = self._address(blocks, span)
-        return _bytes(self._read_gpu(index) if self.data.is_cuda else self._tokens[index])
+        return _bytes(self._read_gpu(index) if self.data.is_cuda else self._heads.read(index))
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         """See `KvStore.write`. Raises ValueError if the span or the length is out of range."""
@@ -126,11 +131,11 @@ class PagedKv:
         expected = span.size(self.layout)
         if data.nbytes != expected:
             raise ValueError(f"KV data has {data.nbytes} bytes, {expected} are expected")
-        shape = (span.num_layers, 2, span.num_tokens, span.num_slots)
+        shape = (span.num_layers, 2, span.num_tokens, span.num_slots, -1)
         if self.data.is_cuda:
-            self._write_gpu(index, np.frombuffer(data, np.int32).reshape(*shape, -1))
+            self._write_gpu(index, np.frombuffer(data, np.int32).reshape(shape))
         else:
-            self._tokens[index] = np.frombuffer(data, self._tokens.dtype).reshape(shape)
+            self._heads.write(index, np.frombuffer(data, np.uint8).reshape(shape))
 
     def _read_gpu(self, index: tuple[Any, ...]) -> "np.ndarray[Any, Any]":
         """On a stream of its own, so that it waits for no step: whoever reads has heard that the tokens are there. Only
@@ -163,15 +168,59 @@ class PeerKv:
     ) -> None:
         shape = _shape(layout, num_blocks, block_size, num_slots)
         size = layout.head_dim * DTYPES[layout.dtype].itemsize
-        if min(shape) < 1 or math.prod(shape[:-1]) * size > len(memory) - LEDGER_BYTES:
+        if min(shape) < 1 or math.prod(shape[:-1]) * size > len(memory) - TAIL_BYTES:
             raise ValueError(f"{len(memory)} bytes do not hold {num_blocks} blocks of {block_size} tokens")
         self._address = partial(_address, shape)
-        heads = np.frombuffer(memory, np.dtype((np.void, size)), math.prod(shape[:-1])).reshape(shape[:-1])
-        self._tokens = heads.transpose(0, 1, 2, 4, 3)
+        raw = np.frombuffer(memory, np.uint8, math.prod(shape[:-1]) * size)
+        self._heads = _Heads(raw.reshape(*shape[:-1], size))
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """See `KvReader.read`."""
-        return _bytes(self._tokens[self._address(blocks, span)])
+        return _bytes(self._heads.read(self._address(blocks, span)))
+
+
+class _Heads:
+    """KV cache in host memory, as vectors of bytes, one for each head. Copies in the calling thread, where torch would
+    wake a second team of OpenMP threads against those of the running step (measured: down to 0.04 GB/s)."""
+
+    def __init__(self, raw: "np.ndarray[Any, Any]") -> None:
+        """`raw` is [num_layers, 2, num_blocks, num_slots, block_size, bytes of a head] of uint8."""
+        self._raw = raw
+        self._half_bytes, self._block_bytes, self._slot_bytes, self._head_bytes = raw.strides[1:5]
+        self._by_token = raw.transpose(0, 1, 2, 4, 3, 5)
+        self._native = library() is not None
+
+    def read(self, index: tuple[Any, ...]) -> "np.ndarray[Any, Any]":
+        """[layers, 2, tokens, slots, bytes of a head] at what `_address` gives."""
+        if not self._native:
+            return self._by_token[index]  # type: ignore[no-any-return]
+        layers, _, block, _, slots = index
+        shape = (layers.stop - layers.start, 2, len(block), slots.stop - slots.start, self._head_bytes)
+        dense = np.empty(shape, np.uint8)
+        self._move("read_heads", index, dense)
+        return dense
+
+    def write(self, index: tuple[Any, ...], dense: "np.ndarray[Any, Any]") -> None:
+        """The inverse of `read`; `dense` is contiguous."""
+        if self._native:
+            self._move("write_heads", index, dense)
+        else:
+            self._by_token[index] = dense
+
+    def _move(self, name: str, index: tuple[Any, ...], dense: "np.ndarray[Any, Any]") -> None:
+        layers, _, block, offset, slots = index
+        places = block * self._block_bytes + offset * self._head_bytes
+        kernel(name)(
+            self._raw.ctypes.data + layers.start * self._raw.strides[0] + slots.start * self._slot_bytes,
+            dense.ctypes.data,
+            places.ctypes.data,
+            2 * dense.shape[0],
+            self._half_bytes,
+            dense.shape[2],
+            dense.shape[3],
+            self._slot_bytes,
+            self._head_bytes,
+        )
 
 
 def _shape(layout: KvLayout, num_blocks: int, block_size: int, num_slots: int) -> tuple[int, ...]:
@@ -201,15 +250,3 @@ def _within(first: int, count: int, size: int, what: str) -> slice:
 
 def _bytes(array: "np.ndarray[Any, Any]") -> memoryview:
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def _by_token(data: torch.Tensor) -> Any:
-    """A view [num_layers, 2, num_blocks, block_size, num_slots] whose item is one head's vector of bytes.
-
-    On CPUs a numpy view: it copies in the calling thread, at 3 to 20 GB/s, where torch would wake a second team of
-    OpenMP threads against those of the running step (measured: down to 0.04 GB/s).
-    """
-    if data.device.type != "cpu":
-        return data.view(torch.int32).transpose(3, 4)
-    raw = data.view(torch.uint8).numpy()
-    return raw.view(np.dtype((np.void, raw.shape[-1])))[..., 0].transpose(0, 1, 2, 4, 3)

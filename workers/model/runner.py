@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..engine.plan import PENDING_TOKEN, Executor, SamplingParams, SequenceStep, StepPlan
+from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, SamplingParams, SequenceStep, StepPlan
 from . import kernels
 from .attention import AttentionBackend, SequenceSpan, StepAttention, TorchAttention
 from .checkpoint import check_checkpoint, fingerprint
@@ -92,14 +92,15 @@ class ModelRunner(Executor):
         return self.kv.data.is_cuda
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
         """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling parameters."""
         for sequence_id in plan.dropped:
             self._sequences.pop(sequence_id, None)
         for step in plan.sequences:
             self._admit(step)
         sampled = [step for step in plan.sequences if step.sample]
-        logits = self._logits(plan) if plan.sequences else None  # [num_sampled, vocab_size]
+        on_layers = None if self.launches_ahead else on_layers
+        logits = self._logits(plan, on_layers) if plan.sequences else None  # [num_sampled, vocab_size]
         if logits is None or not sampled:
             return to_host(self._last_tokens[:0])  # no token, but its end is to be waited for all the same
         self._on_stage("sample")
@@ -152,7 +153,7 @@ class ModelRunner(Executor):
         if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
             self.kv.data[:, :, blocks[last], :, first_in_last:] = 0
 
-    def _logits(self, plan: StepPlan) -> torch.Tensor:
+    def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> torch.Tensor:
         """[num_sampled, vocab_size]"""
         spans = [
             SequenceSpan(
@@ -176,7 +177,7 @@ class ModelRunner(Executor):
         attention = self._attention.plan(spans)
         self._on_stage("model")
         return self._forward(
-            token_ids, positions_there, attention, None if num_sampled == len(token_ids) else rows_there
+            token_ids, positions_there, attention, None if num_sampled == len(token_ids) else rows_there, on_layers
         )
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
@@ -197,11 +198,13 @@ class ModelRunner(Executor):
         positions: torch.Tensor,
         attention: StepAttention,
         sampled_rows: torch.Tensor | None,
+        on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
         """Implements `graphs.Forward`."""
         cos, sin = self._rotary(positions)
         return self._decoder(
-            StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows)
+            StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows),
+            on_layers,
         )
 
 

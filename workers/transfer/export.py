@@ -5,8 +5,9 @@ the blocks is read any more and they may be reused.
 """
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
@@ -14,8 +15,11 @@ from typing import Final
 import numpy as np
 
 from ..engine.plan import KvLayout, KvSpan, KvStore
-from .shared import SLICE_BYTES, Ledger
-from .wire import FRAME_BYTES, Ack, Commit, Data, Message, Open, Pull, TransferError, TransferKey, decode, encode
+from .accept import Acceptor, read, receive
+from .outlets import Carrier, Inline
+from .shared import Ledger
+from .transports import Means
+from .wire import Ack, Commit, Data, Message, Offer, Open, Pull, TransferError, TransferKey, encode
 
 # Seconds between two frames that nobody waits for yet: shorter ones would cost more than they spread.
 _LEAST_PAUSE: Final = 0.001
@@ -37,13 +41,19 @@ class Export:
     prefix_hash: bytes
     entry: tuple[int, int]  # of the ledger
     num_ready: int = 0
-    progressed: float = field(default_factory=time.monotonic)  # when num_ready last grew
+    num_ahead: int = 0  # ready in the first num_layers layers
+    num_layers: int = 0
+    progressed: float = field(default_factory=time.monotonic)  # when more was last ready
     interval: float = 0.0  # seconds that the last growth took
     first_token: int | None = None  # known when the prefill is done
     withdrawn: bool = False
     streams: int = 0  # open pulls; each pins the cache
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
+
+    def ready(self, layer: int) -> int:
+        """How many tokens have their KV cache in this layer."""
+        return self.num_ahead if layer < self.num_layers else self.num_ready
 
     def notify(self) -> None:
         """Wakes the streams that wait for more tokens, the commit or the end."""
@@ -73,6 +83,7 @@ class Exporter:
         lease_seconds: float | None,
         stall_seconds: float,
         on_release: Callable[[int], None],
+        means: Means,
         frame_hook: FrameHook | None = None,
     ) -> None:
         self._kv = kv
@@ -82,6 +93,7 @@ class Exporter:
         self._on_release = on_release
         self._frame_hook = frame_hook
         self._ledger = Ledger(kv)
+        self.acceptor = Acceptor(kv, epoch=epoch, means=means, ledger=self._ledger)
         self._exports: dict[bytes, Export] = {}
         self._offered = asyncio.Event()
         self._by_sequence: dict[int, Export] = {}
@@ -103,11 +115,11 @@ class Exporter:
         self._exports[transfer_id] = self._by_sequence[sequence_id] = export
         self._offered.set()
 
-    def progress(self, sequence_id: int, num_ready: int) -> None:
-        """The first num_ready tokens are computed."""
+    def progress(self, sequence_id: int, num_ready: int, num_ahead: int = 0, num_layers: int = 0) -> None:
+        """The first num_ready tokens are computed; the first num_ahead in the first num_layers layers."""
         export = self._by_sequence.get(sequence_id)
         if export is not None:
-            export.num_ready = num_ready
+            export.num_ready, export.num_ahead, export.num_layers = num_ready, num_ahead, num_layers
             now = time.monotonic()
             export.interval, export.progressed = now - export.progressed, now
             export.notify()
@@ -133,7 +145,7 @@ class Exporter:
                 yield frame
 
     async def _converse(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        key, opening = _read(await _receive(incoming, self._stall_seconds))
+        key, opening = read(await receive(incoming, self._stall_seconds))
         if not isinstance(opening, Open):
             raise TransferError("KV pull out of order")
         export = await self._find(key, opening)
@@ -141,22 +153,22 @@ class Exporter:
         if export.expiry:
             export.expiry.cancel()
         try:
-            if opening.host:
-                offer = self._ledger.offer(*export.entry, opening.host)
-                yield encode(key, offer, np.asarray(export.blocks, "<i4").tobytes())
             # The puller may queue for blocks for as long as it likes: its stream is the pin, and a dead peer ends it.
-            _, request = _read(await _receive(incoming, None), key)
+            _, request = read(await receive(incoming, None), key)
             if not isinstance(request, Pull) or not self._has(export, request):
                 raise TransferError("KV pull out of order")
+            carrier, offer = self._carrier(export, request)
+            if offer:
+                yield encode(key, offer, np.asarray(export.blocks, "<i4").tobytes())
             num_frames = 0
-            async with aclosing(self._send_data(export, request)) as frames:
+            async with aclosing(self._send_data(export, request, carrier)) as frames:
                 async for frame in frames:
                     num_frames += 1
                     yield frame
             yield encode(key, self._commit(export, num_frames))
-            last = await _receive(incoming, self._stall_seconds)
+            last = await receive(incoming, self._stall_seconds)
             if last is not None:
-                self._acknowledge(export, _read(last, key)[1])
+                self._acknowledge(export, read(last, key)[1])
         finally:
             export.streams -= 1
             self._arm(export)
@@ -165,6 +177,17 @@ class Exporter:
         end = request.first_slot + request.num_slots
         return request.first_token <= export.num_tokens and end <= self._kv.num_slots
 
+    def _carrier(self, export: Export, request: Pull) -> tuple[Carrier, Offer | None]:
+        """How the bytes leave, and what has to be said before. Raises TransportError if the pair is gone."""
+        if request.transport == "grpc":
+            return Inline(self._kv), None
+        outlet = self.acceptor.outlet(request.pair, request.transport)
+        carrier = outlet.carrier(self._kv, request.stream)
+        if not outlet.one_sided:
+            return carrier, None
+        line, number = export.entry
+        return carrier if number else Inline(self._kv), Offer(line=line, number=number)
+
     def _acknowledge(self, export: Export, message: Message) -> None:
         if not isinstance(message, Ack) or self._lease_seconds is None:
             raise TransferError("KV pull out of order")
@@ -172,15 +195,16 @@ class Exporter:
             self._forget(export)
             self._on_release(export.sequence_id)
 
-    async def _send_data(self, export: Export, request: Pull) -> AsyncGenerator[bytes, None]:
+    async def _send_data(self, export: Export, request: Pull, carrier: Carrier) -> AsyncGenerator[bytes, None]:
         """All tokens that were asked for, as soon as each is computed; returns when the first token is known."""
-        sent, index, burst = request.first_token, 0, 0
+        index, burst = 0, 0
+        sent = [request.first_token] * self._kv.layout.num_layers
         slots = range(request.first_slot, request.first_slot + request.num_slots)
-        while sent < export.num_tokens or export.first_token is None:
+        while min(sent) < export.num_tokens or export.first_token is None:
             await self._wait_for_more(export, sent)
-            began, ready = time.monotonic(), export.num_ready
-            layout, size = self._kv.layout, SLICE_BYTES if request.shared else FRAME_BYTES
-            spans = plan_frames(layout, slots, sent, ready, size)
+            began, ready = time.monotonic(), [max(tokens, export.ready(layer)) for layer, tokens in enumerate(sent)]
+            layout = self._kv.layout
+            spans = plan_frames(layout, slots, sent, ready, carrier.frame_bytes)
             for span in spans:
                 # Until the prefill is done nobody waits for them: spread over half of the time that its next chunk will
                 # take, they hold up neither the frames that somebody waits for nor the steps of the decode worker.
@@ -189,9 +213,10 @@ class Exporter:
                     with suppress(TimeoutError):
                         await export.wait(lambda: export.first_token is not None, pause)
                     began, burst = time.monotonic(), burst + 1
+                await carrier.ready()
                 if export.withdrawn:
                     raise TransferError("KV cache withdrawn")
-                payload = b"" if request.shared else self._kv.read(export.blocks, span)
+                payload = carrier.carry(export.blocks, span)
                 frame = Data(
                     index=index,
                     num_bytes=span.size(layout),
@@ -201,11 +226,14 @@ class Exporter:
                 )
                 index += 1
                 yield encode(export.key, frame, payload)
-            sent, burst = max(sent, ready), burst + 1
+            sent, burst = ready, burst + 1
 
-    async def _wait_for_more(self, export: Export, sent: int) -> None:
+    async def _wait_for_more(self, export: Export, sent: list[int]) -> None:
+        def more() -> bool:
+            return any(export.ready(layer) > tokens for layer, tokens in enumerate(sent))
+
         try:
-            await export.wait(lambda: export.num_ready > sent or export.first_token is not None, self._stall_seconds)
+            await export.wait(lambda: more() or export.first_token is not None, self._stall_seconds)
         except TimeoutError as error:
             raise TransferError("KV cache made no progress") from error
         if export.withdrawn:
@@ -259,45 +287,30 @@ class Exporter:
         export.notify()
 
 
-def plan_frames(layout: KvLayout, slots: range, start: int, end: int, frame_bytes: int) -> list[KvSpan]:
-    """Cuts these KV slots of all layers of tokens [start, end) into frames of about frame_bytes, long in tokens before
-    wide in layers. Without slots there are none."""
+def plan_frames(
+    layout: KvLayout, slots: range, sent: Sequence[int], ready: Sequence[int], frame_bytes: int
+) -> list[KvSpan]:
+    """Cuts these KV slots of the tokens from sent[layer] up to ready[layer], for every layer, into frames of about
+    frame_bytes, long in tokens before wide in layers. Without slots there are none."""
     if not slots:
         return []
     spans = []
     token_bytes = len(slots) * layout.bytes_per_slot  # in one layer
     chunk = max(1, frame_bytes // token_bytes)
-    for first_token in range(start, end, chunk):
-        num_tokens = min(chunk, end - first_token)
-        width = max(1, frame_bytes // (token_bytes * num_tokens))
-        for first_layer in range(0, layout.num_layers, width):
-            spans.append(
+    for (start, end), group in itertools.groupby(range(layout.num_layers), lambda layer: (sent[layer], ready[layer])):
+        layers = list(group)
+        for first_token in range(start, end, chunk):
+            num_tokens = min(chunk, end - first_token)
+            width = max(1, frame_bytes // (token_bytes * num_tokens))
+            spans += [
                 KvSpan(
-                    first_layer=first_layer,
-                    num_layers=min(width, layout.num_layers - first_layer),
+                    first_layer=layers[first],
+                    num_layers=len(layers[first : first + width]),
                     first_token=first_token,
                     num_tokens=num_tokens,
                     first_slot=slots.start,
                     num_slots=len(slots),
                 )
-            )
+                for first in range(0, len(layers), width)
+            ]
     return spans
-
-
-async def _receive(incoming: AsyncIterator[bytes], timeout: float | None) -> bytes | None:
-    """The puller's next frame; None if it has ended the stream. Raises TransferError if nothing comes."""
-    try:
-        async with asyncio.timeout(timeout):
-            return await anext(incoming, None)
-    except TimeoutError as error:
-        raise TransferError("KV puller fell silent") from error
-
-
-def _read(frame: bytes | None, expected: TransferKey | None = None) -> tuple[TransferKey, Message]:
-    """Raises TransferError if there is no frame, it cannot be read or names another transfer."""
-    if frame is None:
-        raise TransferError("KV puller fell silent")
-    key, message, _ = decode(frame)
-    if expected is not None and key != expected:
-        raise TransferError("KV frame of another transfer")
-    return key, message

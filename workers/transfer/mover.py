@@ -1,8 +1,10 @@
-"""One rank's KV cache on its way: what it offers to others and what it fetches from them, over gRPC."""
+"""One rank's KV cache on its way: what it offers to others and what it fetches from them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -11,7 +13,12 @@ from ...proto.channel import peer_channel
 from ..engine.plan import KvStore
 from .export import Exporter, FrameHook
 from .pull import Puller
-from .wire import PULL_METHOD, TransferError
+from .transports import Means
+from .wire import CONNECT_METHOD, PULL_METHOD, TransferError
+
+logger = logging.getLogger(__name__)
+
+_Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
 class KvMover:
@@ -25,9 +32,12 @@ class KvMover:
         lease_seconds: float | None,
         stall_seconds: float,
         on_release: Callable[[int], None],
+        means: Means,
         frame_hook: FrameHook | None = None,
     ) -> None:
         """As `Exporter` and `Puller` say."""
+        for name in set(means.transports) - set(means.usable()):
+            logger.warning("KV transport %s is not to be had here", name)
         self.kv = kv
         self.exporter = Exporter(
             kv,
@@ -35,33 +45,50 @@ class KvMover:
             lease_seconds=lease_seconds,
             stall_seconds=stall_seconds,
             on_release=on_release,
+            means=means,
             frame_hook=frame_hook,
         )
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self.puller = Puller(kv, stall_seconds=stall_seconds, channel=self._channel)
+        self.puller = Puller(kv, stall_seconds=stall_seconds, channel=self._channel, means=means)
 
     def serve_on(self, server: grpc.aio.Server) -> None:
         """Adds the KV endpoint to a server that has not started yet."""
-        service, method = PULL_METHOD.strip("/").split("/")
-        # No serializers: frames are bytes.
-        pull: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._pull)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: pull}),))
+        for name, serve in ((PULL_METHOD, self.exporter.serve), (CONNECT_METHOD, self.exporter.acceptor.serve)):
+            service, method = name.strip("/").split("/")
+            # No serializers: frames are bytes.
+            handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(_answering(serve))
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+
+    def disconnect(self) -> None:
+        """Ends the connections that others have to this rank, before the server stops; they come again."""
+        self.exporter.acceptor.disconnect()
 
     async def close(self) -> None:
         """Ends all connections to others."""
+        await self.puller.close()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
-
-    async def _pull(
-        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
-        try:
-            async with aclosing(self.exporter.serve(request_iterator)) as frames:
-                async for frame in frames:
-                    await context.write(frame)
-        except TransferError as error:
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
             self._channels[endpoint] = peer_channel(endpoint)
         return self._channels[endpoint]
+
+
+def _answering(serve: _Serve) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[bytes, bytes]], Any]:
+    """The handler of a stream whose frames `serve` answers."""
+
+    async def answer(incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        writing: asyncio.Future[None] | None = None
+        try:
+            async with aclosing(serve(incoming)) as frames:
+                async for frame in frames:  # one is made ready while the one before leaves
+                    if writing:
+                        await writing
+                    writing = asyncio.ensure_future(context.write(frame))
+                    await asyncio.sleep(0)
+                if writing:
+                    await writing
+        except TransferError as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+
+    return answer

@@ -2,23 +2,27 @@
 
 The receiver writes its own memory, so a late write into reused blocks cannot happen. It fails closed: until the context
 of `fetch` is entered, nothing that arrived may be used; and after that was cancelled or has raised, it writes no more.
-A rank pulls from as many ranks as hold what it needs, over a stream for each piece.
+A rank pulls from as many ranks as hold what it needs, over a stream for each piece; the bytes go by the way that the
+two ranks' connection has chosen, and over the stream itself where there is none or it breaks.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from typing import Final
 
 import grpc.aio
-import numpy as np
 
 from ..engine.plan import KvLayout, KvSpan, KvStore
+from .connect import Connection, Connections, KvCall, Peer
+from .inlets import Payload, Source
 from .layout import Piece, plan
-from .shared import PeerMemory, host_id
+from .transports import Means
 from .wire import (
+    PAIR_GONE,
     PULL_METHOD,
     Ack,
     Commit,
@@ -29,11 +33,12 @@ from .wire import (
     Pull,
     TransferError,
     TransferKey,
+    TransportError,
     decode,
     encode,
 )
 
-KvCall = grpc.aio.StreamStreamCall[bytes, bytes]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,7 @@ class Fetched:
     first_token: int
     num_bytes: int
     active_seconds: float  # of the slowest stream: from reading there to writing here, without waits for the prefill
-    transport: str  # "grpc" or "shared"; both as "grpc+shared"; empty for a stream without KV
+    transport: str  # several as "grpc+shared"; empty for a stream without KV
 
 
 class Assembly:
@@ -116,28 +121,14 @@ class Assembly:
         return commit.first_token
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """An export in memory that the puller reads itself."""
-
-    peer: PeerMemory
-    offer: Offer
-    blocks: list[int]
-
-    def read(self, span: KvSpan) -> memoryview:
-        try:
-            return self.peer.kv.read(self.blocks, span)
-        except ValueError as error:
-            raise TransferError("KV frame out of bounds") from error
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Stream:
     """What brings one piece."""
 
     call: KvCall
     endpoint: str
     piece: Piece
+    connection: Connection | None = None  # that carries the bytes
 
 
 # A stream to rank 0 that only pins the cache and, in the end, acknowledges it.
@@ -147,19 +138,29 @@ _PIN: Final = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
 class Puller:
     """Fetches this rank's part of KV caches from other workers, over channels that the caller owns."""
 
-    def __init__(self, kv: KvStore, *, stall_seconds: float, channel: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(
+        self, kv: KvStore, *, stall_seconds: float, channel: Callable[[str], grpc.aio.Channel], means: Means
+    ) -> None:
         self._kv = kv
         self._stall_seconds = stall_seconds
         self._channel = channel
         self._closing: set[asyncio.Task[None]] = set()
-        self._host = host_id() if kv.shared else ""
-        self._peers: dict[str, PeerMemory] = {}  # by endpoint
+        self._connections = Connections(kv, means=means, channel=channel)
         self._pieces: dict[int, tuple[Piece, ...]] = {}  # by the source's degree of tensor parallelism
 
     @property
     def num_closing(self) -> int:
         """Streams of finished fetches whose end the exporter has not confirmed yet."""
         return len(self._closing)
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The ranks from which this one has pulled, as long as they live."""
+        return self._connections.peers
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        await self._connections.close()
 
     @asynccontextmanager
     async def fetch(
@@ -176,7 +177,9 @@ class Puller:
         try:
             for piece in self._plan(layout, len(endpoints)):
                 endpoint = endpoints[piece.source_rank]
-                streams.append(_Stream(self._channel(endpoint).stream_stream(PULL_METHOD)(), endpoint, piece))
+                streams.append(_Stream(self._call(endpoint), endpoint, piece))
+                if piece.source_slots:
+                    self._connections.want(endpoint)
             yield await self._gather(streams, want, target)
         except BaseException:
             for stream in streams:
@@ -185,9 +188,12 @@ class Puller:
         speaker = next((stream for stream in streams if stream.piece.source_rank == self._kv.rank == 0), None)
         for stream in streams:
             last_word = encode(want.key, Ack()) if stream is speaker else None
-            closing = asyncio.create_task(self._close(stream.call, last_word))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            ending = asyncio.create_task(self._close(stream.call, last_word))
+            self._closing.add(ending)
+            ending.add_done_callback(self._closing.discard)
+
+    def _call(self, endpoint: str) -> KvCall:
+        return self._channel(endpoint).stream_stream(PULL_METHOD)()
 
     def _plan(self, layout: KvLayout, source_tp: int) -> tuple[Piece, ...]:
         """What this rank pulls; rank 0 has at least one stream to rank 0. Raises TransferError if there is no way."""
@@ -225,36 +231,64 @@ class Puller:
                 # loses no cancel that comes together with a failure.
                 results = await asyncio.gather(*tasks, return_exceptions=True)
         except TimeoutError as error:
+            self._drop(streams)  # it may be the connection that is stuck
             raise TransferError("KV cache made no progress") from error
         return _sum(results)
 
     async def _pull(
         self, stream: _Stream, want: Want, target: asyncio.Future[Target], stall: asyncio.Timeout
     ) -> Fetched:
-        call, slots = stream.call, stream.piece.source_slots
-        host = self._host if slots else ""
+        opening = encode(want.key, Open(layout=asdict(self._kv.layout)))
         try:
-            await call.write(encode(want.key, Open(layout=asdict(self._kv.layout), host=host)))
-            place = await self._place(call, target)
+            await stream.call.write(opening)
+            place = await self._place(stream.call, target)
             self._put_off(stall)
-            source = await self._source(stream, want, stall) if host else None
-            request = Pull(
+            if stream.piece.source_slots:
+                stream.connection = await self._connections.get(stream.endpoint)
+            try:
+                return await self._bring(stream, want, place, stall)
+            except TransportError as error:
+                logger.warning("KV cache from %s goes over gRPC: %s", stream.endpoint, error)
+            self._drop([stream])
+            stream.call.cancel()
+            stream.call = self._call(stream.endpoint)
+            await stream.call.write(opening)
+            return await self._bring(stream, want, place, stall)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise TransferError("KV stream broke") from error
+
+    def _drop(self, streams: Sequence[_Stream]) -> None:
+        """The connections of these streams, which have failed them."""
+        for stream in streams:
+            if stream.connection:
+                self._connections.drop(stream.connection)
+                stream.connection = None
+
+    async def _bring(self, stream: _Stream, want: Want, place: Target, stall: asyncio.Timeout) -> Fetched:
+        """A whole piece, from the Pull to the Commit. Raises TransportError if another way might bring it."""
+        call, slots, connection = stream.call, stream.piece.source_slots, stream.connection
+        with closing(connection.source() if connection else Payload()) as source:
+            pull = Pull(
                 first_token=place.num_cached,
                 first_slot=slots.start,
                 num_slots=len(slots),
-                shared=source is not None,
+                transport=source.transport,
+                pair=connection.pair if connection else b"",
+                stream=source.stream,
             )
-            await call.write(encode(want.key, request))
+            await call.write(encode(want.key, pull))
+            if source.one_sided:
+                offer, table = await self._receive(call, want.key, stall)
+                if not isinstance(offer, Offer):
+                    raise TransferError("KV pull out of order")
+                source = source.offered(offer, table)
             assembly = Assembly(want, place, self._kv, stream.piece)
             first_token, active_seconds = await self._collect(call, want.key, assembly, source, stall)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise TransferError("KV stream broke") from error
-        transport = "shared" if source else "grpc"
         return Fetched(
             first_token=first_token,
             num_bytes=assembly.num_bytes,
             active_seconds=active_seconds,
-            transport=transport if slots else "",
+            transport=source.transport if slots else "",
         )
 
     async def _place(self, call: KvCall, target: asyncio.Future[Target]) -> Target:
@@ -268,44 +302,32 @@ class Puller:
             raise TransferError("KV stream broke")
         return target.result()
 
-    async def _source(self, stream: _Stream, want: Want, stall: asyncio.Timeout) -> _Source | None:
-        """The exporter's memory, if this process can map it."""
-        offer, table = await self._receive(stream.call, want.key, stall)
-        if not isinstance(offer, Offer) or len(table) % 4:
-            raise TransferError("KV pull out of order")
-        if not offer.number:
-            return None
-        self._peers = {place: peer for place, peer in self._peers.items() if peer.alive}
-        peer = self._peers.get(stream.endpoint)
-        if peer is None or peer.token != offer.token:
-            try:
-                peer = self._peers[stream.endpoint] = PeerMemory(offer, self._kv)
-            except (OSError, ValueError):
-                return None
-        return _Source(peer, offer, np.frombuffer(table, "<i4").tolist())
-
     async def _collect(
-        self, call: KvCall, key: TransferKey, assembly: Assembly, source: _Source | None, stall: asyncio.Timeout
+        self, call: KvCall, key: TransferKey, assembly: Assembly, source: Source, stall: asyncio.Timeout
     ) -> tuple[int, float]:
         """Takes every frame up to the Commit. Returns the first token and the active seconds."""
         active, last, burst = 0.0, 0.0, -1
         while True:
             message, payload = await self._receive(call, key, stall)
             if isinstance(message, Commit):
-                if source:
-                    source.peer.check(source.offer)
+                await source.check()
                 return assembly.finish(message), active
             if not isinstance(message, Data):
                 raise TransferError("KV pull out of order")
             received = time.monotonic()
-            assembly.take(message, source.read(message) if source else payload)
+            assembly.take(message, await source.read(message, payload))
             now = time.monotonic()
             # Within a burst nobody waits for the prefill: all the time since the frame before counts.
             active += now - last if message.burst == burst else message.age + now - received
             last, burst = now, message.burst
 
     async def _receive(self, call: KvCall, key: TransferKey, stall: asyncio.Timeout) -> tuple[Message, memoryview]:
-        frame = await call.read()
+        try:
+            frame = await call.read()
+        except grpc.aio.AioRpcError as error:
+            if error.details() == PAIR_GONE:
+                raise TransportError(PAIR_GONE) from error
+            raise
         self._put_off(stall)
         if not isinstance(frame, bytes):
             raise TransferError("KV stream broke")

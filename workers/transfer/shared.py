@@ -9,14 +9,12 @@ import os
 import secrets
 import stat
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..engine.plan import LEDGER_BYTES, KvStore
+from ..engine.plan import LEDGER_BYTES, SAMPLE_BYTES, TAIL_BYTES, KvStore
 from .wire import Offer, TransferError
-
-SLICE_BYTES: Final = 1024 * 1024
-"""What is copied at once: long enough to be fast, short enough for an event loop (a fifth of a millisecond)."""
 
 _TOKEN_BYTES: Final = 16
 _LINE: Final = struct.Struct("<Q")
@@ -27,6 +25,18 @@ def host_id() -> str:
     """Equal for processes that may share memory, at least: those of one running kernel. Empty where nobody can tell."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Where a worker's KV cache lies, for other processes of its host."""
+
+    token: bytes  # what the ledger begins with
+    pid: int
+    fd: int
+    num_blocks: int
+    block_size: int
+    num_slots: int
 
 
 class Ledger:
@@ -55,48 +65,48 @@ class Ledger:
             _LINE.pack_into(self._shared.ledger, _TOKEN_BYTES + line * _LINE.size, 0)
             self._free.append(line)
 
-    def offer(self, line: int, number: int, host: str) -> Offer:
-        """What a reader on `host` is told; it has number 0 if it cannot map the memory."""
-        if self._shared is None or not number or host != host_id():
-            return Offer(token=b"", pid=0, fd=0, num_blocks=0, block_size=0, num_slots=0, line=0, number=0)
-        return Offer(
+    def put_sample(self, sample: bytes) -> None:
+        """Where other processes can read it, if any can."""
+        if self._shared is not None:
+            self._shared.sample[:] = sample
+
+    def describe(self) -> Memory | None:
+        """What another process needs to see the memory; None if none can."""
+        if self._shared is None:
+            return None
+        return Memory(
             token=self._token,
             pid=os.getpid(),
             fd=self._shared.fd,
             num_blocks=self._shared.num_blocks,
             block_size=self._shared.block_size,
             num_slots=self._shared.num_slots,
-            line=line,
-            number=number,
         )
 
 
 class PeerMemory:
     """The reader's side: another worker's cache, mapped to read."""
 
-    def __init__(self, offer: Offer, kv: KvStore) -> None:
+    def __init__(self, memory: Memory, kv: KvStore) -> None:
         """Raises OSError or ValueError if this process cannot see the memory, or it is another one."""
-        self._path = Path(f"/proc/{offer.pid}/fd/{offer.fd}")
-        file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or status.st_size < LEDGER_BYTES:
+            if not stat.S_ISREG(status.st_mode) or status.st_size < TAIL_BYTES:
                 raise ValueError("no KV cache memory")
             self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
         finally:
             os.close(file)
-        self.token = offer.token
         self._ledger = len(self._memory) - LEDGER_BYTES
-        if self._memory[self._ledger : self._ledger + _TOKEN_BYTES] != offer.token:
+        if self._memory[self._ledger : self._ledger + _TOKEN_BYTES] != memory.token:
             raise ValueError("another KV cache memory")
         self.kv = kv.attach(
-            self._memory, num_blocks=offer.num_blocks, block_size=offer.block_size, num_slots=offer.num_slots
+            self._memory, num_blocks=memory.num_blocks, block_size=memory.block_size, num_slots=memory.num_slots
         )
 
-    @property
-    def alive(self) -> bool:
-        """Whether its owner is. As long as it is mapped here, the memory stays."""
-        return self._path.exists()
+    def sample(self) -> memoryview:
+        """What the exporter has put before the ledger."""
+        return memoryview(self._memory[self._ledger - SAMPLE_BYTES : self._ledger])
 
     def check(self, offer: Offer) -> None:
         """Raises TransferError unless the export has owned its blocks until now."""

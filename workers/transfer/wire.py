@@ -2,25 +2,38 @@
 
     | crc32c of all that follows: u32 | header length: u32 | header | payload |
 
-The puller says Open, then Pull, and in the end, on one stream, Ack; the exporter says Data, ..., Data, Commit, and
-before them, if the Open names a host, Offer. Every frame names the transfer id and the epoch of the worker that holds
-the cache, so that a reused number or a restarted worker is never mistaken.
-Knows the form of frames only; `export.py` and `pull.py` hold the conversation.
+A transfer: the puller says Open, then Pull, and in the end, on one stream, Ack; the exporter says Data, ..., Data,
+Commit, and before them, if the puller is to read the cache itself, Offer. Every frame names the transfer id and the
+epoch of the worker that holds the cache, so that a reused number or a restarted worker is never mistaken.
+A connection, which two ranks have for as long as both live: the puller says Hello, the exporter Welcome, Sample, ...,
+Sample; then the puller Try and the exporter Trial for each way there might be, and the puller Choice. From then on the
+exporter says what goes through the pair. Here the id is the pair's, and the epoch 0 until the Welcome names it.
+Knows the form of frames only; `export.py` and `pull.py` hold the one conversation, `accept.py` and `connect.py` the
+other.
 """
 
 import math
 import struct
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-import google_crc32c
 import msgpack
+from crc32c import crc32c
 
 from ..engine.plan import KvSpan
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 PULL_METHOD: Final = "/tandem.v1.KvTransfer/Pull"
-FRAME_BYTES: Final = 256 * 1024
+CONNECT_METHOD: Final = "/tandem.v1.KvTransfer/Connect"
+PAIR_GONE: Final = "KV pair gone"
+"""The text in which an exporter ends a transfer whose pair it does not know, or not any more."""
+FRAME_BYTES: Final = 1024 * 1024
 """Payload size to aim at; the fastest for gRPC streams of Python bytes on loopback (measured 64 KiB to 4 MiB)."""
+SLICE_BYTES: Final = 1024 * 1024
+"""The same where a frame says only what is there, and what is read or copied at once: long enough to be fast, short
+enough for an event loop (a fifth of a millisecond)."""
 
 _PREFIX = struct.Struct(">II")
 _MAX_HEADER_BYTES: Final = 4096
@@ -30,26 +43,24 @@ class TransferError(Exception):
     """A transfer that did not end well. Nothing of it may be used. The text is safe to show."""
 
 
+class TransportError(TransferError):
+    """It was the way's fault, not the cache's: another way may still bring it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """Pins the cache before it is wanted: as long as the stream lives, the exporter keeps it."""
 
     layout: dict[str, Any]  # a KvLayout's fields
-    host: str = ""  # where the puller runs, to be offered shared memory; empty if it wants none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """The exporter's answer to an Open with a host. Its payload is the block table, int32, little endian."""
+    """The exporter's first answer to a Pull whose puller is to read the cache itself. Its payload is the block table,
+    int32, little endian."""
 
-    token: bytes  # what the memory's ledger begins with
-    pid: int
-    fd: int
-    num_blocks: int
-    block_size: int
-    num_slots: int  # KV slots of the exporter
     line: int  # of the ledger,
-    number: int  # which it holds as long as the blocks are the export's; 0: there is nothing to map
+    number: int  # which it holds as long as the blocks are the export's; 0: nobody can tell, so it comes as payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +71,9 @@ class Pull:
     first_token: int
     first_slot: int
     num_slots: int
-    shared: bool = False  # the puller reads the memory itself: Data says what is there, and carries nothing
+    transport: str = "grpc"  # by any other Data says what is there, and carries nothing
+    pair: bytes = b""  # the connection by whose transport it is to go
+    stream: int = 0  # tells the transfers of a pair apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +84,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data(KvSpan):
-    """A span of the exporter's KV cache, in canonical form as payload or in the exporter's memory."""
+    """A span of the exporter's KV cache, in canonical form as payload or wherever the transport has it."""
 
     index: int  # counts the data frames of a stream from 0
     num_bytes: int  # of KV
@@ -89,8 +102,64 @@ class Commit:
     first_token: int  # the token that the prefill sampled
 
 
-Message = Open | Offer | Pull | Ack | Data | Commit
-_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in (Open, Offer, Pull, Ack, Data, Commit)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Whoever is to pull introduces itself."""
+
+    layout: dict[str, Any]  # a KvLayout's fields
+    host: str  # its `host_id`
+    transports: list[str]  # that it would use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The exporter's answer."""
+
+    transports: list[str]  # that it has for this puller
+    checksum: int  # crc32c of its sample, which is SAMPLE_BYTES long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A piece of the sample, as payload."""
+
+    index: int
+    count: int  # pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """Asks for the sample by another way."""
+
+    transport: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How the sample is to be had so. The payload is more of that, if it is long."""
+
+    transport: str
+    info: dict[str, Any]  # empty: not at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The way that the puller keeps; the exporter may forget the others."""
+
+    transport: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """The next message that goes through the pair."""
+
+    stream: int
+    num_bytes: int
+    checksum: int  # crc32c
+
+
+Message = Open | Offer | Pull | Ack | Data | Commit | Hello | Welcome | Sample | Try | Trial | Choice | Sent
+_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +170,16 @@ class TransferKey:
     epoch: int
 
 
+def checksum_of(data: bytes | memoryview, before: int = 0) -> int:
+    """Its crc32c, going on after what has the checksum `before`."""
+    return crc32c(data, before)
+
+
 def encode(key: TransferKey, message: Message, payload: bytes | memoryview = b"") -> bytes:
     """One frame, ready to send."""
     header = msgpack.packb([type(message).__name__, key.transfer_id, key.epoch, asdict(message)])
     head = struct.pack(">I", len(header)) + header
-    checksum = google_crc32c.extend(google_crc32c.value(head), bytes(payload))
-    return b"".join((struct.pack(">I", checksum), head, payload))
+    return b"".join((struct.pack(">I", checksum_of(payload, checksum_of(head))), head, payload))
 
 
 def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
@@ -115,7 +188,7 @@ def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
         raise TransferError("KV frame cut short")
     checksum, header_length = _PREFIX.unpack_from(frame)
     view = memoryview(frame)
-    if google_crc32c.value(frame[4:]) != checksum:
+    if checksum_of(view[4:]) != checksum:
         raise TransferError("KV frame with a wrong checksum")
     if header_length > min(_MAX_HEADER_BYTES, len(frame) - _PREFIX.size):
         raise TransferError("KV frame with an impossible header length")
@@ -127,12 +200,13 @@ def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
         key = TransferKey(transfer_id=transfer_id, epoch=epoch)
     except (ValueError, TypeError, KeyError) as error:
         raise TransferError("KV frame with an unreadable header") from error
-    _check_types(key)
-    _check_types(message)
+    check_types(key)
+    check_types(message)
     return key, message, view[end:]
 
 
-def _check_types(part: Message | TransferKey) -> None:
+def check_types(part: "DataclassInstance") -> None:
+    """Raises TransferError unless every field is what its class says, for what came from a peer."""
     for field in fields(part):
         value = getattr(part, field.name)
         good = type(value) is field.type
@@ -140,7 +214,9 @@ def _check_types(part: Message | TransferKey) -> None:
             good = good and value >= 0
         elif field.type is float:
             good = good and math.isfinite(value) and value >= 0
-        elif field.type not in (bytes, bool, str):
+        elif field.type == list[str]:
+            good = type(value) is list and all(type(item) is str for item in value)
+        elif field.type not in (bytes, str):
             good = type(value) is dict
         if not good:
             raise TransferError(f"KV frame with a bad {field.name}")

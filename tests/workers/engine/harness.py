@@ -11,7 +11,7 @@ from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Progress, Token
 from tandem.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
-from tandem.workers.engine.plan import KvSpan, SamplingParams, StepPlan
+from tandem.workers.engine.plan import KvSpan, OnLayers, SamplingParams, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, State, Task
 
 VOCAB_SIZE = 16
@@ -24,9 +24,9 @@ class RecordingExecutor(FakeExecutor):
         super().__init__(num_blocks, block_size, vocab_size=VOCAB_SIZE)
         self.plans: list[StepPlan] = []
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
         self.plans.append(plan)
-        return super().launch(plan)
+        return super().launch(plan, on_layers)
 
 
 class LateExecutor(RecordingExecutor):
@@ -38,7 +38,7 @@ class LateExecutor(RecordingExecutor):
         self.kv = OrderedKv(num_blocks, block_size, self)
         self._queue: deque[Callable[[], None]] = deque()
 
-    def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
         done: list[Callable[[], list[int]]] = []
         self.plans.append(plan)
         self._queue.append(lambda: done.append(FakeExecutor.launch(self, plan)))

@@ -23,7 +23,7 @@ from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import DoesNotFit, Engine, QueueFull
 from tandem.workers.engine.events import Admitted, Event, Preempted, Progress, Token
 from tandem.workers.engine.fake import FakeExecutor
-from tandem.workers.engine.plan import StepPlan
+from tandem.workers.engine.plan import OnLayers, StepPlan
 from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
 
 
@@ -226,9 +226,9 @@ def test_early_events_come_before_the_computation_and_once() -> None:
     told: list[Event] = []
 
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
             assert [type(event) for event in told] == [Admitted]
-            return super().launch(plan)
+            return super().launch(plan, on_layers)
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
@@ -236,6 +236,20 @@ def test_early_events_come_before_the_computation_and_once() -> None:
     engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
     assert [type(event) for event in engine.step()] == [Admitted, Token]
+
+
+def test_layers_of_a_long_prefill_are_told_while_it_runs() -> None:
+    told: list[Event] = []
+    engine = Engine(FakeExecutor(64, 16), EngineConfig(num_blocks=64, block_size=16, chunk_tokens=200))
+    engine.submit(spec(1, tuple(range(300)), task=Task.PREFILL))
+    engine.submit(spec(2, tuple(range(9)), task=Task.PREFILL))
+    engine.submit(spec(3, tuple(range(400, 700))))
+    for _ in range(4):
+        engine.step(told.extend)
+    assert [event for event in told if isinstance(event, Progress)] == [
+        Progress(id=1, num_computed=0, num_ahead=200, num_layers=1),
+        Progress(id=1, num_computed=0, num_ahead=200, num_layers=2),
+    ]  # not of the 100 tokens of its second step, nor of the short one, nor of one whose cache nobody waits for
 
 
 def test_times_are_the_clock_s() -> None:
@@ -282,7 +296,7 @@ def test_after_a_failed_step_every_block_can_still_be_freed(worker: MakeWorker) 
 @pytest.mark.parametrize("wrong", [[], [1, 2]])
 def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list[int], overlap: bool) -> None:
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
             return lambda: wrong
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4, overlap=overlap))

@@ -12,7 +12,7 @@ from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Progress, Token
 from tandem.workers.engine.fake import FakeKv
-from tandem.workers.engine.plan import KvSpan, StepPlan
+from tandem.workers.engine.plan import KvSpan, OnLayers, StepPlan
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 
@@ -196,8 +196,8 @@ def test_engine_that_collects_the_wrong_step_is_caught(monkeypatch: pytest.Monke
     def swapped(engine: Engine, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
         launch, waiting = engine._executor.launch, engine._in_flight
 
-        def newest(plan: StepPlan) -> Callable[[], list[int]]:
-            collect = launch(plan)
+        def newest(plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+            collect = launch(plan, on_layers)
             if waiting is not None:
                 engine._in_flight = (waiting[0], collect)
                 return waiting[1]

@@ -23,7 +23,7 @@ from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Progress, Token
 from tandem.workers.engine.fake import FakeExecutor
-from tandem.workers.engine.plan import PENDING_TOKEN, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, StepPlan
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
@@ -47,7 +47,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
     calls: list[str] = []
 
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan) -> Callable[[], list[int]]:
+        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
             number = len(calls)
             calls.append("launch")
             collect = super().launch(plan)

@@ -1,30 +1,33 @@
 """gRPC calls whose other side is an exporter of the same process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import cast
 
+import grpc
 import grpc.aio
 
 from tandem.workers.transfer.export import Exporter
-from tandem.workers.transfer.wire import Message, TransferError, decode
+from tandem.workers.transfer.wire import CONNECT_METHOD, Message, TransferError, decode
+
+Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
 class Call:
-    """A Pull stream between a puller and an exporter."""
+    """A stream between a puller and an exporter, which answers it by `serve`."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, serve: Serve) -> None:
         self.said: list[Message] = []  # by the puller
         self.cancelled = False
         self._to_exporter: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._answers: asyncio.Queue[object] = asyncio.Queue()
         self.error: TransferError | None = None  # in which the exporter ended the stream
-        self.serving = asyncio.create_task(self._serve(exporter))
+        self.serving = asyncio.create_task(self._serve(serve))
 
-    async def _serve(self, exporter: Exporter) -> None:
+    async def _serve(self, serve: Serve) -> None:
         try:
-            async with aclosing(exporter.serve(self._incoming())) as frames:
+            async with aclosing(serve(self._incoming())) as frames:
                 async for frame in frames:
                     self._answers.put_nowait(frame)
         except TransferError as error:
@@ -42,7 +45,11 @@ class Call:
         self._to_exporter.put_nowait(frame)
 
     async def read(self) -> object:
-        return await self._answers.get()
+        answer = await self._answers.get()
+        if answer is grpc.aio.EOF and self.error:
+            metadata = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.ABORTED, metadata, metadata, details=str(self.error))
+        return answer
 
     async def code(self) -> None:
         await asyncio.wait([self.serving])
@@ -56,24 +63,34 @@ class Call:
 
 
 class Calls:
-    """Makes the channels to exporters and keeps the calls over them, by endpoint."""
+    """Makes the channels to exporters and keeps the calls over them, with their endpoints."""
 
     def __init__(self, exporters: Mapping[str, Exporter]) -> None:
-        self.made: list[tuple[str, Call]] = []
+        self.made: list[tuple[str, Call]] = []  # to pull
+        self.connects: list[tuple[str, Call]] = []
         self._exporters = exporters
 
-    def channel(self, endpoint: str) -> grpc.aio.Channel:
-        return cast(grpc.aio.Channel, _Channel(lambda: self._open(endpoint)))
+    async def ended(self) -> None:
+        """Returns when no exporter serves a connection any more."""
+        await asyncio.gather(*(call.serving for _, call in self.connects), return_exceptions=True)
 
-    def _open(self, endpoint: str) -> Call:
-        call = Call(self._exporters[endpoint])
-        self.made.append((endpoint, call))
+    def channel(self, endpoint: str) -> grpc.aio.Channel:
+        return cast(grpc.aio.Channel, _Channel(lambda method: self._open(endpoint, method)))
+
+    def _open(self, endpoint: str, method: str) -> Call:
+        exporter = self._exporters[endpoint]
+        if method == CONNECT_METHOD:
+            call = Call(exporter.acceptor.serve)
+            self.connects.append((endpoint, call))
+        else:
+            call = Call(exporter.serve)
+            self.made.append((endpoint, call))
         return call
 
 
 class _Channel:
-    def __init__(self, start: Callable[[], Call]) -> None:
+    def __init__(self, start: Callable[[str], Call]) -> None:
         self._start = start
 
     def stream_stream(self, method: str) -> Callable[[], Call]:
-        return self._start
+        return lambda: self._start(method)

@@ -41,13 +41,15 @@ def source() -> FakeKv:
 
 
 def cut(kv: FakeKv) -> list[Frame]:
-    """The frames of one transfer, in bursts as chunks of a prefill become ready."""
+    """The frames of one transfer, in bursts as layers and chunks of a prefill become ready."""
     frames: list[Frame] = []
-    for burst, (start, end) in enumerate([(16, 30), (30, 31), (31, 44)]):
-        for part in plan_frames(LAYOUT, PIECE.source_slots, start, end, 5 * 64):
+    sent = [16, 16, 16]
+    for burst, ready in enumerate([[30, 16, 16], [30, 30, 30], [31, 31, 31], [44, 44, 31], [44, 44, 44]]):
+        for part in plan_frames(LAYOUT, PIECE.source_slots, sent, ready, 5 * 64):
             payload = kv.read(BLOCKS, part)
             data = Data(index=len(frames), num_bytes=payload.nbytes, burst=burst, age=0.0, **asdict(part))
             frames.append((data, payload))
+        sent = ready
     return frames
 
 
@@ -81,26 +83,38 @@ def arrived(kv: FakeKv) -> bool:
     st.sampled_from([1, 32, 128]),
     st.integers(0, 500),
     st.integers(0, 1500),
+    st.tuples(st.integers(0, 40), st.integers(0, 300)),
+    st.tuples(st.integers(0, 40), st.integers(0, 300)),
 )
 def test_a_plan_covers_every_layer_of_every_token_once(
-    layers: int, slots: range, head_dim: int, start: int, count: int
+    layers: int,
+    slots: range,
+    head_dim: int,
+    start: int,
+    count: int,
+    sent_ahead: tuple[int, int],
+    ready_ahead: tuple[int, int],
 ) -> None:
+    """What was sent and what is ready both may reach further in the first layers."""
     layout = replace(LAYOUT, num_layers=layers, head_dim=head_dim)
     seen: Counter[tuple[int, int]] = Counter()
-    ends = [start] * layers
-    assume(layers * count < 6000)
-    for part in plan_frames(layout, slots, start, start + count, FRAME_BYTES):
+    sent = [start + (sent_ahead[1] if layer < sent_ahead[0] else 0) for layer in range(layers)]
+    ready = [start + count + (ready_ahead[1] if layer < ready_ahead[0] else 0) for layer in range(layers)]
+    ready = [max(pair) for pair in zip(sent, ready, strict=True)]
+    ends = list(sent)
+    assume(layers * (count + 300) < 9000)
+    for part in plan_frames(layout, slots, sent, ready, FRAME_BYTES):
         assert part.size(layout) <= max(FRAME_BYTES, len(slots) * layout.bytes_per_slot)
         assert range(part.first_slot, part.first_slot + part.num_slots) == slots
         for layer in range(part.first_layer, part.first_layer + part.num_layers):
             assert ends[layer] == part.first_token
             ends[layer] += part.num_tokens
             seen.update((layer, token) for token in range(part.first_token, part.first_token + part.num_tokens))
-    assert seen == Counter((layer, token) for layer in range(layers) for token in range(start, start + count))
+    assert seen == Counter((layer, token) for layer in range(layers) for token in range(sent[layer], ready[layer]))
 
 
 def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
-    assert plan_frames(LAYOUT, range(0), 0, 44, FRAME_BYTES) == []
+    assert plan_frames(LAYOUT, range(0), [0] * 3, [44] * 3, FRAME_BYTES) == []
     kv = memory()
     assembly = Assembly(WANT, TARGET, kv, PIN)
     for frame, payload in cut(SOURCE)[:1]:

@@ -12,6 +12,7 @@ from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import KvLayout
 from tandem.workers.transfer.export import Exporter
+from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import (
     Ack,
     Commit,
@@ -43,6 +44,7 @@ class Side:
             lease_seconds=lease_seconds,
             stall_seconds=stall_seconds,
             on_release=self.released.append,
+            means=Means(),
         )
         self.key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
         self.exporter.offer(1, self.key.transfer_id, (3, 0), 20, b"hash")
@@ -151,6 +153,24 @@ async def test_frames_flow_while_the_prefill_runs() -> None:
         assert (second.first_token, second.num_tokens, second.burst) == (8, 12, 1)
 
 
+async def test_layers_leave_before_the_chunk_is_through() -> None:
+    side = Side()
+    side.exporter.progress(1, 8, num_ahead=16, num_layers=2)
+    side.say(OPEN, PULL)
+    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+
+        async def next_one() -> tuple[range, range]:
+            data = decode(await anext(frames))[1]
+            assert isinstance(data, Data)
+            layers = range(data.first_layer, data.first_layer + data.num_layers)
+            return layers, range(data.first_token, data.first_token + data.num_tokens)
+
+        assert [await next_one(), await next_one()] == [(range(2), range(16)), (range(2, 3), range(8))]
+        waiting = asyncio.ensure_future(next_one())
+        side.finish()
+        assert [await waiting, await next_one()] == [(range(2), range(16, 20)), (range(2, 3), range(8, 20))]
+
+
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
@@ -241,7 +261,7 @@ async def test_an_open_stream_pins_the_cache_and_its_end_starts_the_lease() -> N
 
 async def test_withdrawn_memory_is_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even between two frames of one burst: the blocks may be somebody else's by then."""
-    monkeypatch.setattr("tandem.workers.transfer.export.FRAME_BYTES", 64)
+    monkeypatch.setattr("tandem.workers.transfer.outlets.FRAME_BYTES", 64)
     side = Side()
     side.finish()
     side.say(OPEN, PULL, Ack())

@@ -12,7 +12,9 @@ from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import KvLayout
 from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
+from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import (
+    CONNECT_METHOD,
     Ack,
     Commit,
     Data,
@@ -76,11 +78,19 @@ class PlayedCall:
 
 
 class PlayedChannel:
+    """Over which nobody can connect, so that all goes over gRPC."""
+
     def __init__(self, call: PlayedCall) -> None:
         self._call = call
 
     def stream_stream(self, method: str) -> Callable[[], PlayedCall]:
-        return lambda: self._call
+        return lambda: refused() if method == CONNECT_METHOD else self._call
+
+
+def refused() -> PlayedCall:
+    call = PlayedCall()
+    call.ended.set_result(None)
+    return call
 
 
 class Side:
@@ -92,7 +102,7 @@ class Side:
         self.kv = FakeKv(2, 16, LAYOUT)
         self.calls = {f"rank {rank}": PlayedCall() for rank in range(num_sources)}
         self.call = self.calls["rank 0"]
-        self.puller = Puller(self.kv, stall_seconds=stall_seconds, channel=self._channel)
+        self.puller = Puller(self.kv, stall_seconds=stall_seconds, channel=self._channel, means=Means())
         self.target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
         self.inside = asyncio.Event()
         self.leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # ends the context

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,14 +19,16 @@ from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import Calls
 from tandem.workers.engine.plan import KvLayout
 from tandem.workers.model.kv import PagedKv
-from tandem.workers.transfer import pull, shared
+from tandem.workers.transfer import connect, shared
 from tandem.workers.transfer.export import Exporter, FrameHook
 from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
-from tandem.workers.transfer.shared import Ledger, PeerMemory, host_id
+from tandem.workers.transfer.shared import Ledger, Memory, PeerMemory
+from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import Commit, Data, Offer, TransferError, TransferKey, decode
 
 LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
 EPOCH = 3
+MEANS = Means(transports=("shared",))
 
 
 def memory(block_size: int = 4, num_blocks: int = 16, seed: int | None = None, *, is_shared: bool = True) -> PagedKv:
@@ -53,9 +55,11 @@ class Pair:
             lease_seconds=30,
             stall_seconds=5,
             on_release=self.released.append,
+            means=MEANS,
             frame_hook=self._spy,
         )
-        self.puller = Puller(self.target, stall_seconds=5, channel=Calls({"there": self.exporter}).channel)
+        self.calls = Calls({"there": self.exporter})
+        self.puller = Puller(self.target, stall_seconds=5, channel=self.calls.channel, means=MEANS)
 
     async def _spy(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in self.hook(frames) if self.hook else frames:
@@ -75,7 +79,11 @@ class Pair:
             self.exporter.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)
         self.exporter.complete(1, 42)
-        return await fetching
+        try:
+            return await fetching
+        finally:
+            await self.puller.close()
+            await self.calls.ended()
 
     async def _fetch(self, want: Want, target: asyncio.Future[Target]) -> Fetched:
         async with self.puller.fetch(["there"], LAYOUT, want, target) as fetched:
@@ -134,83 +142,116 @@ async def test_without_the_ledger_it_would_be_taken(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "why", ["host", "token", "not shared", "no line", "too small", "too many slots", "no slots", "no file"]
+    "why", ["host", "token", "not shared", "no line", "too small", "too many slots", "no slots", "no file", "a pipe"]
 )
 async def test_what_cannot_be_mapped_goes_over_the_stream(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = memory(seed=1, is_shared=why != "not shared"), memory()
     if why == "host":
-        monkeypatch.setattr(pull, "host_id", lambda: "elsewhere")
+        monkeypatch.setattr(connect, "host_id", lambda: "elsewhere")
     if why == "no line":
         monkeypatch.setattr(shared, "_NUM_LINES", 0)
+    ends = os.pipe()
+    changes: dict[str, dict[str, Any]] = {
+        "token": {"token": b"x" * 16},
+        "too small": {"num_blocks": 10**9},
+        "too many slots": {"num_slots": 10**6},
+        "no slots": {"num_slots": 0},
+        "no file": {"fd": 10**6},
+        "a pipe": {"fd": ends[0]},
+    }
     pair = Pair(source, target)
-    make = pair.exporter._ledger.offer
-
-    def offer(line: int, number: int, host: str) -> Offer:
-        made = make(line, number, host)
-        changes: dict[str, dict[str, Any]] = {
-            "token": {"token": b"x" * 16},
-            "too small": {"num_blocks": 10**9},
-            "too many slots": {"num_slots": 3},
-            "no slots": {"num_slots": 0},
-            "no file": {"fd": 10**6},
-        }
-        return replace(made, **changes.get(why, {}))
-
-    monkeypatch.setattr(pair.exporter._ledger, "offer", offer)
+    spoil(pair, monkeypatch, **changes.get(why, {}))
     fetched = await pair.move((1, 2), (3, 4), 8)
     whole = span(source, 0, 8)
     assert target.read((3, 4), whole) == source.read((1, 2), whole)
     assert fetched.transport == "grpc"
     assert pair.payload_bytes == whole.size(LAYOUT)
+    for end in ends:
+        os.close(end)
+
+
+def spoil(pair: Pair, monkeypatch: pytest.MonkeyPatch, **change: Any) -> None:
+    """Lets the exporter describe its memory otherwise."""
+    true = pair.exporter._ledger.describe()
+    monkeypatch.setattr(pair.exporter._ledger, "describe", lambda: replace(true, **change) if true else None)
+
+
+@pytest.mark.parametrize("info", [{}, {"pid": 1}, {"token": 7}, {"fd": -1}, {"pid": "self"}, {"more": 1}])
+async def test_an_impossible_description_is_refused(info: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(memory(seed=1), memory())
+    true = pair.exporter._ledger.describe()
+    assert true is not None
+    said = asdict(true) | info if (len(info) == 1 and "pid" not in info) or info.get("pid") == "self" else info
+    monkeypatch.setattr("tandem.workers.transfer.outlets.SharedOutlet.info", lambda self: said)
+    assert (await pair.move((1, 2), (3, 4), 8)).transport == "grpc"
 
 
 async def test_impossible_offers_are_failed_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for change in ({"line": 10**6}, {"number": 7}, {"num_slots": 1}, {"block_size": 1}):
+    for change in ({"line": 10**6}, {"number": 7}):
         pair = Pair(memory(seed=1), memory())
-        make = pair.exporter._ledger.offer
-        monkeypatch.setattr(
-            pair.exporter._ledger, "offer", lambda *entry, make=make, change=change: replace(make(*entry), **change)
-        )
+        make = pair.exporter._carrier
+
+        def carrier(*asked: Any, make: Any = make, change: dict[str, int] = change) -> Any:
+            carrier, offer = make(*asked)
+            assert offer is not None
+            return carrier, replace(offer, **change)
+
+        monkeypatch.setattr(pair.exporter, "_carrier", carrier)
         with pytest.raises(TransferError):
+            await pair.move((1, 2), (3, 4), 8)
+
+
+async def test_blocks_that_the_memory_has_not_are_a_failed_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in ({"num_slots": 1}, {"block_size": 1}, {"num_blocks": 2}):
+        pair = Pair(memory(seed=1), memory())
+        spoil(pair, monkeypatch, **change)
+        with pytest.raises(TransferError, match="out of bounds"):
             await pair.move((1, 2), (3, 4), 8)
 
 
 def test_a_line_is_reused_under_another_number() -> None:
     kv = memory()
     ledger = Ledger(kv)
-    peer = PeerMemory(first := ledger.offer(*(entry := ledger.open()), host_id()), kv)
+    peer = PeerMemory(described(ledger), kv)
+    first = Offer(**dict(zip(("line", "number"), ledger.open(), strict=True)))
     peer.check(first)
-    ledger.close(*entry)
+    ledger.close(first.line, first.number)
     with pytest.raises(TransferError, match="withdrawn"):
         peer.check(first)
-    second = ledger.offer(*ledger.open(), host_id())
+    second = Offer(**dict(zip(("line", "number"), ledger.open(), strict=True)))
     assert second.line == first.line
     peer.check(second)
     with pytest.raises(TransferError, match="withdrawn"):
         peer.check(first)
 
 
+def described(ledger: Ledger) -> Memory:
+    found = ledger.describe()
+    assert found is not None
+    return found
+
+
 def test_memory_of_another_process_is_readable_and_goes_away_with_it() -> None:
     code = (
         "from dataclasses import asdict; from tandem.tests.workers.transfer.test_shared import *; import json, time; "
-        "kv = memory(seed=9); ledger = Ledger(kv); offer = ledger.offer(*ledger.open(), host_id()); "
-        "print(json.dumps(asdict(offer) | {'token': offer.token.hex()}), flush=True); time.sleep(600)"
+        "kv = memory(seed=9); ledger = Ledger(kv); line, number = ledger.open(); ledger.put_sample(b'x' * 2**21); "
+        "words = asdict(described(ledger)); words['token'] = words['token'].hex(); "
+        "print(json.dumps([words, line, number]), flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
-            values = json.loads(child.stdout.readline())
-            offer = Offer(**(values | {"token": bytes.fromhex(values["token"])}))
+            values, line, number = json.loads(child.stdout.readline())
+            there = Memory(**(values | {"token": bytes.fromhex(values["token"])}))
             own = memory()
-            peer = PeerMemory(offer, own)
-            peer.check(offer)
-            assert peer.alive
+            peer = PeerMemory(there, own)
+            peer.check(Offer(line=line, number=number))
+            assert peer.sample() == b"x" * 2**21
             part = span(own, 1, 10)
             expected = memory(seed=9).read((5, 0, 7), part)
             assert peer.kv.read((5, 0, 7), part) == expected
         finally:
             os.kill(child.pid, signal.SIGKILL)
-    assert not peer.alive
     assert peer.kv.read((5, 0, 7), part) == expected  # what is mapped stays until nobody maps it
     with pytest.raises(OSError, match="No such file"):
-        PeerMemory(offer, own)
+        PeerMemory(there, own)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,9 +15,11 @@ from tandem.tests.workers.transfer.played import Calls
 from tandem.workers.engine.plan import KvLayout
 from tandem.workers.engine.sharding import kv_heads
 from tandem.workers.model.kv import PagedKv
+from tandem.workers.transfer import connect
 from tandem.workers.transfer.export import Exporter
 from tandem.workers.transfer.layout import plan
 from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
+from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import Ack, Open, Pull, TransferError, TransferKey
 
 Bytes = npt.NDArray[np.uint8]
@@ -48,7 +50,7 @@ class Transfer:
     target_tp: int
     source_block: int = 16
     num_cached: int = 0
-    is_shared: Callable[[int], bool] = lambda source_rank: False
+    ways: Callable[[int], tuple[str, ...]] = lambda source_rank: ()  # transports of a source rank
     released: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class Transfer:
         self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
         self.calls = [Calls(dict(zip(self.endpoints, self.exporters, strict=True))) for _ in self.targets]
         self.pullers = [
-            Puller(kv, stall_seconds=5, channel=calls.channel)
+            Puller(kv, stall_seconds=5, channel=calls.channel, means=Means(transports=("shared", "gloo")))
             for kv, calls in zip(self.targets, self.calls, strict=True)
         ]
         self.before = [self.cache(rank) for rank in range(self.target_tp)]
@@ -79,7 +81,7 @@ class Transfer:
             num_blocks=NUM_BLOCKS,
             block_size=block_size,
             device=torch.device("cpu"),
-            shared=is_target or self.is_shared(rank),
+            shared=is_target or "shared" in self.ways(rank),
             tp=tp,
             rank=rank,
         )
@@ -93,6 +95,7 @@ class Transfer:
             lease_seconds=None if rank else 30,
             stall_seconds=5,
             on_release=self.released.append,
+            means=Means(transports=self.ways(rank)),
         )
         exporter.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
         return exporter
@@ -120,7 +123,7 @@ class Transfer:
         return fetched
 
     async def run(self) -> list[Fetched]:
-        """The whole of it, with the prefill in two chunks; returns when every stream has ended."""
+        """The whole of it, with the prefill in two chunks; returns when every stream and connection has ended."""
         arrived = asyncio.Barrier(self.target_tp)
         fetches = [asyncio.create_task(self.fetch(rank, arrived)) for rank in range(self.target_tp)]
         await turns()
@@ -132,7 +135,12 @@ class Transfer:
             while sum(puller.num_closing for puller in self.pullers):
                 await asyncio.sleep(0)
         assert not any(call.cancelled for calls in self.calls for _, call in calls.made)
+        await self.disconnect()
         return fetched
+
+    async def disconnect(self) -> None:
+        await asyncio.gather(*(puller.close() for puller in self.pullers))
+        await asyncio.gather(*(calls.ended() for calls in self.calls))
 
     @property
     def num_acks(self) -> int:
@@ -162,22 +170,37 @@ async def turns(count: int = 30) -> None:
 def _short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a stream has several."""
     for name in ("FRAME_BYTES", "SLICE_BYTES"):
-        monkeypatch.setattr(f"tandem.workers.transfer.export.{name}", 160)
+        monkeypatch.setattr(f"tandem.workers.transfer.outlets.{name}", 160)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shared"])
+SPLITS = ((8, 0), (16, 21), (32, 16))  # block size of the source, tokens that the target has cached
+
+
+@pytest.mark.parametrize(
+    ("transport", "splits"),
+    [("grpc", SPLITS), ("shared", SPLITS), ("gloo", SPLITS[1:2])],
+    ids=["grpc", "shared", "gloo"],
+)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("target_tp", SIZES)
 @pytest.mark.parametrize("source_tp", SIZES)
-async def test_every_rank_gets_its_heads(source_tp: int, target_tp: int, num_kv_heads: int, transport: str) -> None:
-    for source_block, num_cached in ((8, 0), (16, 21), (32, 16)):
+async def test_every_rank_gets_its_heads(
+    source_tp: int,
+    target_tp: int,
+    num_kv_heads: int,
+    transport: str,
+    splits: Sequence[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connect, "fastest", lambda rates: transport)
+    for source_block, num_cached in splits:
         transfer = Transfer(
             layout_of(num_kv_heads),
             source_tp,
             target_tp,
             source_block,
             num_cached,
-            is_shared=lambda source_rank: transport == "shared",
+            ways=lambda source_rank: () if transport == "grpc" else (transport,),
         )
         fetched = await transfer.run()
         transfer.check()
@@ -222,7 +245,7 @@ async def test_there_is_a_stream_for_every_piece_and_no_other(
 
 async def test_rank_0_pins_the_cache_where_it_reads_nothing() -> None:
     """12 heads over 4, from 6 ranks to 2: rank 1 has the KV heads (0, 1) that rank 0 has not together."""
-    transfer = Transfer(layout_of(4, 12), 6, 2, is_shared=lambda source_rank: True)
+    transfer = Transfer(layout_of(4, 12), 6, 2, ways=lambda source_rank: ("shared",))
     assert all(piece.source_rank for piece in plan(12, 4, 6, 2, 0))
     (fetched, _) = await transfer.run()
     transfer.check()
@@ -257,7 +280,7 @@ async def test_a_pin_that_fails_ends_the_fetch(fault: str) -> None:
 
 
 async def test_ranks_may_go_different_ways() -> None:
-    transfer = Transfer(layout_of(8), 4, 2, is_shared=lambda source_rank: source_rank == 0)
+    transfer = Transfer(layout_of(8), 4, 2, ways=lambda source_rank: ("shared",) if source_rank == 0 else ())
     assert [part.transport for part in await transfer.run()] == ["grpc+shared", "grpc"]
     transfer.check()
 

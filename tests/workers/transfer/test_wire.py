@@ -3,7 +3,6 @@
 import struct
 from typing import Any
 
-import google_crc32c
 import msgpack
 import pytest
 from hypothesis import given
@@ -11,22 +10,42 @@ from hypothesis import strategies as st
 
 from tandem.workers.transfer.wire import (
     Ack,
+    Choice,
     Commit,
     Data,
+    Hello,
     Message,
+    Offer,
     Open,
     Pull,
+    Sample,
+    Sent,
     TransferError,
     TransferKey,
+    Trial,
+    Try,
+    Welcome,
+    checksum_of,
     decode,
     encode,
 )
 
 COUNTS = st.integers(0, 2**63)
+NAMES = st.text(max_size=9)
+WORDS = st.dictionaries(NAMES, st.integers(0, 99) | NAMES, max_size=8)
 KEYS = st.builds(TransferKey, transfer_id=st.binary(min_size=16, max_size=16), epoch=COUNTS)
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Open, layout=st.dictionaries(st.text(max_size=9), st.integers(0, 99) | st.text(max_size=9), max_size=8)),
-    st.builds(Pull, first_token=COUNTS, first_slot=COUNTS, num_slots=COUNTS),
+    st.builds(Open, layout=WORDS),
+    st.builds(Offer, line=COUNTS, number=COUNTS),
+    st.builds(
+        Pull,
+        first_token=COUNTS,
+        first_slot=COUNTS,
+        num_slots=COUNTS,
+        transport=NAMES,
+        pair=st.binary(max_size=16),
+        stream=COUNTS,
+    ),
     st.builds(Ack),
     st.builds(
         Data,
@@ -42,6 +61,13 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         age=st.floats(0, 1e9),
     ),
     st.builds(Commit, num_frames=COUNTS, num_tokens=COUNTS, prefix_hash=st.binary(max_size=32), first_token=COUNTS),
+    st.builds(Hello, layout=WORDS, host=NAMES, transports=st.lists(NAMES, max_size=4)),
+    st.builds(Welcome, transports=st.lists(NAMES, max_size=4), checksum=COUNTS),
+    st.builds(Sample, index=COUNTS, count=COUNTS),
+    st.builds(Try, transport=NAMES),
+    st.builds(Trial, transport=NAMES, info=WORDS),
+    st.builds(Choice, transport=NAMES),
+    st.builds(Sent, stream=COUNTS, num_bytes=COUNTS, checksum=COUNTS),
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
@@ -67,7 +93,7 @@ DATA_FRAME = encode(
 
 def seal(body: bytes) -> bytes:
     """A frame whose checksum is right, whatever it says."""
-    return struct.pack(">I", google_crc32c.value(body)) + body
+    return struct.pack(">I", checksum_of(body)) + body
 
 
 def frame_of(header: object) -> bytes:
@@ -125,8 +151,9 @@ def test_a_field_of_another_type_is_refused_or_still_of_its_type(
     except TransferError:
         return
     part = key if place in ("transfer_id", "epoch") else found
-    expected = {"transfer_id": bytes, "prefix_hash": bytes, "age": float, "layout": dict}.get(place, int)
-    assert type(getattr(part, place)) is expected
+    types: dict[str, type] = dict.fromkeys(("transfer_id", "prefix_hash", "pair"), bytes)
+    types |= {"age": float, "layout": dict, "info": dict, "transports": list, "transport": str, "host": str}
+    assert type(getattr(part, place)) is types.get(place, int)
 
 
 @pytest.mark.parametrize("age", [float("nan"), float("inf"), -1.0, "1", None])
@@ -139,3 +166,9 @@ def test_an_age_that_no_clock_says_is_refused(age: object) -> None:
 def test_a_header_longer_than_the_frame_is_refused() -> None:
     with pytest.raises(TransferError, match="header length"):
         decode(seal(struct.pack(">I", 2**32 - 1) + b"\x90"))
+
+
+@pytest.mark.parametrize("transports", [["a", 1], [b"a"], "a", None, {"a": 1}])
+def test_a_list_of_anything_but_names_is_refused(transports: object) -> None:
+    with pytest.raises(TransferError, match="transports"):
+        decode(frame_of(["Welcome", b"t", 1, {"transports": transports, "checksum": 0}]))

@@ -27,6 +27,8 @@ _ARGUMENTS: Final = {
     "decode_attention": (_P, _N, _P, _N, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _F),
     "chunk_attention": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _F),
     "store_kv": (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N),
+    "read_heads": (_P, _P, _P, _N, _N, _N, _N, _N, _N),
+    "write_heads": (_P, _P, _P, _N, _N, _N, _N, _N, _N),
     "rms_norm": (_P, _P, _P, _N, _N, _F),
     "silu_mul": (_P, _P, _N, _N),
     "rotate": (_P, _N, _P, _P, _N, _N, _N),

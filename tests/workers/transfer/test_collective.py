@@ -1,0 +1,357 @@
+"""Pairs of ranks in two processes over gloo: what is sent arrives in order, and nothing waits for ever."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from tandem.workers.transfer.backend import join_store, listen_store, open_group
+from tandem.workers.transfer.collective import Pair
+from tandem.workers.transfer.wire import TransferError
+
+SIZES = [1, 3 * 1024, 1024 * 1024, 20 * 1024 * 1024]
+TIMEOUT = 2.0
+
+# A puller in another process, on another interface; it does what its standard input says, a line at a time.
+PULLER = """
+import asyncio, hashlib, json, sys, time
+from tandem.workers.transfer.collective import Pair
+from tandem.workers.transfer.wire import TransferError
+async def main():
+    print(json.dumps("ready"), flush=True)
+    address, timeout = json.loads(sys.stdin.readline())
+    pair = await Pair.join(address, host="127.0.0.2", timeout=timeout)
+    for line in sys.stdin:
+        name, *values = json.loads(line)
+        began = time.monotonic()
+        try:
+            if name == "receive":
+                answer = [hashlib.sha256(await pair.receive(size)).hexdigest() for size in values]
+            else:
+                answer = [await pair.send(bytes([value % 256]) * size) for value, size in values]
+        except TransferError as error:
+            answer = [str(error), time.monotonic() - began]
+        print(json.dumps(answer), flush=True)
+    pair.close()
+asyncio.run(main())
+"""
+
+
+class Puller:
+    """The process, and what it says."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def tell(self, *words: Any) -> None:
+        print(json.dumps(words), file=self.process.stdin, flush=True)
+
+    async def heard(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(await asyncio.to_thread(self.process.stdout.readline))
+
+
+@contextmanager
+def puller_process() -> Iterator[Puller]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PULLER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield Puller(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def exporter_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
+    """One that sends nothing, and how to learn its address."""
+    code = (
+        "import asyncio; from tandem.workers.transfer.collective import Pair\n"
+        "async def main():\n"
+        "    pair = Pair.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); await pair.accept()\n"
+        "    await pair.receive(1); await asyncio.sleep(600)\n"
+        "asyncio.run(main())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    output = process.stdout
+    try:
+        yield process, lambda: output.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@asynccontextmanager
+async def connected(timeout: float = TIMEOUT) -> AsyncIterator[tuple[Pair, Puller]]:
+    with puller_process() as puller:
+        assert await puller.heard() == "ready"  # importing torch takes longer than some timeouts
+        pair = Pair.listen("127.0.0.1", timeout=timeout)
+        puller.tell(pair.address, timeout)
+        try:
+            await pair.accept()
+            yield pair, puller
+        finally:
+            await ended(pair)
+
+
+@asynccontextmanager
+async def two_ends() -> AsyncIterator[tuple[Pair, Pair]]:
+    """Both sides in this process."""
+    pair = Pair.listen("127.0.0.1", timeout=TIMEOUT)
+    accepting = asyncio.create_task(pair.accept())
+    other = await Pair.join(pair.address, host="127.0.0.2", timeout=TIMEOUT)
+    await accepting
+    try:
+        yield pair, other
+    finally:
+        await ended(pair)
+        await ended(other)
+
+
+async def ended(pair: Pair) -> None:
+    """Closes it; its thread must come to an end."""
+    pair.close()
+    await asyncio.to_thread(pair._thread.join, TIMEOUT + 5)
+    assert not pair._thread.is_alive()
+
+
+def num_sockets() -> int:
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def listening() -> set[str]:
+    """The addresses on which this process listens, as hexadecimal HOST:PORT."""
+    inodes = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    lines = Path("/proc/self/net/tcp").read_text().splitlines() + Path("/proc/self/net/tcp6").read_text().splitlines()
+    rows = [line.split() for line in lines]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+async def test_bytes_arrive_both_ways() -> None:
+    async with connected(timeout=20) as (pair, puller):
+        data = [os.urandom(size) for size in SIZES]
+        puller.tell("receive", *SIZES)
+        for part, view in zip(data, (bytes, memoryview, bytearray, bytes), strict=True):
+            await pair.send(view(part))
+        assert await puller.heard() == [hashlib.sha256(part).hexdigest() for part in data]
+        puller.tell("send", *enumerate(SIZES))
+        for value, size in enumerate(SIZES):
+            assert await pair.receive(size) == bytes([value]) * size
+        await puller.heard()
+
+
+async def test_two_hundred_messages_keep_their_order() -> None:
+    async with connected(timeout=20) as (pair, puller):
+        sizes = [1 + (7919 * index) % 50_000 for index in range(200)]
+        data = [bytes([index % 256]) * size for index, size in enumerate(sizes)]
+        puller.tell("receive", *sizes)
+        await asyncio.gather(*(pair.send(part) for part in data))
+        assert await puller.heard() == [hashlib.sha256(part).hexdigest() for part in data]
+        puller.tell("send", *enumerate(sizes))
+        received = await asyncio.gather(*(pair.receive(size) for size in sizes))
+        assert received == data
+
+
+async def test_tensors_and_empty_messages() -> None:
+    async with two_ends() as (pair, other):
+        data = torch.arange(200, dtype=torch.uint8)
+        sending = asyncio.gather(pair.send(b""), pair.send_tensor(data), pair.send(b"end"))
+        assert bytes(await other.receive(0)) == b""
+        assert torch.equal(await other.receive_tensor(200), data)
+        assert bytes(await other.receive(3)) == b"end"
+        await sending
+
+
+@pytest.mark.parametrize("verb", ["send", "receive"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_or_silent_puller_is_noticed(how: signal.Signals, verb: str) -> None:
+    async with connected() as (pair, puller):
+        puller.process.send_signal(how)
+        began = time.monotonic()
+        calls = [pair.send(bytes(50_000_000)), pair.send(b"x")] if verb == "send" else [pair.receive(1)] * 1
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        waited = time.monotonic() - began
+        assert all(isinstance(result, TransferError) for result in results)
+        assert waited < (1 if how is signal.SIGKILL else TIMEOUT + 1)
+        assert pair.broken
+        began = time.monotonic()
+        for call in (pair.send(b"x"), pair.receive(1), pair.accept()):
+            with pytest.raises(TransferError):
+                await call
+        assert time.monotonic() - began < 0.1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_or_silent_exporter_is_noticed(how: signal.Signals) -> None:
+    with exporter_process() as (process, address):
+        pair = await Pair.join(await asyncio.to_thread(address), host="127.0.0.2", timeout=TIMEOUT)
+        await pair.send(b"x")
+        process.send_signal(how)
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(TransferError):
+                await pair.receive(100)
+        assert time.monotonic() - began < (1 if how is signal.SIGKILL else TIMEOUT + 1)
+        await ended(pair)
+
+
+async def test_a_cancelled_call_breaks_the_pair() -> None:
+    async with two_ends() as (pair, other):
+        receiving, queued = asyncio.ensure_future(other.receive(4)), asyncio.ensure_future(other.receive(4))
+        await asyncio.sleep(0)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        with pytest.raises(TransferError, match="given up"):
+            await queued
+        with pytest.raises(TransferError, match="given up"):
+            await other.send(b"x")
+        began = time.monotonic()
+        with pytest.raises(TransferError):  # the other side hears of it, too
+            await pair.receive(4)
+        assert time.monotonic() - began < TIMEOUT + 1
+
+
+async def test_close_ends_what_waits_and_can_be_said_twice() -> None:
+    sockets = num_sockets()
+    async with two_ends() as (pair, other):
+        waiting = asyncio.ensure_future(other.receive(4))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        other.close()
+        other.close()
+        with pytest.raises(TransferError, match="closed"):
+            await waiting
+        assert time.monotonic() - began < 0.1
+        pair.close()
+        with pytest.raises(TransferError, match="closed"):
+            await pair.send(b"x")
+    assert num_sockets() == sockets
+
+
+async def test_a_pair_that_is_closed_before_anybody_comes_waits_for_nobody() -> None:
+    for _ in range(5):
+        pair = Pair.listen("127.0.0.1", timeout=60)
+        accepting = asyncio.create_task(pair.accept())
+        await asyncio.sleep(0.01)
+        pair.close()
+        with pytest.raises(TransferError, match="closed"):
+            await accepting
+        await asyncio.to_thread(pair._thread.join, 2)
+        assert not pair._thread.is_alive()
+
+
+async def test_nobody_comes() -> None:
+    pair = Pair.listen("127.0.0.1", timeout=0.3)
+    with pytest.raises(TransferError):
+        await pair.accept()
+    await ended(pair)
+    began = time.monotonic()
+    with pytest.raises(TransferError):  # it listens no more
+        await Pair.join(pair.address, host="127.0.0.1", timeout=0.3)
+    assert time.monotonic() - began < 2
+
+
+async def test_who_does_not_know_the_address_gets_nothing() -> None:
+    pair = Pair.listen("127.0.0.1", timeout=TIMEOUT)
+    accepting = asyncio.create_task(pair.accept())
+    place, _, secret = pair.address.partition("/")
+    with pytest.raises(TransferError):
+        await Pair.join(f"{place}/{secret[::-1]}", host="127.0.0.1", timeout=TIMEOUT)
+    with pytest.raises(TransferError, match="broke"):
+        await accepting
+    await ended(pair)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "127.0.0.1:1", "127.0.0.1:1/abc", f"h:65536/{'a' * 32}", f":1/{'a' * 32}", f"h:x/{'a' * 32}"]
+)
+async def test_impossible_addresses(address: str) -> None:
+    with pytest.raises(TransferError, match="impossible address"):
+        await Pair.join(address, host="127.0.0.1", timeout=TIMEOUT)
+
+
+WORDS = [b"", b"\xc1", msgpack.packb(7), msgpack.packb(["key", 7]), msgpack.packb(["key", b"value"]) * 10_000]
+
+
+@pytest.mark.parametrize("words", WORDS, ids=["nothing", "rubbish", "a number", "no bytes", "too much"])
+async def test_a_stranger_at_the_meeting_is_no_rank(words: bytes) -> None:
+    pair = Pair.listen("127.0.0.1", timeout=TIMEOUT)
+    accepting = asyncio.create_task(pair.accept())
+    host, _, port = pair.address.partition("/")[0].partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(words)
+    writer.close()
+    with pytest.raises(TransferError, match="broke"):
+        await accepting
+    await ended(pair)
+
+
+async def test_only_the_named_interfaces_are_bound() -> None:
+    before = listening()
+    async with two_ends():
+        hosts = {place.partition(":")[0] for place in listening() - before}
+        assert hosts == {"0100007F", "0200007F"}
+
+
+def test_a_process_ends_well_with_an_open_pair() -> None:
+    code = (
+        "import asyncio; from tandem.workers.transfer.collective import Pair\n"
+        "async def main():\n"
+        "    pair = Pair.listen('127.0.0.1', timeout=5); coming = asyncio.create_task(pair.accept())\n"
+        "    other = await Pair.join(pair.address, host='127.0.0.1', timeout=5); await coming\n"
+        "    await asyncio.gather(pair.send(b'x'), other.receive(1)); other.close()\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_store_listens_at_once_on_its_interface_only() -> None:
+    before = listening()
+    store = listen_store("127.0.0.2", 3, 1)
+    assert listening() - before == {f"0200007F:{store.port:04X}"}
+    other = join_store("127.0.0.2", store.port, 1)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    del store, other
+    assert listening() == before
+
+
+def test_stores_and_groups_do_not_wait_for_ever() -> None:
+    store = listen_store("127.0.0.1", 2, 0.3)
+    port, began = store.port, time.monotonic()
+    with pytest.raises(RuntimeError):
+        open_group(store, backend="gloo", rank=0, size=2, host="127.0.0.1", timeout=0.3)
+    del store
+    with pytest.raises(RuntimeError, match="no process group"):
+        join_store("127.0.0.1", port, 0.3)
+    assert time.monotonic() - began < 2
+
+
+def test_a_backend_that_this_torch_lacks() -> None:
+    store = listen_store("127.0.0.1", 1, 1)
+    with pytest.raises(ValueError, match="'smoke' is not in this build"):
+        open_group(store, backend="smoke", rank=0, size=1, host="127.0.0.1", timeout=1)
+    if not torch.distributed.is_nccl_available():
+        with pytest.raises(ValueError, match="'nccl' is not in this build"):
+            open_group(store, backend="nccl", rank=0, size=1, host="127.0.0.1", timeout=1)
