@@ -10,7 +10,8 @@ from ..proto import inference_pb2
 def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
     """One line for each named request. Times are in ms; those from tokenize to decode add up to total.
 
-    The KV columns tell the bytes moved, the rate while they were under way, and how long anybody waited for them."""
+    The KV columns tell the bytes moved, the rate while they were under way, how long anybody waited for them; "by" is
+    the way that they took."""
     table = Table(title="Where the time went (ms)", title_justify="left", header_style="bold")
     table.add_column("request", no_wrap=True)
     numbers = (
@@ -26,7 +27,7 @@ def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
         "KV MB",
         "KV GB/s",
     )
-    for name in (*numbers, "prompt", "cached", "tokens"):
+    for name in (*numbers, "by", "prompt", "cached", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, timeline in rows:
         table.add_row(name, *_cells(timeline))
@@ -63,5 +64,6 @@ def _cells(timeline: inference_pb2.Timeline) -> list[str]:
         *(f"{1000 * seconds:.1f}" for seconds in times),
         f"{moved / 1e6:.2f}" if moved else "-",
         f"{moved / active / 1e9:.2f}" if moved and active else "-",
+        timeline.kv_transport or "-",
         *map(str, counts),
     ]

@@ -81,7 +81,7 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
         device=config.device,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        shared="shared" in config.transports,
+        shared=not {"shared", "nixl"}.isdisjoint(config.transports),
         group=group,
     )
     if group:

@@ -36,7 +36,7 @@ decode: {kv_cache_gb: 0.5}
     ("text", "transports"),
     [
         ("", ("shared",)),
-        ("device: cuda", ("nccl",)),
+        ("device: cuda", ()),
         ("kv_transports: []", ()),
         ("{device: cuda, kv_transports: [nixl, shared]}", ("nixl", "shared")),
     ],

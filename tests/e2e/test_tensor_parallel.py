@@ -79,6 +79,10 @@ async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(service: Any, exp
     found = await answers(service.grpc_address)
     assert [list(answer.token_ids) for answer in found] == expected
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)
+    assert {way for answer in found for way in answer.timeline.kv_transport.split("+")} <= {"grpc", "shared"}
+    (decode,) = (worker for worker in workers(service.status_url) if worker["role"] == "decode")
+    assert len({peer["endpoint"].partition(":")[0] for peer in decode["peers"]}) == 2  # one for each node
+    assert {peer["transport"] for peer in decode["peers"]} == {"shared"}
     wait_until_idle(service.status_url)
 
 

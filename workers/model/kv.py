@@ -15,6 +15,7 @@ from ..engine.plan import SAMPLE_BYTES, TAIL_BYTES, KvLayout, KvSpan, SharedMemo
 from ..engine.sharding import kv_heads
 from .config import ModelConfig
 from .device import to_device
+from .footprint import kv_bytes_per_token
 from .kernels.build import kernel, library
 from .weights import DTYPES
 
@@ -23,8 +24,7 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str, tp: int
     """Bytes of KV cache memory that one block of `block_size` tokens takes over all layers on each of `tp` ranks.
 
     Raises ValueError if the model's heads cannot be split so."""
-    num_slots = len(kv_heads(config.num_heads, config.num_kv_heads, tp, 0))
-    return config.num_layers * block_size * num_slots * kv_layout(config, dtype, "").bytes_per_slot
+    return block_size * kv_bytes_per_token(config, tp, dtype)
 
 
 def kv_layout(config: ModelConfig, dtype: str, fingerprint: str) -> KvLayout:

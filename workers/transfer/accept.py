@@ -124,7 +124,7 @@ class _Accepted:
             _, message = read(frame, self._key)
             if isinstance(message, Try) and message.transport in left and not self._chosen:
                 left.discard(message.transport)
-                self._try(message.transport)
+                await self._try(message.transport)
             elif isinstance(message, Choice) and message.transport and not self._chosen:
                 self._keep(message.transport)
             else:
@@ -142,9 +142,9 @@ class _Accepted:
         for name in list(self.outlets):
             self._close(name)
 
-    def _try(self, name: str) -> None:
+    async def _try(self, name: str) -> None:
         try:
-            outlet = open_outlet(name, self._means, self._ledger, self._sample, self._say)
+            outlet = await open_outlet(name, self._means, self._ledger, self._sample, self._say)
         except (OSError, ValueError) as error:
             logger.warning("no KV transport %s: %s", name, error)
             self._say(Trial(transport=name, info={}))

@@ -3,15 +3,18 @@
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from ..engine.plan import SAMPLE_BYTES, KvStore
 from .collective import Pair
-from .shared import Memory, PeerMemory
+from .remote import RemoteMemory
+from .shared import Memory, PeerMemory, Remote
 from .transports import CONNECT_SECONDS, Means
 from .wire import SLICE_BYTES, Data, Offer, Sent, TransferError, TransportError, check_types, checksum_of
+
+_M = TypeVar("_M", Memory, Remote)
 
 
 class Source(Protocol):
@@ -99,18 +102,32 @@ class SharedInlet:
         pass  # the memory goes when nobody refers to it: transfers may
 
 
+class NixlInlet:
+    def __init__(self, memory: RemoteMemory) -> None:
+        self._memory = memory
+
+    async def sample(self) -> memoryview:
+        return await self._memory.sample()
+
+    async def deliver(self, sent: Sent) -> None:
+        raise TransferError("KV pull out of order")
+
+    def source(self) -> Source:
+        return _RemoteSource(self._memory)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
 class _MemorySource(_Source):
     transport = "shared"
     one_sided = True
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
-        self._blocks: list[int] = []
 
     def offered(self, offer: Offer, table: memoryview) -> Source:
-        if len(table) % 4:
-            raise TransferError("KV pull out of order")
-        self._offer, self._blocks = offer, np.frombuffer(table, "<i4").tolist()
+        self._offer, self._blocks = offer, _blocks(table)
         return self if offer.number else Payload()
 
     async def read(self, data: Data, payload: memoryview) -> memoryview:
@@ -121,6 +138,27 @@ class _MemorySource(_Source):
 
     async def check(self) -> None:
         self._memory.check(self._offer)
+
+
+class _RemoteSource(_Source):
+    transport = "nixl"
+    one_sided = True
+
+    def __init__(self, memory: RemoteMemory) -> None:
+        self._memory = memory
+
+    def offered(self, offer: Offer, table: memoryview) -> Source:
+        self._offer, self._blocks = offer, _blocks(table)
+        return self if offer.number else Payload()
+
+    async def read(self, data: Data, payload: memoryview) -> memoryview:
+        try:
+            return await self._memory.read(self._blocks, data)
+        except ValueError as error:
+            raise TransferError("KV frame out of bounds") from error
+
+    async def check(self) -> None:
+        await self._memory.check(self._offer)
 
 
 class PairInlet:
@@ -177,20 +215,32 @@ class _PairSource(_Source):
         self._forget()
 
 
-async def open_inlet(name: str, info: dict[str, Any], means: Means, kv: KvStore) -> SharedInlet | PairInlet:
+async def open_inlet(name: str, info: dict[str, Any], means: Means, kv: KvStore) -> SharedInlet | NixlInlet | PairInlet:
     """The puller's end of a way, by what the outlet says. Raises TransferError, OSError or ValueError."""
     if not info:
         raise TransportError("the other side has it not")
     if name == "shared":
-        try:
-            memory = Memory(**info)
-        except TypeError as error:
-            raise TransportError("KV cache memory with an impossible description") from error
-        check_types(memory)
-        return SharedInlet(PeerMemory(memory, kv))
+        return SharedInlet(PeerMemory(_described(Memory, info), kv))
+    if name == "nixl":
+        return NixlInlet(await RemoteMemory.open(_described(Remote, info), kv, devices=means.nixl_devices()))
     address = info.get("address")
     if not isinstance(address, str):
         raise TransportError("KV pair with an impossible address")
     device = means.pair_device(name)
     pair = await Pair.join(address, host=means.host, backend=name, device=device, timeout=CONNECT_SECONDS)
     return PairInlet(name, pair, max(SLICE_BYTES, kv.layout.num_heads * kv.layout.bytes_per_slot))
+
+
+def _blocks(table: memoryview) -> list[int]:
+    if len(table) % 4:
+        raise TransferError("KV pull out of order")
+    return [int(block) for block in np.frombuffer(table, "<i4").tolist()]
+
+
+def _described(kind: type[_M], info: dict[str, Any]) -> _M:
+    try:
+        memory = kind(**info)
+    except TypeError as error:
+        raise TransportError("KV cache memory with an impossible description") from error
+    check_types(memory)
+    return memory

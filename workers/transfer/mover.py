@@ -78,17 +78,20 @@ def _answering(serve: _Serve) -> Callable[[AsyncIterator[bytes], grpc.aio.Servic
     """The handler of a stream whose frames `serve` answers."""
 
     async def answer(incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        writing: asyncio.Future[None] | None = None
+        writing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        writing.set_result(None)
         try:
             async with aclosing(serve(incoming)) as frames:
-                async for frame in frames:  # one is made ready while the one before leaves
-                    if writing:
-                        await writing
-                    writing = asyncio.ensure_future(context.write(frame))
-                    await asyncio.sleep(0)
-                if writing:
+                async for frame in frames:  # made ready while the one before leaves
                     await writing
+                    writing = asyncio.ensure_future(context.write(frame))
+                    await asyncio.sleep(0)  # so that it begins
+            await writing
         except TransferError as error:
+            await asyncio.gather(writing, return_exceptions=True)
             await context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     return answer

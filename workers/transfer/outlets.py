@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from ..engine.plan import KvSpan, KvStore
 from .collective import Pair
-from .shared import Ledger, Memory
+from .shared import Ledger, Memory, Remote
 from .transports import CONNECT_SECONDS, NUM_SAMPLES, Means
 from .wire import FRAME_BYTES, PAIR_GONE, SLICE_BYTES, Sent, TransportError, checksum_of
 
@@ -84,9 +84,11 @@ class Outlet(Protocol):
 
 
 class SharedOutlet:
+    """Memory that the puller reads by itself, mapped or by NIXL."""
+
     one_sided = True
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory | Remote) -> None:
         self._memory = memory
 
     def info(self) -> dict[str, Any]:
@@ -180,10 +182,15 @@ class _PairCarrier:
         return b""
 
 
-def open_outlet(
+async def open_outlet(
     name: str, means: Means, ledger: Ledger, sample: bytes, say: Callable[[Sent], None]
 ) -> SharedOutlet | PairOutlet:
     """Raises ValueError or OSError if there is no such way from here."""
+    if name == "nixl":
+        try:
+            return SharedOutlet(await asyncio.to_thread(ledger.serve, means.nixl_devices()))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
     if name != "shared":
         return PairOutlet(name, means, sample, say)
     memory = ledger.describe()

@@ -9,15 +9,20 @@ import os
 import secrets
 import stat
 import struct
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from ..engine.plan import LEDGER_BYTES, SAMPLE_BYTES, TAIL_BYTES, KvStore
+from .nixl import NixlMemory
 from .wire import Offer, TransferError
 
 _TOKEN_BYTES: Final = 16
 _LINE: Final = struct.Struct("<Q")
+LINE_BYTES: Final = _LINE.size
 _NUM_LINES: Final = (LEDGER_BYTES - _TOKEN_BYTES) // _LINE.size
 
 
@@ -39,6 +44,16 @@ class Memory:
     num_slots: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """The same for processes anywhere that have NIXL."""
+
+    description: bytes  # NixlMemory's, of one region: all of the memory
+    num_blocks: int
+    block_size: int
+    num_slots: int
+
+
 class Ledger:
     """The exporter's side: which exports still own their blocks."""
 
@@ -47,6 +62,8 @@ class Ledger:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._free = list(range(_NUM_LINES))
         self._count = 0
+        self._served: NixlMemory | None = None
+        self._serving = threading.Lock()
         if self._shared is not None:
             self._shared.ledger[:_TOKEN_BYTES] = self._token
 
@@ -83,6 +100,23 @@ class Ledger:
             num_slots=self._shared.num_slots,
         )
 
+    def serve(self, devices: str) -> Remote:
+        """Lets others read the memory by NIXL, from then on for as long as this ledger lives; `devices` are as in
+        NixlMemory. Takes half a second the first time; safe from any thread. Raises ValueError if the memory cannot be
+        mapped, RuntimeError if NIXL does not work here."""
+        if self._shared is None:
+            raise ValueError("the memory is not shared")
+        with self._serving:
+            if self._served is None:
+                whole = mmap.mmap(self._shared.fd, 0)
+                self._served = NixlMemory([torch.frombuffer(whole, dtype=torch.uint8)], devices=devices)
+        return Remote(
+            description=self._served.describe(),
+            num_blocks=self._shared.num_blocks,
+            block_size=self._shared.block_size,
+            num_slots=self._shared.num_slots,
+        )
+
 
 class PeerMemory:
     """The reader's side: another worker's cache, mapped to read."""
@@ -110,8 +144,18 @@ class PeerMemory:
 
     def check(self, offer: Offer) -> None:
         """Raises TransferError unless the export has owned its blocks until now."""
-        if not 0 <= offer.line < _NUM_LINES:
-            raise TransferError("KV offer with an impossible line")
-        (number,) = _LINE.unpack_from(self._memory, self._ledger + _TOKEN_BYTES + offer.line * _LINE.size)
-        if number != offer.number:
-            raise TransferError("KV cache withdrawn")
+        start = self._ledger + line_start(offer)
+        check_line(self._memory[start : start + LINE_BYTES], offer)
+
+
+def line_start(offer: Offer) -> int:
+    """Where in the ledger its LINE_BYTES are. Raises TransferError if there is no such line."""
+    if not 0 <= offer.line < _NUM_LINES:
+        raise TransferError("KV offer with an impossible line")
+    return _TOKEN_BYTES + offer.line * _LINE.size
+
+
+def check_line(line: bytes | memoryview, offer: Offer) -> None:
+    """Raises TransferError unless the export owned its blocks when the line was read."""
+    if _LINE.unpack(line) != (offer.number,):
+        raise TransferError("KV cache withdrawn")

@@ -18,6 +18,7 @@ from tandem.workers.model.kv import PagedKv
 from tandem.workers.transfer import connect
 from tandem.workers.transfer.export import Exporter
 from tandem.workers.transfer.layout import plan
+from tandem.workers.transfer.nixl import available
 from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import Ack, Open, Pull, TransferError, TransferKey
@@ -70,7 +71,7 @@ class Transfer:
         self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
         self.calls = [Calls(dict(zip(self.endpoints, self.exporters, strict=True))) for _ in self.targets]
         self.pullers = [
-            Puller(kv, stall_seconds=5, channel=calls.channel, means=Means(transports=("shared", "gloo")))
+            Puller(kv, stall_seconds=5, channel=calls.channel, means=Means(transports=("shared", "gloo", "nixl")))
             for kv, calls in zip(self.targets, self.calls, strict=True)
         ]
         self.before = [self.cache(rank) for rank in range(self.target_tp)]
@@ -81,7 +82,7 @@ class Transfer:
             num_blocks=NUM_BLOCKS,
             block_size=block_size,
             device=torch.device("cpu"),
-            shared=is_target or "shared" in self.ways(rank),
+            shared=is_target or not {"shared", "nixl"}.isdisjoint(self.ways(rank)),
             tp=tp,
             rank=rank,
         )
@@ -178,8 +179,13 @@ SPLITS = ((8, 0), (16, 21), (32, 16))  # block size of the source, tokens that t
 
 @pytest.mark.parametrize(
     ("transport", "splits"),
-    [("grpc", SPLITS), ("shared", SPLITS), ("gloo", SPLITS[1:2])],
-    ids=["grpc", "shared", "gloo"],
+    [
+        ("grpc", SPLITS),
+        ("shared", SPLITS),
+        ("gloo", SPLITS[1:2]),
+        pytest.param("nixl", SPLITS[1:2], marks=pytest.mark.skipif(not available(), reason="NIXL is not installed")),
+    ],
+    ids=["grpc", "shared", "gloo", "nixl"],
 )
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("target_tp", SIZES)
@@ -193,6 +199,7 @@ async def test_every_rank_gets_its_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connect, "fastest", lambda rates: transport)
+    monkeypatch.setattr(connect, "CONNECT_WAIT_SECONDS", 8.0)  # NIXL takes a second to begin
     for source_block, num_cached in splits:
         transfer = Transfer(
             layout_of(num_kv_heads),

@@ -1,0 +1,383 @@
+"""Memory of another process, read by NIXL: byte for byte, no wait without end. Skipped where it is not installed."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.proto.channel import bind, peer_server
+from tandem.tests.workers.spans import span
+from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
+from tandem.workers.engine.plan import SAMPLE_BYTES
+from tandem.workers.model.kv import PagedKv
+from tandem.workers.transfer import connect, remote, shared
+from tandem.workers.transfer.mover import KvMover
+from tandem.workers.transfer.nixl import NixlMemory, NixlPeer, NixlReader, available
+from tandem.workers.transfer.pull import Fetched, Target, Want
+from tandem.workers.transfer.shared import Ledger
+from tandem.workers.transfer.transports import Means
+from tandem.workers.transfer.wire import Commit, TransferError, TransferKey, TransportError, decode
+
+pytestmark = pytest.mark.skipif(not available(), reason="NIXL is not installed")
+
+SIZES = [1 << 20, 3 << 20]  # of the exporter's regions
+STAGING = 2 << 20
+TIMEOUT = 2.0
+
+EXPORTER = """
+import json, sys
+from tandem.tests.workers.transfer.test_nixl import NixlMemory, regions
+memory = NixlMemory(regions(), devices="lo")
+print(json.dumps(memory.describe().hex()), flush=True)
+sys.stdin.readline()
+"""
+
+
+def regions() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES]
+
+
+@contextmanager
+def exporter_process(transports: str) -> Iterator[tuple[subprocess.Popen[str], bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXPORTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_TLS": transports},
+    )
+    try:
+        assert process.stdout is not None
+        yield process, bytes.fromhex(json.loads(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@asynccontextmanager
+async def reading(description: bytes) -> AsyncIterator[NixlPeer]:
+    reader = NixlReader(timeout=TIMEOUT, devices="lo")
+    try:
+        yield await reader.connect(description, staging_bytes=STAGING)
+    finally:
+        reader.close()
+        reader._thread.shutdown()
+
+
+@pytest.fixture(params=["all", "tcp"])
+def transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Within a host UCX copies from process to process; over a network without RDMA the peer's threads help."""
+    name = str(request.param)
+    monkeypatch.setenv("UCX_TLS", name)
+    return name
+
+
+async def test_pieces_arrive_in_order(transports: str) -> None:
+    whole = torch.cat(regions()).numpy().tobytes()
+    with exporter_process(transports) as (_, description):
+        assert len(description) < 4096
+        async with reading(description) as peer:
+            for size, step in ((2048, 3), (6144, 5), (STAGING, 1)):
+                count = STAGING // size
+                starts = [(index * step * size + 1) % (SIZES[1] - size + 1) + SIZES[0] for index in range(count)]
+                pieces = [(start, size) for start in starts]
+                expected = b"".join(whole[start : start + size] for start in starts)
+                assert bytes(await peer.read(pieces)) == expected
+            pieces = [(SIZES[0] - 5, 5), (SIZES[0], 7), (0, 1), (sum(SIZES) - 1, 1)]
+            expected = b"".join(whole[start : start + size] for start, size in pieces)
+            assert bytes(await peer.read(pieces)) == expected
+            assert bytes(await peer.read([])) == b""
+
+
+async def test_a_reader_has_many_peers(transports: str) -> None:
+    whole = torch.cat(regions()).numpy().tobytes()
+    with exporter_process(transports) as (_, one), exporter_process(transports) as (other_process, other):
+        async with reading(one) as peer:
+            second = await peer._reader.connect(other, staging_bytes=100)
+            views = await asyncio.gather(peer.read([(9, 50)]), second.read([(7, 60)]))
+            assert [bytes(view) for view in views] == [whole[9:59], whole[7:67]]
+            other_process.kill()
+            other_process.wait()
+            with pytest.raises(TransferError):
+                await second.read([(7, 60)])
+            assert bytes(await peer.read([(9, 50)])) == whole[9:59]
+            twin = await peer._reader.connect(one, staging_bytes=100)
+            peer.close()
+            peer.close()
+            assert bytes(await twin.read([(9, 50)])) == whole[9:59]  # one agent serves both
+            twin.close()
+            with pytest.raises(TransferError, match="lost"):
+                await peer.read([(9, 50)])
+            again = await peer._reader.connect(one, staging_bytes=100)
+            assert bytes(await again.read([(9, 50)])) == whole[9:59]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_peer_is_noticed(transports: str, how: signal.Signals) -> None:
+    with exporter_process(transports) as (process, description):
+        async with reading(description) as peer:
+            await peer.read([(0, 1)])
+            process.send_signal(how)
+            if how is signal.SIGKILL:
+                process.wait()
+            began = time.monotonic()
+            if how is signal.SIGSTOP and transports == "all":
+                await peer.read([(SIZES[0], STAGING)])  # the kernel reads its memory, whether it runs or not
+            else:
+                with pytest.raises(TransferError):
+                    await peer.read([(SIZES[0], STAGING)])
+                with pytest.raises(TransferError, match="lost"):
+                    await peer.read([(0, 1)])
+            assert time.monotonic() - began < (1 if how is signal.SIGKILL else TIMEOUT + 1)
+
+
+async def test_pieces_outside_are_refused() -> None:
+    with exporter_process("all") as (_, description):
+        async with reading(description) as peer:
+            total = sum(SIZES)
+            outside = [(total, 1), (total - 1, 2), (SIZES[0] - 1, 2), (0, 0), (2**63, 2**63), (2**64 - 1, 2)]
+            for piece in outside:
+                with pytest.raises(ValueError, match="outside"):
+                    await peer.read([(0, 1), piece])
+            with pytest.raises(ValueError, match="larger"):
+                await peer.read([(0, SIZES[0]), (SIZES[0], SIZES[1])])
+            await peer.read([(total - 1, 1)])
+
+
+async def test_impossible_descriptions() -> None:
+    with exporter_process("all") as (_, description):
+        async with reading(description) as peer:
+            for wrong in (
+                b"",
+                b"x" * 50,
+                description[:-1],
+                description.replace(b"cpu", b"gpu"),
+                b"\x93\xa3cpu\xc4\x00\x90",
+            ):
+                with pytest.raises(TransferError):
+                    await peer._reader.connect(wrong, staging_bytes=10)
+            await peer.read([(0, 1)])
+
+
+def busy_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_threads_sleep_and_end() -> None:
+    before = set(threading.enumerate()), len(os.listdir("/proc/self/task"))
+    with exporter_process("all") as (process, description):
+        async with reading(description) as peer:
+            await peer.read([(SIZES[0], STAGING)])
+            busy = busy_seconds(process.pid), busy_seconds(os.getpid())
+            began = time.monotonic()
+            while time.monotonic() - began < 1:
+                await asyncio.sleep(0.2)
+            assert busy_seconds(process.pid) - busy[0] < 0.3
+            assert busy_seconds(os.getpid()) - busy[1] < 0.3
+        del peer
+    assert (set(threading.enumerate()), len(os.listdir("/proc/self/task"))) == before
+
+
+def test_tensors_with_holes_are_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        NixlMemory([torch.zeros(4, 4)[:, 1]])
+    with pytest.raises(ValueError, match="contiguous"):
+        NixlMemory([])
+
+
+# --- as a transport ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prefer_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "fastest", lambda rates: "nixl" if "nixl" in rates else "grpc")
+    monkeypatch.setattr(connect, "CONNECT_WAIT_SECONDS", 8.0)  # two agents begin, on a busy machine
+    monkeypatch.setattr(connect, "RECONNECT_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("source_tp", [1, 2])
+@pytest.mark.parametrize(("source_block", "num_cached"), [(8, 0), (16, 21)])
+async def test_ranks_move_kv_cache(source_tp: int, source_block: int, num_cached: int, prefer_nixl: None) -> None:
+    transfer = Transfer(layout_of(4), source_tp, 1, source_block, num_cached, ways=lambda rank: ("nixl",))
+    (fetched,) = await transfer.run()
+    transfer.check()
+    moved = span(transfer.targets[0], num_cached, NUM_TOKENS - num_cached)
+    assert (fetched.transport, fetched.num_bytes) == ("nixl", moved.size(transfer.layout))
+    assert transfer.released == [1]
+
+
+async def test_what_is_larger_than_the_staging_comes_in_parts(
+    prefer_nixl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_STAGING_BYTES", SAMPLE_BYTES)
+    layout = replace(layout_of(8), head_dim=1024)
+    kv = PagedKv(layout, num_blocks=16, block_size=16, device=torch.device("cpu"), shared=True)
+    kv.data.view(torch.uint8).random_(0, 256)
+    ledger = Ledger(kv)
+    memory = await remote.RemoteMemory.open(ledger.serve("lo"), kv, devices="lo")
+    blocks, part = (9, 3, 4, 15), span(kv, 5, 50)
+    assert part.size(layout) > SAMPLE_BYTES
+    assert await memory.read(blocks, part) == kv.read(blocks, part)
+    one_slot = replace(part, first_slot=5, num_slots=1, first_layer=1, num_layers=1)
+    views = await asyncio.gather(*(memory.read(blocks, each) for each in (one_slot, part)))  # take turns
+    assert views == [kv.read(blocks, one_slot), kv.read(blocks, part)]
+    wrong: list[dict[str, int]] = [{"first_token": 30}, {"num_layers": 3}, {"first_slot": 1}, {"num_tokens": 0}]
+    for change in wrong:
+        with pytest.raises(ValueError, match="not within"):
+            await memory.read(blocks, replace(part, **change))
+    with pytest.raises(ValueError, match="block"):
+        await memory.read((9, 3, 4, 16), part)
+    with pytest.raises(ValueError, match="are not"):
+        await remote.RemoteMemory.open(replace(ledger.serve("lo"), num_blocks=15), kv, devices="lo")
+    memory.close()
+    with pytest.raises(TransportError):
+        await memory.read(blocks, part)
+
+
+async def withdrawn_at_commit() -> Fetched:
+    transfer = Transfer(layout_of(4), 1, 1, ways=lambda rank: ("nixl",))
+    (exporter,) = transfer.exporters
+
+    async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for frame in frames:
+            if isinstance(decode(frame)[1], Commit):
+                exporter.withdraw(1)
+            yield frame
+
+    exporter._frame_hook = hook
+    try:
+        (fetched,) = await transfer.run()
+    finally:
+        await transfer.disconnect()
+    return fetched
+
+
+async def test_a_copy_of_blocks_that_were_given_away_is_refused(prefer_nixl: None) -> None:
+    with pytest.raises(TransferError, match="withdrawn"):
+        await withdrawn_at_commit()
+
+
+async def test_without_the_ledger_it_would_be_taken(prefer_nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    monkeypatch.setattr(remote, "check_line", lambda line, offer: None)
+    fetched = await withdrawn_at_commit()
+    assert (fetched.first_token, fetched.transport) == (42, "nixl")
+
+
+async def test_a_way_that_breaks_costs_nothing_but_time(prefer_nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = Transfer(layout_of(4), 1, 1, ways=lambda rank: ("nixl",))
+
+    async def lost(self: NixlPeer, pieces: Any) -> memoryview:
+        raise TransportError("KV peer lost")
+
+    true = remote.RemoteMemory.read
+
+    async def read(self: remote.RemoteMemory, *asked: Any) -> memoryview:
+        monkeypatch.setattr(NixlPeer, "read", lost)  # the trial is over
+        return await true(self, *asked)
+
+    monkeypatch.setattr(remote.RemoteMemory, "read", read)
+    transfer.complete()
+    fetched = await transfer.fetch(0)
+    transfer.check()
+    assert transfer.pullers[0].peers == []
+    await transfer.disconnect()
+    assert fetched.transport == "grpc"
+
+
+async def test_an_exporter_that_cannot_open_it_is_asked_in_vain(
+    prefer_nixl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise RuntimeError("NIXL: no")
+
+    monkeypatch.setattr(shared, "NixlMemory", fails)
+    transfer = Transfer(layout_of(4), 1, 1, ways=lambda rank: ("nixl",))
+    (fetched,) = await transfer.run()
+    transfer.check()
+    assert fetched.transport == "grpc"
+
+
+SERVER = """
+import asyncio
+from tandem.tests.workers.transfer.test_nixl import serve
+asyncio.run(serve())
+"""
+LAYOUT = layout_of(4)
+KEYS = [TransferKey(transfer_id=bytes([number]) * 16, epoch=3) for number in range(2)]
+BLOCKS = ((5, 1, 3), (0, 7, 2))  # of each transfer, on both sides
+
+
+def mover(seed: int) -> KvMover:
+    kv = PagedKv(LAYOUT, num_blocks=8, block_size=16, device=torch.device("cpu"), shared=True)
+    kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return KvMover(
+        kv,
+        epoch=3,
+        lease_seconds=30,
+        stall_seconds=20,
+        on_release=lambda sequence_id: None,
+        means=Means(transports=("nixl",)),
+    )
+
+
+async def serve() -> None:
+    """One cache on offer that is done, and one of which only half will ever be."""
+    there, server = mover(1), peer_server()
+    there.serve_on(server)
+    for number, (key, blocks) in enumerate(zip(KEYS, BLOCKS, strict=True)):
+        there.exporter.offer(number, key.transfer_id, blocks, NUM_TOKENS, b"hash")
+    there.exporter.progress(0, NUM_TOKENS)
+    there.exporter.complete(0, 42)
+    there.exporter.progress(1, NUM_TOKENS // 2)
+    print(bind(server, "127.0.0.1", 0), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+
+async def fetch(here: KvMover, endpoint: str, number: int) -> Fetched:
+    target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+    target.set_result(Target(blocks=BLOCKS[number], num_cached=0))
+    want = Want(key=KEYS[number], num_tokens=NUM_TOKENS, prefix_hash=b"hash")
+    async with here.puller.fetch([endpoint], LAYOUT, want, target) as fetched:
+        return fetched
+
+
+async def test_between_processes_until_one_is_killed(transports: str, prefer_nixl: None) -> None:
+    here, expected = mover(2), mover(1).kv
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        endpoint = (await process.stdout.readline()).decode().strip()
+        assert (await fetch(here, endpoint, 0)).transport == "nixl"
+        whole, half = span(here.kv, 0, NUM_TOKENS), span(here.kv, 0, NUM_TOKENS // 2)
+        assert here.kv.read(BLOCKS[0], whole) == expected.read(BLOCKS[0], whole)
+        fetching = asyncio.create_task(fetch(here, endpoint, 1))
+        async with asyncio.timeout(10):
+            while here.kv.read(BLOCKS[1], half) != expected.read(BLOCKS[1], half):
+                await asyncio.sleep(0.002)
+        process.kill()
+        async with asyncio.timeout(10):  # before the stall's deadline
+            with pytest.raises(TransferError):
+                await fetching
+            while here.puller.peers:
+                await asyncio.sleep(0.002)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        await here.close()
