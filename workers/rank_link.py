@@ -57,6 +57,7 @@ class RankLink:
         self._lost = False
         self._channel = peer_channel(address)
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
 
     def join(self, join: worker_pb2.Join) -> None:
         """The first command; the answer is `ready`."""
@@ -112,15 +113,19 @@ class RankLink:
                     raise RankLost("a rank has ended")
                 for event in response.events:
                     self._take(event)
-        except (grpc.aio.AioRpcError, TimeoutError, RankLost) as error:
-            lost = RankLost(f"a rank is lost ({type(error).__name__})")
-            lost.__cause__ = error
-            self._give_up(lost)
-            self._on_lost(lost)
         finally:
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        lost = RankLost(f"a rank is lost ({type(error).__name__})")
+        lost.__cause__ = error
+        self._give_up(lost)
+        self._on_lost(lost)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[worker_pb2.LeadRequest, worker_pb2.LeadResponse]) -> None:
         """A write that fails ends the stream, which `_run` then sees."""

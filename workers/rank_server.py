@@ -88,13 +88,13 @@ class RankServer(worker_pb2_grpc.RankServicer):
         try:
             await asyncio.wait((*tasks, self._broken), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self.ended.set()  # before the first await: rank 0 may cancel the call at any moment
             self._broken.cancel()
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, self._broken, return_exceptions=True):
                 if isinstance(result, Exception):
                     logger.error("rank of %s has failed", self._config.model, exc_info=result)
-            self.ended.set()
 
     async def _listen(
         self, requests: AsyncIterator[worker_pb2.LeadRequest], joined: "asyncio.Future[worker_pb2.Join]"
@@ -102,9 +102,10 @@ class RankServer(worker_pb2_grpc.RankServicer):
         """Until rank 0 ends the stream. Raises TimeoutError if it falls silent."""
         while True:
             # While either side loads a model, it may be deaf.
-            async with asyncio.timeout(SILENCE_SECONDS if self._mover else None):
-                request = await anext(requests, None)
-            if request is None:
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS if self._mover else None):
+                    request = await anext(requests)
+            except StopAsyncIteration:
                 return
             for command in request.commands:
                 if command.HasField("join"):

@@ -10,6 +10,7 @@
 #define DEFINE_MOVE(NAME, SIZE, COPY)                                                                                  \
     static void NAME##_##SIZE(char *cache, char *dense, const int64_t *places, int64_t halves, int64_t half_bytes,     \
                               int64_t tokens, int64_t slots, int64_t slot_bytes, int64_t head_bytes) {                 \
+        (void)head_bytes;                                                                                              \
         for (int64_t half = 0; half < halves; half++) {                                                                \
             for (int64_t token = 0; token < tokens; token++) {                                                         \
                 char *head = cache + half * half_bytes + places[token];                                                \
