@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, cast
 
 from ray import serve
-from ray.util import get_node_ip_address
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -21,7 +20,7 @@ from ..proto import worker_pb2
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, TandemConfig
 from .directory import HEARTBEAT_SECONDS, DirectoryAway, DirectoryClient, Follower
-from .ranks import rank_addresses, start_ranks
+from .ranks import node_host, rank_addresses, start_ranks
 from .status import describe_workers
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class WorkerPool:
             num_threads=num_threads,
             transports=config.transports,
             priority=_PREFILL_PRIORITY if self.role == "prefill" else 0,
-            host=_host(config),
+            host=node_host(config.host),
             start_seconds=config.start_seconds,
             lease_seconds=config.lease_seconds,
             prefix_caching=config.prefix_caching,
@@ -138,7 +137,7 @@ class Router:
         self._directory = DirectoryClient(config.name)
         self._workers: list[worker_pb2.WorkerInfo] = []
         self._changed = asyncio.Condition()
-        self._doors = await Doors.open(config, Path(folder), _host(config))
+        self._doors = await Doors.open(config, Path(folder), node_host(config.host))
         _freeze()
         self._following = asyncio.create_task(self._follow())
 
@@ -256,11 +255,6 @@ def _options(
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": config.grace_seconds + STOP_MARGIN_SECONDS,
     }
-
-
-def _host(config: TandemConfig) -> str:
-    """The interface that this replica's servers bind."""
-    return config.host or str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _raise_if_ended(task: asyncio.Task[None]) -> None:

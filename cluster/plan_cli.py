@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..proto.errors import InvalidArgument
+from ..workers.engine.plan import ITEM_BYTES
 from ..workers.engine.sharding import check_split
 from ..workers.model.checkpoint import check_checkpoint
 from ..workers.model.config import ModelConfig
-from ..workers.model.footprint import ITEM_BYTES, kv_bytes_per_token, weight_bytes
+from ..workers.model.footprint import kv_bytes_per_token, weight_bytes
 from .store import resolve_model
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)

@@ -15,11 +15,16 @@ from ..workers.rank import RankConfig
 from ..workers.rank_server import RankServer
 
 
+def node_host(host: str | None) -> str:
+    """The interface that servers of this process bind: the one that is named, else the node's."""
+    return host or str(get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
 class RankActor:
     """One rank other than 0. Its process ends as soon as rank 0 does."""
 
     def __init__(self, config: RankConfig, host: str | None, label: str) -> None:
-        self._config = replace(config, host=host or str(get_node_ip_address()), port=0)  # type: ignore[no-untyped-call]
+        self._config = replace(config, host=node_host(host), port=0)
         self._label = label
 
     def __repr__(self) -> str:

@@ -67,6 +67,10 @@ class Executor(Protocol):
         return self.launch(plan)()
 
 
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""By the dtypes of weights and of KV cache."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """The KV cache of a model, however ranks split it. Its canonical form is [layer, key or value, token, KV head,
@@ -82,7 +86,7 @@ class KvLayout:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one token's key and value in one layer and KV slot."""
-        return 2 * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return 2 * self.head_dim * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,16 @@ class KvSpan:
     num_tokens: int
     first_slot: int
     num_slots: int
+
+    def check(self, *, num_layers: int, num_tokens: int, num_slots: int) -> None:
+        """Raises ValueError unless it lies within a cache of this many."""
+        for first, count, size, what in (
+            (self.first_layer, self.num_layers, num_layers, "layers"),
+            (self.first_token, self.num_tokens, num_tokens, "tokens"),
+            (self.first_slot, self.num_slots, num_slots, "KV slots"),
+        ):
+            if min(first, count - 1) < 0 or first + count > size:
+                raise ValueError(f"{what} {first} + {count} are not within {size}")
 
     def size(self, layout: KvLayout) -> int:
         """Bytes in canonical form."""

@@ -5,13 +5,11 @@ is tied to the embedding is packed for its kernel beside it.
 """
 
 import math
-from typing import Final
 
+from ..engine.plan import ITEM_BYTES
 from ..engine.sharding import kv_heads, part
 from .checkpoint import expected_tensors
 from .config import ModelConfig
-
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def rank_tensors(config: ModelConfig, tp: int, rank: int) -> dict[str, tuple[int, ...]]:

@@ -231,21 +231,14 @@ def _address(shape: tuple[int, ...], blocks: Sequence[int], span: KvSpan) -> tup
     """Addresses [layer, 2, token, slot] of a by-token view of memory of this `_shape`. Raises ValueError if there is no
     such place."""
     num_layers, _, num_blocks, num_slots, block_size, _ = shape
-    tokens = _within(span.first_token, span.num_tokens, len(blocks) * block_size, "tokens")
-    layers = _within(span.first_layer, span.num_layers, num_layers, "layers")
-    slots = _within(span.first_slot, span.num_slots, num_slots, "KV slots")
+    span.check(num_layers=num_layers, num_tokens=len(blocks) * block_size, num_slots=num_slots)
     table = np.asarray(blocks, np.int64)
     if table.min() < 0 or table.max() >= num_blocks:
         raise ValueError(f"a block is not within {num_blocks}")
-    positions = np.arange(tokens.start, tokens.stop)
+    positions = np.arange(span.first_token, span.first_token + span.num_tokens)
     block, offset = table[positions // block_size], positions % block_size
-    return layers, slice(None), block, offset, slots
-
-
-def _within(first: int, count: int, size: int, what: str) -> slice:
-    if min(first, count - 1) < 0 or first + count > size:
-        raise ValueError(f"{what} {first} + {count} are not within {size}")
-    return slice(first, first + count)
+    layers = slice(span.first_layer, span.first_layer + span.num_layers)
+    return layers, slice(None), block, offset, slice(span.first_slot, span.first_slot + span.num_slots)
 
 
 def _bytes(array: "np.ndarray[Any, Any]") -> memoryview:

@@ -13,11 +13,10 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 
-import grpc
 import grpc.aio
 import torch
 from rich.console import Console
@@ -28,7 +27,7 @@ from ..engine.plan import KvLayout
 from ..malloc import keep_freed_memory
 from ..model.kv import PagedKv
 from . import connect, wire
-from .mover import KvMover
+from .mover import KvMover, add_bytes_method
 from .pull import Target, Want
 from .transports import Means
 from .wire import FRAME_BYTES, TransferKey
@@ -42,9 +41,6 @@ BARE: Final = "bare gRPC stream"
 UNCHECKED: Final = "grpc-unchecked"
 _WAIT_SECONDS: Final = 60.0
 _MOST_TRIES: Final = 5
-
-_Handler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[bytes, bytes]], Awaitable[None]]
-
 
 Rates = dict[int, float]
 """GB/s by size in MB."""
@@ -75,9 +71,7 @@ async def serve(transport: str, num_tokens: int) -> None:
     """The exporter's process: for every number of tokens on stdin an export, whose id goes to stdout."""
     mover, server = make_mover(transport, num_tokens), peer_server()
     mover.serve_on(server)
-    service, method = _BYTES_METHOD.strip("/").split("/")
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(_send_bytes)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    add_bytes_method(server, _BYTES_METHOD, _send_bytes)
     print(bind(server, "127.0.0.1", 0), flush=True)
     await server.start()
     blocks = tuple(range(-(-num_tokens // _BLOCK_SIZE)))

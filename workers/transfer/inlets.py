@@ -2,12 +2,13 @@
 
 import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ..engine.plan import SAMPLE_BYTES, KvStore
+from ..engine.plan import SAMPLE_BYTES, KvSpan, KvStore
 from .collective import Pair
 from .remote import RemoteMemory
 from .shared import Memory, PeerMemory, Remote
@@ -85,15 +86,19 @@ class Inlet(Protocol):
         ...
 
 
-class SharedInlet:
+class _OneSidedInlet:
+    """The puller reads for itself."""
+
+    async def deliver(self, sent: Sent) -> None:
+        raise TransferError("KV pull out of order")
+
+
+class SharedInlet(_OneSidedInlet):
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
 
     async def sample(self) -> memoryview:
         return self._memory.sample()
-
-    async def deliver(self, sent: Sent) -> None:
-        raise TransferError("KV pull out of order")
 
     def source(self) -> Source:
         return _MemorySource(self._memory)
@@ -102,15 +107,12 @@ class SharedInlet:
         pass  # the memory goes when nobody refers to it: transfers may
 
 
-class NixlInlet:
+class NixlInlet(_OneSidedInlet):
     def __init__(self, memory: RemoteMemory) -> None:
         self._memory = memory
 
     async def sample(self) -> memoryview:
         return await self._memory.sample()
-
-    async def deliver(self, sent: Sent) -> None:
-        raise TransferError("KV pull out of order")
 
     def source(self) -> Source:
         return _RemoteSource(self._memory)
@@ -119,12 +121,11 @@ class NixlInlet:
         self._memory.close()
 
 
-class _MemorySource(_Source):
-    transport = "shared"
-    one_sided = True
+class _OneSidedSource(_Source, ABC):
+    """An export's blocks, where they lie."""
 
-    def __init__(self, memory: PeerMemory) -> None:
-        self._memory = memory
+    transport: str
+    one_sided = True
 
     def offered(self, offer: Offer, table: memoryview) -> Source:
         self._offer, self._blocks = offer, _blocks(table)
@@ -132,30 +133,36 @@ class _MemorySource(_Source):
 
     async def read(self, data: Data, payload: memoryview) -> memoryview:
         try:
-            return self._memory.kv.read(self._blocks, data)
+            return await self._read(self._blocks, data)
         except ValueError as error:
             raise TransferError("KV frame out of bounds") from error
+
+    @abstractmethod
+    async def _read(self, blocks: list[int], span: KvSpan) -> memoryview:
+        """As `KvReader.read`."""
+
+
+class _MemorySource(_OneSidedSource):
+    transport = "shared"
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory = memory
+
+    async def _read(self, blocks: list[int], span: KvSpan) -> memoryview:
+        return self._memory.kv.read(blocks, span)
 
     async def check(self) -> None:
         self._memory.check(self._offer)
 
 
-class _RemoteSource(_Source):
+class _RemoteSource(_OneSidedSource):
     transport = "nixl"
-    one_sided = True
 
     def __init__(self, memory: RemoteMemory) -> None:
         self._memory = memory
 
-    def offered(self, offer: Offer, table: memoryview) -> Source:
-        self._offer, self._blocks = offer, _blocks(table)
-        return self if offer.number else Payload()
-
-    async def read(self, data: Data, payload: memoryview) -> memoryview:
-        try:
-            return await self._memory.read(self._blocks, data)
-        except ValueError as error:
-            raise TransferError("KV frame out of bounds") from error
+    async def _read(self, blocks: list[int], span: KvSpan) -> memoryview:
+        return await self._memory.read(blocks, span)
 
     async def check(self) -> None:
         await self._memory.check(self._offer)

@@ -18,6 +18,7 @@ from .wire import CONNECT_METHOD, PULL_METHOD, TransferError
 
 logger = logging.getLogger(__name__)
 
+_Handle = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[bytes, bytes]], Any]
 _Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
@@ -53,11 +54,8 @@ class KvMover:
 
     def serve_on(self, server: grpc.aio.Server) -> None:
         """Adds the KV endpoint to a server that has not started yet."""
-        for name, serve in ((PULL_METHOD, self.exporter.serve), (CONNECT_METHOD, self.exporter.acceptor.serve)):
-            service, method = name.strip("/").split("/")
-            # No serializers: frames are bytes.
-            handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(_answering(serve))
-            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        add_bytes_method(server, PULL_METHOD, _answering(self.exporter.serve))
+        add_bytes_method(server, CONNECT_METHOD, _answering(self.exporter.acceptor.serve))
 
     def disconnect(self) -> None:
         """Ends the connections that others have to this rank, before the server stops; they come again."""
@@ -74,7 +72,14 @@ class KvMover:
         return self._channels[endpoint]
 
 
-def _answering(serve: _Serve) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[bytes, bytes]], Any]:
+def add_bytes_method(server: grpc.aio.Server, name: str, handle: _Handle) -> None:
+    """Adds a method of streams both ways, without serializers; `name` is /SERVICE/METHOD."""
+    service, method = name.strip("/").split("/")
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(handle)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+
+
+def _answering(serve: _Serve) -> _Handle:
     """The handler of a stream whose frames `serve` answers."""
 
     async def answer(incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:

@@ -90,13 +90,7 @@ class RemoteMemory:
 
     def _check(self, blocks: Sequence[int], span: KvSpan) -> None:
         num_layers, _, num_blocks, num_slots, block_size = self._shape
-        for first, count, size, what in (
-            (span.first_layer, span.num_layers, num_layers, "layers"),
-            (span.first_token, span.num_tokens, len(blocks) * block_size, "tokens"),
-            (span.first_slot, span.num_slots, num_slots, "KV slots"),
-        ):
-            if min(first, count - 1) < 0 or first + count > size:
-                raise ValueError(f"{what} {first} + {count} are not within {size}")
+        span.check(num_layers=num_layers, num_tokens=len(blocks) * block_size, num_slots=num_slots)
         if min(blocks) < 0 or max(blocks) >= num_blocks:
             raise ValueError(f"a block is not within {num_blocks}")
 

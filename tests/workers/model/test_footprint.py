@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model import load_alone
+from tandem.workers.engine.plan import ITEM_BYTES
 from tandem.workers.model.checkpoint import check_checkpoint, expected_tensors
 from tandem.workers.model.config import ModelConfig, load_model_config
-from tandem.workers.model.footprint import ITEM_BYTES, kv_bytes_per_token, rank_tensors, weight_bytes
+from tandem.workers.model.footprint import kv_bytes_per_token, rank_tensors, weight_bytes
 
 LARGE = {
     "hidden_size": 1024,
