@@ -44,6 +44,11 @@ class InferenceStub:
                 request_serializer=inference__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/tandem.v1.Inference/Detokenize',
+                request_serializer=inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tandem.v1.Inference/ListModels',
                 request_serializer=inference__pb2.ListModelsRequest.SerializeToString,
@@ -55,9 +60,10 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the continuation of one prompt. Every accepted request ends in exactly one terminal event: a last message
-        that carries a finish reason, or an error status. The trailing metadata holds a serialized Timeline under the
-        key `tandem-timeline-bin`.
+        """Streams the continuations of one prompt. Every accepted request ends in exactly one terminal event: a last message
+        that carries the usage, or an error status. The trailing metadata holds a serialized Timeline under the key
+        `tandem-timeline-bin`. An INVALID_ARGUMENT has a google.rpc.BadRequest with the field's path, an error that is
+        worth another try a google.rpc.RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,6 +71,13 @@ class InferenceServicer:
 
     def Tokenize(self, request, context):
         """Turns a prompt into token ids exactly as Generate would.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +102,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=inference__pb2.TokenizeRequest.FromString,
                     response_serializer=inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -150,6 +168,33 @@ class Inference:
             '/tandem.v1.Inference/Tokenize',
             inference__pb2.TokenizeRequest.SerializeToString,
             inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Detokenize',
+            inference__pb2.DetokenizeRequest.SerializeToString,
+            inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ import msgpack
 import torch
 from torch import distributed
 
-from .engine.plan import Executor, OnLayers, SamplingParams, SequenceStep, StepPlan
+from .engine.plan import Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
 from .transfer.backend import join_store, listen_store, open_group
 
 NOTHING: Final = StepPlan(sequences=(), dropped=())
@@ -119,7 +119,7 @@ class GroupExecutor(Executor):
         self._group = group
         self._executor = executor
 
-    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`. Raises RuntimeError if a rank is lost.
 
         A layer that has ended here has ended everywhere: its last part is a collective."""
@@ -133,7 +133,7 @@ class GroupExecutor(Executor):
 
 def follow(group: ProcessGroup, executor: Executor) -> None:
     """Carries out what rank 0 says, until it ends. Raises RuntimeError if a rank is lost."""
-    collect: Callable[[], list[int]] | None = None
+    collect: Callable[[], Samples] | None = None
     while message := group.hear():
         launched = executor.launch(decode_plan(message))
         if collect is not None:
@@ -149,29 +149,41 @@ def encode_plan(plan: StepPlan) -> bytes:
             step.token_ids,
             step.start,
             step.new_blocks,
-            None if step.sampling is None else asdict(step.sampling),
-            step.sample,
+            step.num_samples,
+            *((asdict(step.sampling), step.history, step.num_prompt) if step.sampling else (None, (), 0)),
+            step.next_prompt_token,
         )
         for step in plan.sequences
     ]
-    data: bytes = msgpack.packb((steps, plan.dropped))
+    data: bytes = msgpack.packb((steps, plan.dropped, plan.copies))
     return data
 
 
 def decode_plan(data: bytes) -> StepPlan:
     """The inverse of `encode_plan`."""
-    steps, dropped = msgpack.unpackb(data, use_list=False)
-    return StepPlan(
-        sequences=tuple(
-            SequenceStep(
-                sequence_id=sequence_id,
-                token_ids=token_ids,
-                start=start,
-                new_blocks=new_blocks,
-                sampling=None if sampling is None else SamplingParams(**sampling),
-                sample=sample,
-            )
-            for sequence_id, token_ids, start, new_blocks, sampling, sample in steps
-        ),
-        dropped=dropped,
+    steps, dropped, copies = msgpack.unpackb(data, use_list=False)
+    return StepPlan(sequences=tuple(_decode_step(*step) for step in steps), dropped=dropped, copies=copies)
+
+
+def _decode_step(
+    sequence_id: int,
+    token_ids: tuple[int, ...],
+    start: int,
+    new_blocks: tuple[int, ...],
+    num_samples: int,
+    sampling: dict[str, Any] | None,
+    history: tuple[int, ...],
+    num_prompt: int,
+    next_prompt_token: int | None,
+) -> SequenceStep:
+    return SequenceStep(
+        sequence_id=sequence_id,
+        token_ids=token_ids,
+        start=start,
+        new_blocks=new_blocks,
+        num_samples=num_samples,
+        sampling=None if sampling is None else SamplingParams(**sampling),
+        history=history,
+        num_prompt=num_prompt,
+        next_prompt_token=next_prompt_token,
     )

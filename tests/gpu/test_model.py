@@ -109,7 +109,7 @@ def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) 
     driver = Driver(runner)
     driver.generate(9, prompt(20), 3)
     chunks = [driver.step(1, prompt(600)[at : at + 150], at) for at in range(0, 600, 150)]
-    collects = [runner.launch(StepPlan(sequences=(replace(step, sample=False),), dropped=())) for step in chunks]
+    collects = [runner.launch(StepPlan(sequences=(replace(step, num_samples=0),), dropped=())) for step in chunks]
     for collect in collects:
         assert collect() == []
     assert torch.cuda.current_stream().query()

@@ -101,7 +101,7 @@ STEPS = st.builds(
     start=st.integers(0, 2**20),
     new_blocks=st.lists(st.integers(0, 2**20)).map(tuple),
     sampling=st.none() | SAMPLING,
-    sample=st.booleans(),
+    num_samples=st.integers(0, 3),
 )
 PLANS = st.builds(
     StepPlan, sequences=st.lists(STEPS).map(tuple), dropped=st.lists(st.integers(0, 2**63 - 1)).map(tuple)

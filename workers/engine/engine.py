@@ -9,7 +9,7 @@ from collections.abc import Callable
 from .block_pool import BlockState
 from .config import EngineConfig
 from .events import Event
-from .plan import Executor, StepPlan
+from .plan import Executor, Samples, StepPlan
 from .scheduler import Scheduler
 from .sequence import SequenceSpec
 
@@ -33,7 +33,7 @@ class Engine:
         self.config = config
         self.scheduler = Scheduler(config, clock)
         self._executor = executor
-        self._in_flight: tuple[StepPlan, Callable[[], list[int]]] | None = None  # launched, not yet collected
+        self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = None  # launched, not yet collected
 
     def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
         """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else from now. Raises
@@ -80,7 +80,7 @@ class Engine:
             events += self.scheduler.update(plan, collect())
         return events
 
-    def _launch(self, plan: StepPlan, early: Callable[[list[Event]], None] | None) -> Callable[[], list[int]]:
+    def _launch(self, plan: StepPlan, early: Callable[[list[Event]], None] | None) -> Callable[[], Samples]:
         def on_layers(num_layers: int) -> None:
             if early is not None and (events := self.scheduler.progress(plan, num_layers)):
                 early(events)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .plan import Opening, TokenLogprobs
 from .sequence import FinishReason
 
 
@@ -42,6 +43,26 @@ class Token:
     token: int
     finish: FinishReason | None
     prefill_seconds: float  # from admission to this token if it is the first here, else 0
+    logprobs: TokenLogprobs | None = None  # if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt after its first token; with the first choice's first
+    score: float = 0.0  # of a hypothesis, with its last token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A PREFILL sequence is computed, and leased unless its tokens have ended it."""
+
+    id: int
+    opening: Opening
+    prefill_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChanged:
+    """Blocks, by their hashes, that have come into the prefix cache and that have gone; of no sequence."""
+
+    stored: tuple[bytes, ...]
+    evicted: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,4 +72,4 @@ class Preempted:
     id: int
 
 
-Event = Admitted | Progress | Joined | Token | Preempted
+Event = Admitted | Progress | Joined | Token | Opened | Preempted | CacheChanged

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvSpan, OnLayers, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvSpan, OnLayers, Samples, SequenceStep, StepPlan
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
@@ -128,7 +128,7 @@ class FakeExecutor(Executor):
         self._sampled: dict[int, int] = {}  # by sequence, in the last step
         self._uncollected: deque[StepPlan] = deque()
 
-    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         if len(self._uncollected) > 1:
             raise RuntimeError("a launch while two steps are uncollected")
         sampled = self._compute(plan)
@@ -137,12 +137,12 @@ class FakeExecutor(Executor):
                 on_layers(layer)
         self._uncollected.append(plan)
 
-        def collect() -> list[int]:
+        def collect() -> Samples:
             if not self._uncollected or self._uncollected[0] is not plan:
                 raise RuntimeError("a step is collected out of order or twice")
             self._uncollected.popleft()
             time.sleep(self.step_seconds)
-            return sampled
+            return Samples(tokens=sampled)
 
         return collect
 
@@ -167,7 +167,7 @@ class FakeExecutor(Executor):
         for step, history in zip(plan.sequences, histories, strict=True):
             history = self.kv.compute(self._tables[step.sequence_id], step.start, self._known(step), history)
             self._num_computed[step.sequence_id] = step.start + len(step.token_ids)
-            if step.sample:
+            if step.num_samples:
                 sampled[step.sequence_id] = _next_token(history, self.vocab_size)
         self._sampled = sampled
         self.num_steps += 1

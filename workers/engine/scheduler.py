@@ -11,7 +11,7 @@ from typing import Final
 from .block_pool import BlockPool, BlockState
 from .config import EngineConfig
 from .events import Admitted, Event, Joined, Preempted, Progress, Token
-from .plan import PENDING_TOKEN, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, Samples, SequenceStep, StepPlan
 from .sequence import Sequence, SequenceSpec, State, Task
 
 _LEAST_AHEAD: Final = 128  # tokens of a step; fewer are moved in the time that it takes to speak of them
@@ -139,15 +139,15 @@ class Scheduler:
         self._dropped.clear()
         return plan, events
 
-    def update(self, plan: StepPlan, sampled: list[int]) -> list[Event]:
-        """Books what a step computed, step by step as they were scheduled; `sampled` holds one token for each of the
-        plan's steps with `sample`. What it computed for sequences that have ended since is dropped."""
-        if len(sampled) != sum(step.sample for step in plan.sequences):
-            raise RuntimeError(f"{len(sampled)} tokens for {sum(step.sample for step in plan.sequences)} samples")
+    def update(self, plan: StepPlan, samples: Samples) -> list[Event]:
+        """Books what a step computed, step by step as they were scheduled. What it computed for sequences that have
+        ended since is dropped."""
+        if len(samples.tokens) != sum(step.num_samples for step in plan.sequences):
+            raise RuntimeError(f"{len(samples.tokens)} draws; {sum(s.num_samples for s in plan.sequences)} were planned")
         events: list[Event] = []
-        tokens = iter(sampled)
+        tokens = iter(samples.tokens)
         for step in plan.sequences:
-            token = next(tokens) if step.sample else None
+            token = next(tokens) if step.num_samples else None
             sequence = self._sequences.get(step.sequence_id)
             if sequence is None:
                 continue
@@ -273,7 +273,7 @@ class Scheduler:
             start=start,
             new_blocks=tuple(sequence.blocks[sequence.num_sent_blocks :]),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
-            sample=start + count >= sequence.num_tokens,
+            num_samples=int(start + count >= sequence.num_tokens),
         )
         sequence.num_scheduled += count
         sequence.num_sent_blocks = len(sequence.blocks)

@@ -51,6 +51,15 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearch:
+    """A search for the likeliest continuations, in the place of sampling."""
+
+    num_best: int  # hypotheses to answer with; the number kept is the spec's num_choices
+    length_penalty: float = 1.0  # a hypothesis is worth its log probability / its length ** length_penalty
+    early_stopping: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
     """What a worker is asked to do. The caller has checked every bound."""
 
@@ -59,8 +68,11 @@ class SequenceSpec:
     tokens: tuple[int, ...]  # the prompt and, after a failure elsewhere, the tokens generated so far
     first_index: int = 0  # the index of the next generated token
     max_tokens: int  # to generate from here, at least 1
-    sampling: SamplingParams
+    sampling: SamplingParams  # of the first choice; choice i draws with seed + i
+    num_choices: int = 1  # continuations of the one prompt, as sequences id, id + 1, ...
+    beam: BeamSearch | None = None  # then num_choices is its width
     stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
     salt: bytes = b""
 
     @property

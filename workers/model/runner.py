@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, SamplingParams, SequenceStep, StepPlan
+from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
 from . import kernels
 from .attention import AttentionBackend, SequenceSpan, StepAttention, TorchAttention
 from .checkpoint import check_checkpoint, fingerprint
@@ -92,23 +92,23 @@ class ModelRunner(Executor):
         return self.kv.data.is_cuda
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling parameters."""
         for sequence_id in plan.dropped:
             self._sequences.pop(sequence_id, None)
         for step in plan.sequences:
             self._admit(step)
-        sampled = [step for step in plan.sequences if step.sample]
+        sampled = [step for step in plan.sequences if step.num_samples]
         on_layers = None if self.launches_ahead else on_layers
         logits = self._logits(plan, on_layers) if plan.sequences else None  # [num_sampled, vocab_size]
         if logits is None or not sampled:
-            return to_host(self._last_tokens[:0])  # no token, but its end is to be waited for all the same
+            return _collect(self._last_tokens[:0])  # no token, but its end is to be waited for all the same
         self._on_stage("sample")
         params = [self._sequences[step.sequence_id].sampling for step in sampled]
         positions = [step.start + len(step.token_ids) for step in sampled]
         self._last_tokens = sample(logits, params, positions)
         self._last_rows = {step.sequence_id: row for row, step in enumerate(sampled)}
-        return to_host(self._last_tokens)
+        return _collect(self._last_tokens)
 
     def warmup(self) -> None:
         """Runs small steps, so that the first request does not pay for first-use set-up, and captures graphs on a GPU.
@@ -122,7 +122,7 @@ class ModelRunner(Executor):
                 start=0,
                 new_blocks=(0,),
                 sampling=SamplingParams(temperature=temperature),
-                sample=True,
+                num_samples=1,
             )
             self.execute(StepPlan(sequences=(step,), dropped=()))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
@@ -162,7 +162,7 @@ class ModelRunner(Executor):
             for step in plan.sequences
         ]
         token_ids = self._token_ids(plan)
-        num_sampled = sum(step.sample for step in plan.sequences)
+        num_sampled = sum(step.num_samples > 0 for step in plan.sequences)
         if self._graphs and len(spans) == len(token_ids) == num_sampled:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
@@ -172,7 +172,7 @@ class ModelRunner(Executor):
         ends = counts.cumsum()
         firsts = np.array([span.start for span in spans]) - ends + counts
         positions = np.arange(ends[-1]) + firsts.repeat(counts)
-        sampled_rows = ends[[step.sample for step in plan.sequences]] - 1
+        sampled_rows = ends[[step.num_samples > 0 for step in plan.sequences]] - 1
         positions_there, rows_there = ship([positions, sampled_rows], self._device)
         attention = self._attention.plan(spans)
         self._on_stage("model")
@@ -206,6 +206,12 @@ class ModelRunner(Executor):
             StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows),
             on_layers,
         )
+
+
+def _collect(tokens: torch.Tensor) -> Callable[[], Samples]:
+    """tokens [num_samples]"""
+    wait = to_host(tokens)
+    return lambda: Samples(tokens=wait())
 
 
 def _attention(kv: PagedKv, config: ModelConfig) -> AttentionBackend:

@@ -93,7 +93,7 @@ class Worker:
         events = self.engine.step(take)
         events = early + events
         for plan in self.executor.plans[num_plans:]:
-            decodes = sum(step.start > 0 and step.sample and len(step.token_ids) == 1 for step in plan.sequences)
+            decodes = sum(step.start > 0 and step.num_samples and len(step.token_ids) == 1 for step in plan.sequences)
             assert plan.num_tokens - decodes <= max(self.config.chunk_tokens, self.config.mixed_chunk_tokens)
             assert len(plan.sequences) <= self.config.max_sequences
             assert len({step.sequence_id for step in plan.sequences}) == len(plan.sequences)

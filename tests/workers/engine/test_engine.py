@@ -32,7 +32,7 @@ def test_long_prompt_goes_in_chunks_and_samples_once(worker: MakeWorker) -> None
     target.submit(spec(1, max_tokens=1))
     events = run(target)
     steps = [plan.sequences[0] for plan in target.executor.plans if plan.sequences]
-    assert [(step.start, len(step.token_ids), step.sample) for step in steps] == [
+    assert [(step.start, len(step.token_ids), step.num_samples) for step in steps] == [
         (0, 4, False),
         (4, 4, False),
         (8, 2, True),

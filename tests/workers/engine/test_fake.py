@@ -23,7 +23,7 @@ def plan(
         start=start,
         new_blocks=blocks,
         sampling=SamplingParams() if first else None,
-        sample=True,
+        num_samples=1,
     )
     return StepPlan(sequences=(step,), dropped=())
 

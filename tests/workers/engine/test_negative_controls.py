@@ -227,7 +227,7 @@ def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.Monkey
     update = Scheduler.update
 
     def loud(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
-        samplers = [step.sequence_id for step in plan.sequences if step.sample]
+        samplers = [step.sequence_id for step in plan.sequences if step.num_samples]
         gone = [(number, token) for number, token in zip(samplers, sampled, strict=True)]
         gone = [(number, token) for number, token in gone if number not in scheduler._sequences]
         late: list[Event] = [Token(id=n, index=0, token=t, finish=None, prefill_seconds=0.0) for n, t in gone]

@@ -60,7 +60,7 @@ def reference_logits(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.
 def reference_greedy(model: torch.nn.Module, token_ids: Sequence[int], num_tokens: int) -> list[int]:
     ids = torch.tensor([list(token_ids)])
     output = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_num_samples=0, eos_token_id=None
     )
     tokens: list[int] = output[0, len(token_ids) :].tolist()
     return tokens
@@ -90,7 +90,7 @@ class Driver:
             start=start,
             new_blocks=tuple(new),
             sampling=sampling if is_new else None,
-            sample=True,
+            num_samples=1,
         )
 
     def run(self, *steps: SequenceStep, dropped: Sequence[int] = ()) -> list[int]:

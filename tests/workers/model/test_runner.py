@@ -30,7 +30,7 @@ def test_only_sequences_with_sample_answer_in_order(folder: Path) -> None:
             start=0,
             new_blocks=(2 * index, 2 * index + 1),
             sampling=SamplingParams(temperature=0.0),
-            sample=sample,
+            num_samples=int(sample),
         )
 
     def run(*steps: SequenceStep) -> list[int]:
@@ -68,7 +68,7 @@ def test_a_dropped_id_starts_afresh(folder: Path) -> None:
     assert other != first
     driver.drop(1)
     with pytest.raises(KeyError):
-        driver.run(SequenceStep(sequence_id=1, token_ids=(5,), start=48, new_blocks=(), sampling=None, sample=True))
+        driver.run(SequenceStep(sequence_id=1, token_ids=(5,), start=48, new_blocks=(), sampling=None, num_samples=1))
     assert driver.run(dropped=[1, 2, 3]) == []
 
 
@@ -87,7 +87,7 @@ def test_a_sequence_can_move_to_another_runner(folder: Path) -> None:
         start=37,
         new_blocks=step.new_blocks,
         sampling=SAMPLED,
-        sample=True,
+        num_samples=1,
     )
     tokens += decode.run(joined)
     while len(tokens) < 10:
@@ -108,7 +108,7 @@ def test_what_the_last_owner_of_a_block_left_does_not_matter(folder: Path) -> No
     part = span(clean.runner.kv, 0, 20)
     poisoned.runner.kv.write(blocks, part, clean.runner.kv.read(clean.tables[8], part))
     joined = SequenceStep(
-        sequence_id=8, token_ids=(prompt(21)[20],), start=20, new_blocks=blocks, sampling=GREEDY, sample=True
+        sequence_id=8, token_ids=(prompt(21)[20],), start=20, new_blocks=blocks, sampling=GREEDY, num_samples=1
     )
     assert poisoned.run(joined) == expected
 
@@ -123,7 +123,7 @@ def test_warmup_leaves_nothing_behind(folder: Path) -> None:
         warm.execute(
             StepPlan(
                 sequences=(
-                    SequenceStep(sequence_id=-1, token_ids=(1,), start=1, new_blocks=(), sampling=None, sample=True),
+                    SequenceStep(sequence_id=-1, token_ids=(1,), start=1, new_blocks=(), sampling=None, num_samples=1),
                 ),
                 dropped=(),
             )
