@@ -51,6 +51,8 @@ class BlockPool:
         self._lru: OrderedDict[int, None] = OrderedDict()  # the cached blocks, next to evict first
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._stored: dict[bytes, None] = {}  # since `take_changes`; sets in order
+        self._evicted: dict[bytes, None] = {}
 
     def count(self, state: BlockState) -> int:
         """How many blocks are in `state`."""
@@ -135,6 +137,19 @@ class BlockPool:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            _note(digest, self._stored, self._evicted)
+
+    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """The hashes that `match` has come to know and those that it has forgotten since the last call. One that came
+        and went between is neither."""
+        stored, evicted = tuple(self._stored), tuple(self._evicted)
+        self._stored.clear()
+        self._evicted.clear()
+        return stored, evicted
+
+    def told_hashes(self) -> list[bytes]:
+        """The hashes that `match` knew when `take_changes` was last called."""
+        return [digest for digest in self._block_of if digest not in self._stored] + list(self._evicted)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + cached + owned + leased + reserved == total and every index agrees."""
@@ -164,6 +179,7 @@ class BlockPool:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+            _note(digest, self._evicted, self._stored)
         self._move(block, BlockState.RESERVED)
         return block
 
@@ -196,3 +212,11 @@ class BlockPool:
     def _expect(self, block: int, *states: BlockState) -> None:
         if self._state[block] not in states:
             raise RuntimeError(f"block {block} is {self._state[block].value}")
+
+
+def _note(digest: bytes, changes: dict[bytes, None], opposites: dict[bytes, None]) -> None:
+    """One of the changes; with its opposite it is none."""
+    if digest in opposites:
+        del opposites[digest]
+    else:
+        changes[digest] = None

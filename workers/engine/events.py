@@ -44,13 +44,16 @@ class Token:
     finish: FinishReason | None
     prefill_seconds: float  # from admission to this token if it is the first here, else 0
     logprobs: TokenLogprobs | None = None  # if asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt after its first token; with the first choice's first
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # of the prompt after its first token; with the first choice's first
     score: float = 0.0  # of a hypothesis, with its last token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A PREFILL sequence is computed, and leased unless its tokens have ended it."""
+    """A PREFILL sequence is computed and leased. Comes after the first tokens of its choices, unless these have ended
+    them all, and for a beam search in their place."""
 
     id: int
     opening: Opening

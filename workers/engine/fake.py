@@ -6,23 +6,47 @@ sequence's KV cache. Knows nothing of scheduling, tensors or networks.
 
 import functools
 import hashlib
+import itertools
+import math
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from .plan import PENDING_TOKEN, Executor, KvLayout, KvReader, KvSpan, OnLayers, Samples, SequenceStep, StepPlan
+from .plan import (
+    PENDING_TOKEN,
+    Executor,
+    KvLayout,
+    KvReader,
+    KvSpan,
+    OnLayers,
+    Samples,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+    TokenLogprobs,
+)
 
 
-def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
     """The `count` tokens that a FakeExecutor generates after `prompt`, whatever the batch, the chunks or the cache."""
     history = functools.reduce(_extend, prompt, b"")
     tokens: list[int] = []
     for _ in range(count):
-        tokens.append(_next_token(history, vocab_size))
+        tokens.append(_next_token(history, vocab_size, seed))
         history = _extend(history, tokens[-1])
     return tokens
+
+
+def expected_choices(prompt: Sequence[int], n: int, count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """The tokens of `n` choices."""
+    return [expected_tokens(prompt, count, vocab_size, seed + choice) for choice in range(n)]
+
+
+def expected_logprobs(tokens: Sequence[int], top: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens after `tokens`, with their log probabilities."""
+    return _distribution(functools.reduce(_extend, tokens, b""), vocab_size)[:top]
 
 
 class FakeKv:
@@ -73,6 +97,12 @@ class FakeKv:
                 cells[place] = _cell(history, token, layer, self._cell_bytes)
         return history
 
+    def copy(self, source: int, target: int) -> None:
+        """Copies a block whole."""
+        size = self._block_size
+        for cells in self._cells:
+            cells[target * size : (target + 1) * size] = cells[source * size : (source + 1) * size]
+
     def history(self, blocks: Sequence[int], num_tokens: int) -> bytes:
         """What the first num_tokens tokens are. Raises RuntimeError if they are not one sequence's, in order."""
         history = b""
@@ -107,10 +137,11 @@ class FakeKv:
 class FakeExecutor(Executor):
     """Keeps block tables like a real rank and reads every earlier position of a sequence before it goes on.
 
-    The next token is a function of the tokens before it and of nothing else. `launch` computes at once; the tokens come
-    `step_seconds` after they are asked for. It raises RuntimeError for a plan that a rank could not carry out, for KV
-    cache that is not the sequence's own, for a launch with two steps uncollected, and once it has done
-    `fail_after_steps` steps; set that at any time. Collecting out of order or twice raises it, too.
+    The next token is a function of the tokens before it and the seed. Log probabilities are of the tokens before alone,
+    and what a seed of 0 draws is the likeliest. `launch` computes at once; the tokens come `step_seconds` after they
+    are asked for. It raises RuntimeError for a plan that a rank could not carry out, for KV cache that is not the
+    sequence's own, for a launch with two steps uncollected, and once it has done `fail_after_steps` steps; set that at
+    any time. Collecting out of order or twice raises it, too.
     """
 
     def __init__(
@@ -124,14 +155,15 @@ class FakeExecutor(Executor):
         self.num_steps = 0
         self.num_tokens = 0  # computed in all steps
         self._tables: dict[int, list[int]] = {}
+        self._sampling: dict[int, SamplingParams] = {}
         self._num_computed: dict[int, int] = {}
-        self._sampled: dict[int, int] = {}  # by sequence, in the last step
+        self._sampled: dict[int, list[int]] = {}  # by sequence, in the last step
         self._uncollected: deque[StepPlan] = deque()
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         if len(self._uncollected) > 1:
             raise RuntimeError("a launch while two steps are uncollected")
-        sampled = self._compute(plan)
+        samples = self._compute(plan)
         if on_layers:
             for layer in range(1, self.kv.layout.num_layers):
                 on_layers(layer)
@@ -142,45 +174,72 @@ class FakeExecutor(Executor):
                 raise RuntimeError("a step is collected out of order or twice")
             self._uncollected.popleft()
             time.sleep(self.step_seconds)
-            return Samples(tokens=sampled)
+            return samples
 
         return collect
 
-    def _compute(self, plan: StepPlan) -> list[int]:
+    def _compute(self, plan: StepPlan) -> Samples:
         if self.fail_after_steps is not None and self.num_steps >= self.fail_after_steps:
             raise RuntimeError(f"the executor fails after {self.fail_after_steps} steps")
         for sequence_id in plan.dropped:  # also ids it has never seen: imports that ended before their first step
-            self._tables.pop(sequence_id, None)
-            self._num_computed.pop(sequence_id, None)
-            self._sampled.pop(sequence_id, None)
-        histories: list[bytes] = []  # all read before any is extended: a step's KV is nobody else's in that step
-        for step in plan.sequences:
-            known = step.sequence_id in self._tables
-            if known == (step.sampling is not None) or not step.token_ids:
-                raise RuntimeError(f"sequence {step.sequence_id}: sampling or tokens are missing, or sampling repeated")
-            if known and step.start != self._num_computed[step.sequence_id]:
-                raise RuntimeError(f"sequence {step.sequence_id}: position {step.start} after a gap or a repetition")
-            table = self._tables.setdefault(step.sequence_id, [])
-            table += step.new_blocks
-            histories.append(self.kv.history(table, step.start))
-        sampled: dict[int, int] = {}
+            for known in (self._tables, self._sampling, self._num_computed, self._sampled):
+                known.pop(sequence_id, None)
+        sources = {source for source, _ in plan.copies}
+        for source, target in plan.copies:
+            if target in sources:
+                raise RuntimeError(f"block {target} is copied and copied to")
+            self.kv.copy(source, target)
+        histories = [self._admit(step) for step in plan.sequences]
+        # All are read before any is extended: a step's KV is nobody else's in that step.
+        samples, sampled = Samples(tokens=[]), dict[int, list[int]]()
         for step, history in zip(plan.sequences, histories, strict=True):
-            history = self.kv.compute(self._tables[step.sequence_id], step.start, self._known(step), history)
-            self._num_computed[step.sequence_id] = step.start + len(step.token_ids)
-            if step.num_samples:
-                sampled[step.sequence_id] = _next_token(history, self.vocab_size)
+            drawn = self._run(step, history, samples)
+            if drawn:
+                sampled[step.sequence_id] = drawn
+                samples.tokens.extend(drawn)
         self._sampled = sampled
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
-        return list(sampled.values())
+        return samples
+
+    def _admit(self, step: SequenceStep) -> bytes:
+        """Extends the sequence's block table; returns the history before the step."""
+        number = step.sequence_id
+        if step.sampling is not None:
+            self._tables[number], self._sampling[number] = [], step.sampling
+            self._num_computed[number] = step.start
+            if bool(step.history) != step.sampling.needs_history:
+                raise RuntimeError(f"sequence {number}: a history is missing or in vain")
+        if number not in self._tables or not step.token_ids:
+            raise RuntimeError(f"sequence {number}: sampling or tokens are missing")
+        if step.start != self._num_computed[number]:
+            raise RuntimeError(f"sequence {number}: position {step.start} after a gap or a repetition")
+        self._tables[number] += step.new_blocks
+        return self.kv.history(self._tables[number], step.start)
+
+    def _run(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:
+        """Returns what the step draws, and adds its log probabilities to the samples."""
+        number, tokens, sampling = step.sequence_id, self._known(step), self._sampling[step.sequence_id]
+        if sampling.prompt_logprobs is not None:
+            following = tokens[1:] + (() if step.next_prompt_token is None else (step.next_prompt_token,))
+            ends = itertools.accumulate(tokens, _extend, initial=history)
+            scored = zip(itertools.islice(ends, 1, None), following, strict=False)
+            scores = [_score(end, token, self.vocab_size, sampling.prompt_logprobs) for end, token in scored]
+            samples.prompt_logprobs[number] = scores
+        history = self.kv.compute(self._tables[number], step.start, tokens, history)
+        self._num_computed[number] = step.start + len(tokens)
+        drawn = [_next_token(history, self.vocab_size, sampling.seed + i) for i in range(step.num_samples)]
+        if drawn and sampling.logprobs is not None:
+            samples.logprobs[number] = [_score(history, token, self.vocab_size, sampling.logprobs) for token in drawn]
+        return drawn
 
     def _known(self, step: SequenceStep) -> tuple[int, ...]:
         """The step's tokens, with what the last step sampled for this sequence in the place of PENDING_TOKEN."""
         if PENDING_TOKEN not in step.token_ids:
             return step.token_ids
-        if len(step.token_ids) > 1 or step.sequence_id not in self._sampled:
+        if len(step.token_ids) > 1 or len(self._sampled.get(step.sequence_id, ())) != 1:
             raise RuntimeError(f"sequence {step.sequence_id}: a pending token that the step before has not sampled")
-        return (self._sampled[step.sequence_id],)
+        return (self._sampled[step.sequence_id][0],)
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -195,5 +254,26 @@ def _cell(history: bytes, token: int, layer: int, num_bytes: int) -> bytes:
     return token.to_bytes(4, "little") + array("f", list(noise)).tobytes()
 
 
-def _next_token(history: bytes, vocab_size: int) -> int:
+def _next_token(history: bytes, vocab_size: int, seed: int) -> int:
+    """A seed of 0 reads the history itself."""
+    if seed % 2**64:
+        history = hashlib.blake2b(history + (seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
     return int.from_bytes(history[:4], "little") % vocab_size
+
+
+@functools.lru_cache(maxsize=2**12)
+def _distribution(history: bytes, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Every token with its log probability, the likeliest first, which is the one that a seed of 0 draws."""
+    noise = array("H", hashlib.shake_128(history + b"logits").digest(2 * vocab_size))
+    logits = [value / 2**14 for value in noise]
+    first = _next_token(history, vocab_size, 0)
+    highest = max(range(vocab_size), key=logits.__getitem__)
+    logits[first], logits[highest] = logits[highest], logits[first]
+    total = math.log(sum(map(math.exp, logits)))
+    logprobs = array("f", [logit - total for logit in logits])
+    return tuple(sorted(enumerate(logprobs), key=lambda item: (-item[1], item[0] != first)))
+
+
+def _score(history: bytes, token: int, vocab_size: int, top: int) -> TokenLogprobs:
+    ranked = _distribution(history, vocab_size)
+    return TokenLogprobs(logprob=next(score for other, score in ranked if other == token), top=ranked[:top])

@@ -69,6 +69,12 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(step.token_ids) for step in self.sequences)
 
+    @property
+    def has_decodes(self) -> bool:
+        """They come first: a sequence that goes on with one token and draws the next."""
+        first = self.sequences[0] if self.sequences else None
+        return first is not None and first.start > 0 and len(first.token_ids) == 1 and first.num_samples > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:

@@ -3,11 +3,14 @@
 Knows nothing of other sequences, of tensors or of the network.
 """
 
+import copy
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from ...proto.hashing import hash_block, hash_chain, hash_root
-from .plan import SamplingParams
+from .beam import Beams
+from .plan import SamplingParams, TokenLogprobs
 
 
 class Task(enum.Enum):
@@ -80,6 +83,22 @@ class SequenceSpec:
         """Tokens with KV of the longest this sequence can become here. The last token's KV is never computed."""
         return len(self.tokens) + (0 if self.task is Task.PREFILL else self.max_tokens - 1)
 
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that no worker has generated."""
+        return len(self.tokens) - self.first_index
+
+    def ending(self, token: int, num_generated: int) -> FinishReason | None:
+        """Whether the sequence ends with this token, so many have been generated with it."""
+        if token in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_generated >= self.max_tokens else None
+
+    def choice(self, number: int) -> "SequenceSpec":
+        """One of several choices, as a sequence of its own."""
+        seed = (self.sampling.seed + number) % 2**64
+        return replace(self, id=self.id + number, sampling=replace(self.sampling, seed=seed), num_choices=1)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -88,7 +107,8 @@ class Sequence:
     Always `num_computed <= num_tokens` and `num_computed <= num_scheduled <= spec.max_length`. The step that schedules
     the last token of a sequence samples the one after it. Until that step is collected, the sampled token is *pending*:
     the next to schedule, at position `num_scheduled == num_tokens`, but of unknown number. Between two steps of the
-    engine a sequence has at most one, and none without overlap: then `num_scheduled == num_computed`.
+    engine a sequence has at most one, and none without overlap: then `num_scheduled == num_computed`. Those whose next
+    step depends on its number have none: beams, sequences under a grammar, and those that are to become several.
     """
 
     spec: SequenceSpec
@@ -104,12 +124,27 @@ class Sequence:
     num_sent_blocks: int = 0  # of `blocks`, known to the ranks
     sampling_sent: bool = False
     admitted: float = 0.0  # clock
+    max_length: int = field(init=False)
+    choices: list[int] = field(init=False)  # those that are still wanted, of several that it will become
+    num_slots: int = field(init=False)  # sequences that it counts for: those it is to become
+    num_draws: int = field(init=False)  # tokens to draw after its last one
+    may_pend: bool = field(init=False)
+    scores_prompt: bool = field(init=False)  # log probabilities of its prompt are wanted
+    search: "Search | None" = None  # whose beam it is
+    copy_source: int | None = None  # holds the block whose content its last block is to have
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # so far
     chain: list[bytes] = field(init=False)  # hashes of the full blocks, as far as computed
     num_published: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)
         self.chain = hash_chain(self.tokens, self.block_size, self.spec.salt)
+        self.max_length = self.spec.max_length
+        self.choices = list(range(self.spec.num_choices))
+        self.num_slots = 1 if self.spec.task is Task.PREFILL else self.spec.num_choices
+        self.num_draws = 1 if self.search else self.spec.num_choices
+        self.may_pend = self.num_draws == 1 and self.search is None and not self.spec.sampling.grammar
+        self.scores_prompt = self.spec.sampling.prompt_logprobs is not None and self.spec.task is not Task.DECODE
 
     @property
     def num_tokens(self) -> int:
@@ -123,8 +158,8 @@ class Sequence:
     @property
     def num_unscheduled(self) -> int:
         """Tokens that the next steps can take: the known ones or, after those, the pending one, unless it is the last
-        whatever its number: 0."""
-        return min(max(len(self.tokens), self.num_scheduled + 1), self.spec.max_length) - self.num_scheduled
+        whatever its number or may not pend: 0."""
+        return min(max(len(self.tokens), self.num_scheduled + self.may_pend), self.max_length) - self.num_scheduled
 
     @property
     def num_generated(self) -> int:
@@ -132,8 +167,12 @@ class Sequence:
         return len(self.tokens) - len(self.spec.tokens)
 
     @property
+    def held_blocks(self) -> list[int]:
+        return self.blocks if self.copy_source is None else [*self.blocks, self.copy_source]
+
+    @property
     def max_blocks(self) -> int:
-        return -(-self.spec.max_length // self.block_size)
+        return -(-self.max_length // self.block_size)
 
     @property
     def num_prompt_blocks(self) -> int:
@@ -148,9 +187,34 @@ class Sequence:
     def append(self, token: int) -> FinishReason | None:
         """Takes one generated token; says whether it ends the sequence."""
         self.tokens.append(token)
-        if token in self.spec.stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_generated >= self.spec.max_tokens else None
+        return self.spec.ending(token, self.num_generated)
+
+    def become(self, spec: SequenceSpec) -> None:
+        """Is one sequence from now on, of those that it stood for."""
+        self.spec, self.choices, self.num_slots, self.num_draws = spec, [0], 1, 1
+        self.may_pend = self.search is None and not spec.sampling.grammar
+
+    def branch(self, spec: SequenceSpec) -> Self:
+        """Another sequence with the same tokens, which holds nothing and of which the ranks do not know."""
+        branch = copy.copy(self)
+        branch.become(spec)
+        branch.blocks, branch.reserved, branch.prompt_logprobs = [], [], []
+        branch.continue_from(self)
+        return branch
+
+    def continue_from(self, other: "Sequence") -> None:
+        """Takes on the tokens of another one that has computed equally many."""
+        self.tokens, self.chain, self.num_published = other.tokens.copy(), other.chain.copy(), other.num_published
+        self.forget_sent()
+
+    def forget_sent(self) -> None:
+        """The ranks are to know it anew from its next step on."""
+        self.num_sent_blocks, self.sampling_sent = 0, False
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Those of the prompt's tokens after the first, once; what is generated has its own."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, []
+        return tuple(taken[: self.spec.num_prompt - 1])
 
     def publishable(self) -> list[tuple[int, bytes]]:
         """The blocks that have become full and computed since the last call, with their hashes."""
@@ -162,3 +226,34 @@ class Sequence:
         fresh = [(self.blocks[i], self.chain[i]) for i in range(self.num_published, full)]
         self.num_published = full
         return fresh
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A beam search, whose beams are sequences that are planned for the same steps and end together."""
+
+    spec: SequenceSpec  # as it was asked for
+    beams: Beams = field(init=False)
+    members: list[Sequence] = field(default_factory=list)  # the beams, the likeliest first; until the fork the prompt
+    choices: list[int] = field(init=False)  # the hypotheses that are still wanted
+    prefill_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a spec without a beam search."""
+        spec, beam = self.spec, self.spec.beam
+        if beam is None:
+            raise ValueError("no beam search")
+        self.beams = Beams(
+            width=spec.num_choices,
+            max_tokens=spec.max_tokens,
+            stop_ids=spec.stop_ids,
+            length_penalty=beam.length_penalty,
+            early_stopping=beam.early_stopping,
+            min_tokens=spec.sampling.min_length - len(spec.tokens),
+            late_ids=frozenset(spec.sampling.stop_ids),
+        )
+        self.choices = list(range(beam.num_best))
+
+    def member_spec(self) -> SequenceSpec:
+        """Of the sequence that computes the prompt: its steps tell the candidates."""
+        return replace(self.spec, sampling=SamplingParams(temperature=0.0, logprobs=self.beams.num_candidates))

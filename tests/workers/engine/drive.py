@@ -1,14 +1,15 @@
 """One engine, driven by hand: short ways to submit, to run and to read events."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, Worker
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, Event, Token
 from tandem.workers.engine.fake import expected_tokens
-from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.engine.sequence import FinishReason, SequenceSpec, Task
+from tandem.workers.engine.plan import Opening, SamplingParams
+from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task
 
 PROMPT = tuple(range(1, 11))
 
@@ -30,6 +31,10 @@ def spec(
     first_index: int = 0,
     stop_ids: tuple[int, ...] = (),
     salt: bytes = b"",
+    sampling: SamplingParams = SamplingParams(temperature=0.5),
+    num_choices: int = 1,
+    beam: BeamSearch | None = None,
+    priority: int = 0,
 ) -> SequenceSpec:
     return SequenceSpec(
         id=number,
@@ -37,10 +42,17 @@ def spec(
         tokens=tokens,
         max_tokens=max_tokens,
         first_index=first_index,
-        sampling=SamplingParams(temperature=0.5),
+        sampling=sampling,
+        num_choices=num_choices,
+        beam=beam,
         stop_ids=frozenset(stop_ids),
+        priority=priority,
         salt=salt,
     )
+
+
+def opening(*tokens: int) -> Opening:
+    return Opening(tokens=tokens)
 
 
 def expected(tokens: tuple[int, ...], count: int) -> list[int]:
@@ -63,9 +75,9 @@ def fill(target: Worker, admitted: Admitted, tokens: tuple[int, ...], source: Wo
     return first
 
 
-def run(target: Worker, max_steps: int = 100) -> list[Event]:
+def run(target: Worker, max_steps: int = 100) -> list[Told]:
     """Steps until there is no work."""
-    events: list[Event] = []
+    events: list[Told] = []
     for _ in range(max_steps):
         if not target.engine.has_work:
             return events
@@ -73,13 +85,13 @@ def run(target: Worker, max_steps: int = 100) -> list[Event]:
     raise AssertionError("the engine does not come to rest")
 
 
-def tokens_of(events: list[Event], number: int) -> list[int]:
+def tokens_of(events: Sequence[Event], number: int) -> list[int]:
     return [event.token for event in events if isinstance(event, Token) and event.id == number]
 
 
-def finish_of(events: list[Event], number: int) -> list[FinishReason]:
+def finish_of(events: Sequence[Event], number: int) -> list[FinishReason]:
     return [e.finish for e in events if isinstance(e, Token) and e.id == number and e.finish is not None]
 
 
-def cached_of(events: list[Event], number: int) -> int:
+def cached_of(events: Sequence[Event], number: int) -> int:
     return next(event.num_cached for event in events if isinstance(event, Admitted) and event.id == number)

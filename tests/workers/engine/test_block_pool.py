@@ -23,6 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.leased: list[list[int]] = []
         self.digest_of: dict[int, bytes] = {}
         self.cached: list[int] = []
+        self.told: set[bytes] = set()  # the digests, as the changes say
 
     def pick(self, data: st.DataObject, groups: list[list[int]]) -> list[int]:
         return groups.pop(data.draw(st.integers(0, len(groups) - 1)))
@@ -101,6 +102,16 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.pick(data, self.leased)
         self.pool.unlease(blocks)
         self.let_go(blocks)
+
+    @rule()
+    def take_changes(self) -> None:
+        assert set(self.pool.told_hashes()) == self.told
+        stored, evicted = self.pool.take_changes()
+        assert not set(stored) & self.told
+        assert set(evicted) <= self.told
+        self.told = (self.told | set(stored)) - set(evicted)
+        assert self.told == set(self.digest_of.values())
+        assert self.pool.take_changes() == ((), ())
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -238,3 +249,18 @@ def test_integrity_check_finds_damage(damage: object) -> None:
     damage(pool)
     with pytest.raises(RuntimeError):
         pool.check_integrity()
+
+
+def test_what_comes_and_goes_between_two_looks_is_no_change() -> None:
+    pool = BlockPool(2)
+    pool.release(owned(pool, [b"a", b"b"]))
+    pool.unreserve(pool.reserve(2))
+    assert pool.take_changes() == ((), ())
+    pool.release(owned(pool, [b"a"]))
+    assert pool.take_changes() == ((b"a",), ())
+    pool.unreserve(pool.reserve(2))
+    assert pool.told_hashes() == [b"a"]
+    pool.release(owned(pool, [b"a"]))
+    assert pool.take_changes() == ((), ())
+    pool.unreserve(pool.reserve(2))
+    assert pool.take_changes() == ((), (b"a",))

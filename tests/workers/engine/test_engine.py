@@ -18,12 +18,13 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
+from tandem.tests.workers.engine.harness import Told
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import DoesNotFit, Engine, QueueFull
-from tandem.workers.engine.events import Admitted, Event, Preempted, Progress, Token
+from tandem.workers.engine.events import Admitted, CacheChanged, Event, Preempted, Progress, Token
 from tandem.workers.engine.fake import FakeExecutor
-from tandem.workers.engine.plan import OnLayers, StepPlan
+from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
 
 
@@ -47,7 +48,7 @@ def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own(worke
     target.submit(spec(1, PROMPT[:3], max_tokens=8))
     target.step()
     target.submit(spec(2))
-    events: list[Event] = []
+    events: list[Told] = []
     for chunk in (4, 4, 2):
         events += target.step()
         steps = target.executor.plans[-1].sequences
@@ -226,16 +227,16 @@ def test_early_events_come_before_the_computation_and_once() -> None:
     told: list[Event] = []
 
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
             assert [type(event) for event in told] == [Admitted]
             return super().launch(plan, on_layers)
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
-    assert [type(event) for event in engine.step(told.extend)] == [Token]
+    assert [type(event) for event in engine.step(told.extend)] == [Token, CacheChanged]
     engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
-    assert [type(event) for event in engine.step()] == [Admitted, Token]
+    assert [type(event) for event in engine.step()] == [Admitted, Token, CacheChanged]
 
 
 def test_layers_of_a_long_prefill_are_told_while_it_runs() -> None:
@@ -256,12 +257,14 @@ def test_times_are_the_clock_s() -> None:
     ticks = itertools.count(step=10)
     engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4), clock=lambda: float(next(ticks)))
     engine.submit(spec(1))
-    admitted, first = engine.step()
+    admitted, first, _ = engine.step()
+    assert engine.step_seconds == 0.0, "no step with decodes yet"
     (second,) = engine.step()
     assert isinstance(admitted, Admitted)
     assert isinstance(first, Token)
     assert isinstance(second, Token)
-    assert (admitted.queue_seconds, first.prefill_seconds, second.prefill_seconds) == (10.0, 10.0, 0.0)
+    assert (admitted.queue_seconds, first.prefill_seconds, second.prefill_seconds) == (20.0, 10.0, 0.0)
+    assert engine.step_seconds == 10.0
 
 
 def test_load_counts_the_prompt_tokens_ahead() -> None:
@@ -296,14 +299,14 @@ def test_after_a_failed_step_every_block_can_still_be_freed(worker: MakeWorker) 
 @pytest.mark.parametrize("wrong", [[], [1, 2]])
 def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list[int], overlap: bool) -> None:
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
-            return lambda: wrong
+        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+            return lambda: Samples(tokens=wrong)
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4, overlap=overlap))
     engine.submit(spec(1))
     if overlap:
         engine.step()
-    with pytest.raises(RuntimeError, match="for 1 samples"):
+    with pytest.raises(RuntimeError, match="1 were planned"):
         engine.step()
 
 

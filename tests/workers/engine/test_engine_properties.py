@@ -15,12 +15,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tandem.tests.workers.engine.harness import Pair, Request
+from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, Preempted, Token
-from tandem.workers.engine.sequence import FinishReason
+from tandem.workers.engine.sequence import BeamSearch, FinishReason
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
+ACTIONS = ["submit", "prefill", "decode", "pull", "cancel", "choice", "lose"]
+BEAMS = st.builds(
+    BeamSearch, num_best=st.just(1), length_penalty=st.sampled_from([1.0, 0.0, -1.0]), early_stopping=st.booleans()
+)
 # Two letters and few shapes, so that prefixes collide.
 REQUESTS = st.builds(
     Request,
@@ -29,6 +33,9 @@ REQUESTS = st.builds(
     split=st.booleans(),
     salt=st.sampled_from([b"", b"", b"other"]),
     stop_ids=st.frozensets(st.integers(0, 15), max_size=1),
+    seed=st.sampled_from([0, 0, 5]),
+    n=st.sampled_from([1, 1, 2, 3]),
+    beam=st.none() | BEAMS,
 )
 
 
@@ -84,6 +91,12 @@ class EngineMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.pair.cancel(data.draw(st.sampled_from(self.pair.active)))
 
+    @precondition(lambda self: any(r.choices for r in self.pair.active))
+    @rule(data=st.data())
+    def cancel_choice(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from([r for r in self.pair.active if r.choices]))
+        self.pair.cancel_choice(request, data.draw(st.integers(0, len(request.choices) - 1)))
+
     @precondition(lambda self: any(r.num_pulled is not None for r in self.pair.active))
     @rule(data=st.data())
     def lose_lease(self, data: st.DataObject) -> None:
@@ -97,7 +110,12 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "pair"):
             self.pair.drain()
-            assert all(request.num_ends == 1 for request in self.requests)
+            assert_all_ended(self.requests)
+
+
+def assert_all_ended(requests: list[Request]) -> None:
+    assert all(request.num_ends == 1 for request in requests)
+    assert all(choice.num_ends == 1 for request in requests for choice in request.choices)
 
 
 def test_engines_keep_every_promise_in_any_order() -> None:
@@ -121,6 +139,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
         walk(random.Random(seed), seen, overlap)
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
     want = {"Preempted", "Joined", "Progress", "cached", "lost lease", *cancels}
+    want |= {"fork", "beams", "copies", "cancel choice waiting", "cancel choice importing", "cancel choice running"}
     want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
     assert want <= set(seen), seen
     assert all(seen[name] >= 5 for name in want), seen
@@ -131,7 +150,7 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
     pair = Pair(random_config(rng, overlap), random_config(rng, overlap), late=rng.random() < 0.5)
     requests: list[Request] = []
     for _ in range(300):
-        action = rng.choices(["submit", "prefill", "decode", "pull", "cancel", "lose"], [3, 6, 8, 6, 1, 1])[0]
+        action = rng.choices(ACTIONS, [3, 6, 8, 6, 1, 1, 1])[0]
         importing = [r for r in pair.active if r.num_pulled is not None]
         if action == "submit" and len(pair.active) < 12:
             requests.append(random_request(rng))
@@ -141,6 +160,8 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
             before = target.in_flight
             events = pair.step(target)
             seen.update(type(event).__name__ for event in events)
+            if events and target.executor.plans:
+                seen["copies"] += len(target.executor.plans[-1].copies)
             seen["preempted in flight"] += sum(isinstance(e, Preempted) and e.id in before for e in events)
             stops = [e.id for e in events if isinstance(e, Token) and e.finish is FinishReason.STOP]
             seen["stop in flight"] += sum(number in target.in_flight for number in stops)
@@ -152,11 +173,17 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
             seen.update(f"cancel {state.value}" for state in pair.states(request))
             seen["cancel in flight"] += request.decode_id in pair.decode.in_flight
             pair.cancel(request)
+        elif action == "choice" and any(r.choices for r in pair.active):
+            request = rng.choice([r for r in pair.active if r.choices])
+            seen.update(f"cancel choice {state.value}" for state in pair.states(request))
+            pair.cancel_choice(request, rng.randrange(len(request.choices)))
         elif action == "lose" and importing:
             seen["lost lease"] += 1
             pair.lose_lease(rng.choice(importing))
     pair.drain()
-    assert all(request.num_ends == 1 for request in requests)
+    assert_all_ended(requests)
+    seen["fork"] += sum(request.n > 1 and request.beam is None for request in requests)
+    seen["beams"] += sum(request.beam is not None for request in requests)
 
 
 def random_request(rng: random.Random) -> Request:
@@ -166,6 +193,9 @@ def random_request(rng: random.Random) -> Request:
         split=rng.random() < 0.6,
         salt=rng.choice([b"", b"", b"other"]),
         stop_ids=frozenset(rng.choices(range(16), k=rng.randint(0, 1))),
+        seed=rng.choice([0, 5]),
+        n=(n := rng.choice([1, 1, 2, 3])),
+        beam=BeamSearch(num_best=rng.randint(1, n)) if rng.random() < 0.2 else None,
     )
 
 

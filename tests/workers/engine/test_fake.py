@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 
 BLOCK_SIZE = 4
@@ -96,7 +96,7 @@ def test_every_misplaced_element_is_found() -> None:
         plan((1,), start=7, blocks=(3, 1), sequence_id=2),  # a position never written
         plan((1,), start=7, first=False),  # a gap
         plan((1,), start=5, first=False),  # a repetition
-        plan((1,), start=6),  # a known sequence as if new
+        plan((1,), start=6, blocks=(1, 3)),  # a known sequence anew, the table in the wrong order
         plan((1,), start=6, first=False, sequence_id=2),  # a new one as if known
         plan((), start=6, first=False),
         plan((PENDING_TOKEN, 1), start=6, first=False),
@@ -170,9 +170,9 @@ def test_pending_token_is_what_the_step_before_sampled() -> None:
     executor = FakeExecutor(8, BLOCK_SIZE)
     first = executor.launch(plan(TOKENS, blocks=(0, 1)))
     second = executor.launch(plan((PENDING_TOKEN,), start=6, first=False))
-    assert first() == want[:1]
+    assert first().tokens == want[:1]
     third = executor.launch(plan((PENDING_TOKEN,), start=7, first=False))
-    assert [second(), third()] == [want[1:2], want[2:]]
+    assert [second().tokens, third().tokens] == [want[1:2], want[2:]]
 
 
 @pytest.mark.parametrize("between", [StepPlan(sequences=(), dropped=()), plan((5,), blocks=(4,), sequence_id=2)])
@@ -207,4 +207,46 @@ def test_steps_are_collected_once_and_in_order() -> None:
     first()
     with pytest.raises(RuntimeError, match="twice"):
         first()
-    assert second() == expected_tokens(TOKENS, 1, 512)
+    assert second().tokens == expected_tokens(TOKENS, 1, 512)
+
+
+def test_a_known_sequence_made_known_anew_has_the_new_table_alone() -> None:
+    executor = computed()
+    executor.kv.copy(3, 5)
+    executor.kv.copy(1, 6)
+    first, second = expected_tokens(TOKENS, 2, 512)
+    assert executor.execute(plan((first,), start=6, blocks=(5, 6))) == [second]
+
+
+def test_blocks_are_copied_before_the_step() -> None:
+    executor = computed()
+    first, second = expected_tokens(TOKENS, 2, 512)
+    goes_on = plan((first,), start=6, first=False).sequences[0]
+    forked = plan((7,), start=6, blocks=(3, 5), sequence_id=2).sequences[0]
+    both = StepPlan(sequences=(goes_on, forked), dropped=(), copies=((1, 5),))
+    assert executor.execute(both) == [second, expected_tokens((*TOKENS, 7), 1, 512)[0]]
+
+
+def test_a_block_that_is_copied_is_no_target() -> None:
+    with pytest.raises(RuntimeError, match="copied and copied to"):
+        computed().execute(StepPlan(sequences=(), dropped=(), copies=((3, 5), (5, 6))))
+
+
+def test_several_draws_are_of_seeds_in_a_row() -> None:
+    step = plan(TOKENS, blocks=(0, 1)).sequences[0]
+    executor = FakeExecutor(8, BLOCK_SIZE)
+    step = replace(step, num_samples=3, sampling=SamplingParams(seed=2**64 - 1))
+    drawn = executor.execute(StepPlan(sequences=(step,), dropped=()))
+    assert drawn == [tokens[0] for tokens in expected_choices(TOKENS, 3, 1, 512, 2**64 - 1)]
+    assert drawn[1] == expected_tokens(TOKENS, 1, 512)[0]
+    assert len(set(drawn)) == 3
+    with pytest.raises(RuntimeError, match="has not sampled"):
+        executor.execute(plan((PENDING_TOKEN,), start=6, first=False))
+
+
+@pytest.mark.parametrize("history", [(), TOKENS])
+def test_a_history_is_asked_for_and_not_in_vain(history: tuple[int, ...]) -> None:
+    sampling = SamplingParams(presence_penalty=0.0 if history else 0.5)
+    step = replace(plan(TOKENS, blocks=(0, 1)).sequences[0], sampling=sampling, history=history)
+    with pytest.raises(RuntimeError, match="missing or in vain"):
+        FakeExecutor(8, BLOCK_SIZE).execute(StepPlan(sequences=(step,), dropped=()))

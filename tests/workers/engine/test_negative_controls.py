@@ -6,14 +6,16 @@ from dataclasses import replace
 import pytest
 
 from tandem.proto.hashing import hash_chain
-from tandem.tests.workers.engine.harness import Pair, Request, Worker
+from tandem.tests.workers.engine.harness import Worker
+from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.block_pool import BlockPool
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Progress, Token
 from tandem.workers.engine.fake import FakeKv
-from tandem.workers.engine.plan import KvSpan, OnLayers, StepPlan
+from tandem.workers.engine.plan import KvSpan, OnLayers, Samples, SequenceStep, StepPlan
 from tandem.workers.engine.scheduler import Scheduler
+from tandem.workers.engine.sequence import BeamSearch
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 
 HASH_CHAIN = "tandem.workers.engine.sequence.hash_chain"
@@ -70,8 +72,8 @@ def test_leaked_reservation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     update = Scheduler.update
 
-    def repeat(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
-        events = update(scheduler, plan, sampled)
+    def repeat(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
+        events = update(scheduler, plan, samples)
         return events + [event for event in events if isinstance(event, Token) and event.index == 2]
 
     monkeypatch.setattr(Scheduler, "update", repeat)
@@ -82,8 +84,8 @@ def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve)
 def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     update = Scheduler.update
 
-    def lose(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
-        return [e for e in update(scheduler, plan, sampled) if not isinstance(e, Token) or e.index != 2]
+    def lose(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
+        return [e for e in update(scheduler, plan, samples) if not isinstance(e, Token) or e.index != 2]
 
     monkeypatch.setattr(Scheduler, "update", lose)
     with pytest.raises(AssertionError, match="an index is missing or repeated"):
@@ -157,15 +159,18 @@ def test_starvation_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> 
 
 def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader of a cached prefix reads at once, on no step's account."""
-    publishable = EngineSequence.publishable
+    schedule_step = Scheduler._step
 
-    def eager(sequence: EngineSequence) -> list[tuple[int, bytes]]:
-        num_computed, sequence.num_computed = sequence.num_computed, sequence.num_scheduled
-        blocks = publishable(sequence)
+    def eager(
+        scheduler: Scheduler, sequence: EngineSequence, count: int, copies: list[tuple[int, int]]
+    ) -> SequenceStep:
+        step = schedule_step(scheduler, sequence, count, copies)
+        num_computed, sequence.num_computed = sequence.num_computed, min(sequence.num_scheduled, sequence.num_tokens)
+        scheduler._ledger.publish(sequence)
         sequence.num_computed = num_computed
-        return blocks
+        return step
 
-    monkeypatch.setattr(EngineSequence, "publishable", eager)
+    monkeypatch.setattr(Scheduler, "_step", eager)
     monkeypatch.setattr(Worker, "check", lambda worker: None)  # the books alone would show it, too
     pair = Pair(replace(OVERLAP, chunk_tokens=2), OVERLAP, late=True)
     for _ in range(2):
@@ -177,9 +182,9 @@ def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest
 def test_progress_told_when_it_is_scheduled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
-    def hasty(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
-        events = update(scheduler, plan, sampled)
-        numbers = {s.spec.id: s.num_scheduled for s in scheduler._sequences.values()}
+    def hasty(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
+        events = update(scheduler, plan, samples)
+        numbers = {s.spec.id: s.num_scheduled for s in scheduler._ledger.sequences.values()}
         return [replace(e, num_computed=numbers[e.id]) if isinstance(e, Progress) else e for e in events]
 
     monkeypatch.setattr(Scheduler, "update", hasty)
@@ -196,7 +201,7 @@ def test_engine_that_collects_the_wrong_step_is_caught(monkeypatch: pytest.Monke
     def swapped(engine: Engine, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
         launch, waiting = engine._executor.launch, engine._in_flight
 
-        def newest(plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+        def newest(plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
             collect = launch(plan, on_layers)
             if waiting is not None:
                 engine._in_flight = (waiting[0], collect)
@@ -226,12 +231,12 @@ def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.Monkey
     """An engine that tells the token which the step in flight samples for a sequence that was cancelled."""
     update = Scheduler.update
 
-    def loud(scheduler: Scheduler, plan: StepPlan, sampled: list[int]) -> list[Event]:
+    def loud(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
         samplers = [step.sequence_id for step in plan.sequences if step.num_samples]
-        gone = [(number, token) for number, token in zip(samplers, sampled, strict=True)]
-        gone = [(number, token) for number, token in gone if number not in scheduler._sequences]
+        gone = [(number, token) for number, token in zip(samplers, samples.tokens, strict=True)]
+        gone = [(number, token) for number, token in gone if number not in scheduler._ledger.sequences]
         late: list[Event] = [Token(id=n, index=0, token=t, finish=None, prefill_seconds=0.0) for n, t in gone]
-        return late + update(scheduler, plan, sampled)
+        return late + update(scheduler, plan, samples)
 
     monkeypatch.setattr(Scheduler, "update", loud)
     pair = Pair(OVERLAP, OVERLAP)
@@ -241,3 +246,62 @@ def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.Monkey
     pair.cancel(request)
     with pytest.raises(AssertionError, match="of no request that lives"):
         pair.step(pair.decode)
+
+
+# Bugs that only forks can have.
+
+
+def serve_forks(config: EngineConfig) -> None:
+    """Choices and beams of several lengths, whole and split."""
+    pair = Pair(config, config)
+    for number in range(6):
+        prompt = (1, 2, 3, 4, 5, 6, 7)[: 3 + number % 4]
+        beam = BeamSearch(num_best=2) if number % 3 == 0 else None
+        pair.submit(Request(prompt, 6, split=number % 2 == 0, n=3, beam=beam))
+    pair.drain()
+
+
+FORKS = [replace(CONFIG, num_blocks=48), replace(OVERLAP, num_blocks=48)]
+
+
+@pytest.mark.parametrize("config", FORKS)
+def test_the_unbroken_build_forks(config: EngineConfig) -> None:
+    serve_forks(config)
+
+
+@pytest.mark.parametrize("config", FORKS)
+def test_partial_block_that_is_not_copied_is_caught(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+    monkeypatch.setattr(FakeKv, "copy", lambda kv, source, target: None)
+    with pytest.raises(RuntimeError, match="KV of something else"):
+        serve_forks(config)
+
+
+@pytest.mark.parametrize("config", FORKS)
+def test_block_that_is_copied_and_not_held_is_caught(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+    def forget(pool: BlockPool, sequence: EngineSequence, source: EngineSequence) -> None:
+        sequence.copy_source = source.blocks[-1]
+
+    monkeypatch.setattr("tandem.workers.engine.fork._copy_last", forget)
+    with pytest.raises(RuntimeError, match=r"block \d+ is free|block \d+: \d owners"):
+        serve_forks(config)
+
+
+@pytest.mark.parametrize("config", FORKS)
+def test_sequence_that_changes_unbeknown_to_the_ranks_is_caught(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    monkeypatch.setattr(EngineSequence, "forget_sent", lambda sequence: None)
+    with pytest.raises(RuntimeError, match="sampling or tokens are missing"):
+        serve_forks(config)
+
+
+def test_token_that_is_awaited_by_none_of_several_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = EngineSequence.__post_init__
+
+    def hasty(sequence: EngineSequence) -> None:
+        prepare(sequence)
+        sequence.may_pend = True
+
+    monkeypatch.setattr(EngineSequence, "__post_init__", hasty)
+    with pytest.raises(RuntimeError, match="has not sampled"):
+        serve_forks(FORKS[1])

@@ -13,17 +13,18 @@ from tandem.tests.workers.engine.drive import (
     fill,
     finish_of,
     make_worker,
+    opening,
     run,
     spec,
     tokens_of,
 )
-from tandem.tests.workers.engine.harness import LateExecutor, Worker
+from tandem.tests.workers.engine.harness import LateExecutor, Told, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Progress, Token
+from tandem.workers.engine.events import Admitted, CacheChanged, Event, Joined, Preempted, Progress, Token
 from tandem.workers.engine.fake import FakeExecutor
-from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
@@ -47,12 +48,12 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
     calls: list[str] = []
 
     class Executor(FakeExecutor):
-        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
             number = len(calls)
             calls.append("launch")
             collect = super().launch(plan)
 
-            def told() -> list[int]:
+            def told() -> Samples:
                 calls.append(f"collect {number}")
                 return collect()
 
@@ -64,7 +65,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
     while engine.has_work:
         kinds.append([type(event) for event in engine.step()])
     assert calls == ["launch", "launch", "collect 0", "collect 1", "launch", "collect 4"]
-    assert kinds == [[Admitted], [Token], [Token], [], []]
+    assert kinds == [[Admitted], [Token, CacheChanged], [Token], [], []]
 
 
 def test_a_decode_is_planned_by_the_token_that_nobody_knows_yet(worker: MakeWorker) -> None:
@@ -83,7 +84,7 @@ def test_stop_token_ends_the_sequence_while_one_more_step_of_it_runs(worker: Mak
     assert len(set(want)) == 8, "each token stops at its own position alone"
     target = worker()
     target.submit(spec(1, prompt, max_tokens=8, stop_ids=(want[position],)))
-    events: list[Event] = []
+    events: list[Told] = []
     while not finish_of(events, 1):
         events += target.step()
     assert target.in_flight == {1}
@@ -136,7 +137,7 @@ def test_cancel_in_flight_frees_at_once_and_the_next_owner_s_tokens_are_right(wo
     assert tokens_of(events, 2) == expected(other, 3)
 
 
-def import_over_a_step_in_flight(target: Worker) -> list[Event]:
+def import_over_a_step_in_flight(target: Worker) -> list[Told]:
     """A sequence is cancelled whose step in flight writes position 11; an import takes its blocks and is filled as soon
     as that is told, position 11 among them."""
     tokens = tuple(range(12))
@@ -151,7 +152,7 @@ def import_over_a_step_in_flight(target: Worker) -> list[Event]:
         first.extend(fill(target, event, tokens) for event in events if isinstance(event, Admitted))
 
     target.engine.step(filled)
-    target.engine.commit_import(1, first[0])
+    target.engine.commit_import(1, opening(first[0]))
     return run(target)
 
 
@@ -173,7 +174,7 @@ def test_preempted_in_flight_ends_a_token_earlier_and_resumes(worker: MakeWorker
     old, new = PROMPT[:4], PROMPT[4:8]
     target.submit(spec(1, old, max_tokens=7))
     target.submit(spec(2, new, max_tokens=7))
-    events: list[Event] = []
+    events: list[Told] = []
     while not (gone := [event.id for event in events if isinstance(event, Preempted)]):
         before = target.in_flight
         events += target.step()
@@ -193,7 +194,7 @@ def test_import_joins_with_its_first_token_beside_a_step_in_flight(worker: MakeW
     target.submit(spec(1, task=Task.DECODE))
     admitted = next(event for event in target.step() if isinstance(event, Admitted) and event.id == 1)
     first = fill(target, admitted, PROMPT)
-    target.engine.commit_import(1, first)
+    target.engine.commit_import(1, opening(first))
     events = target.step()
     assert [type(event) for event in events if event.id == 1] == [Joined]
     assert [(step.sequence_id, step.token_ids) for step in target.executor.plans[-1].sequences] == [
@@ -207,7 +208,7 @@ def test_import_joins_with_its_first_token_beside_a_step_in_flight(worker: MakeW
 
 def test_a_prefix_is_found_from_the_step_on_that_finds_it_computed(worker: MakeWorker) -> None:
     target = worker()
-    events: list[Event] = []
+    events: list[Told] = []
     for number in (1, 2, 3):
         target.submit(spec(number, max_tokens=8))
         events += target.step()

@@ -9,13 +9,14 @@ from tandem.tests.workers.engine.drive import (
     expected,
     fill,
     finish_of,
+    opening,
     run,
     spec,
     tokens_of,
 )
-from tandem.tests.workers.engine.harness import Worker
+from tandem.tests.workers.engine.harness import Told, Worker
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.events import Admitted, Event, Joined, Preempted, Token
+from tandem.workers.engine.events import Admitted, Joined, Preempted, Token
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
@@ -26,7 +27,7 @@ def test_decode_that_joins_late_does_not_wait_for_an_older_prompt(worker: MakeWo
     assert isinstance(admitted, Admitted)
     target.submit(spec(2))
     target.step()
-    target.engine.commit_import(1, fill(target, admitted, PROMPT[:3]))
+    target.engine.commit_import(1, opening(fill(target, admitted, PROMPT[:3])))
     target.step()
     steps = target.executor.plans[-1].sequences
     assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, 3)]
@@ -38,7 +39,7 @@ def test_imported_prefix_is_there_for_others_from_the_commit_on(worker: MakeWork
     target.submit(spec(1, task=Task.DECODE))
     (admitted,) = target.step()
     assert isinstance(admitted, Admitted)
-    target.engine.commit_import(1, fill(target, admitted, PROMPT))
+    target.engine.commit_import(1, opening(fill(target, admitted, PROMPT)))
     target.engine.cancel(1)
     target.submit(spec(2, task=Task.DECODE))
     assert cached_of(target.step(), 2) == 8
@@ -72,7 +73,7 @@ def test_import_whose_first_token_is_its_last_ends_when_it_joins(
     target, first = worker(), expected(PROMPT, 1)[0]
     target.submit(spec(1, task=Task.DECODE, max_tokens=max_tokens, stop_ids=(first,) if stop else ()))
     target.step()
-    target.engine.commit_import(1, first)
+    target.engine.commit_import(1, opening(first))
     events = run(target)
     assert [type(event) for event in events] == [Joined, Token]
     assert finish_of(events, 1) == [FinishReason.STOP if stop else FinishReason.LENGTH]
@@ -80,12 +81,12 @@ def test_import_whose_first_token_is_its_last_ends_when_it_joins(
     target.check_idle()
 
 
-def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, list[Event]]:
+def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, list[Told]]:
     """Prefills on `source`, imports and decodes on `target`; returns the cached tokens and the target's events."""
     target.submit(spec(9, tokens, task=Task.DECODE, max_tokens=max_tokens))
     admitted = next(event for event in target.step() if isinstance(event, Admitted))
     assert not target.engine.has_work, "an import that waits for its bytes is no work"
-    target.engine.commit_import(9, fill(target, admitted, tokens, source))
+    target.engine.commit_import(9, opening(fill(target, admitted, tokens, source)))
     return admitted.num_cached, run(target)
 
 
@@ -179,7 +180,7 @@ def test_cancel_between_commit_and_the_next_step_leaves_nothing(worker: MakeWork
     target = worker()
     target.submit(spec(1, task=Task.DECODE))
     target.step()
-    target.engine.commit_import(1, 5)
+    target.engine.commit_import(1, opening(5))
     target.engine.cancel(1)
     assert run(target) == []
     target.check_idle()
@@ -191,9 +192,9 @@ def test_commit_is_for_imports_only(worker: MakeWorker) -> None:
     target.submit(spec(2, task=Task.DECODE))
     target.step()
     with pytest.raises(RuntimeError, match="commit while waiting"):
-        target.engine.commit_import(2, 5)
-    target.engine.commit_import(1, 5)
+        target.engine.commit_import(2, opening(5))
+    target.engine.commit_import(1, opening(5))
     with pytest.raises(RuntimeError, match="commit while running"):
-        target.engine.commit_import(1, 5)
-    target.engine.commit_import(77, 5)
+        target.engine.commit_import(1, opening(5))
+    target.engine.commit_import(77, opening(5))
     target.check()
