@@ -48,17 +48,23 @@ class Fleet:
     ranks: list[RankServer] = field(default_factory=list)  # other than 0, worker by worker
 
     async def generate(self, request: TokenRequest) -> tuple[list[int], inference_pb2.Timeline]:
-        """All tokens of one request, checked to have contiguous indices and exactly one end."""
+        """All tokens of a request for one choice, see `choices`."""
+        (tokens,), timeline = await self.choices(request)
+        return tokens, timeline
+
+    async def choices(self, request: TokenRequest) -> tuple[list[list[int]], inference_pb2.Timeline]:
+        """All tokens of each choice of a request, checked to have contiguous indices and exactly one end."""
         timeline = inference_pb2.Timeline()
-        tokens: list[int] = []
-        ends = 0
+        tokens: list[list[int]] = [[] for _ in range(request.num_choices)]
+        ended: set[int] = set()
         async with aclosing(self.dispatcher.generate(request, timeline)) as deltas:
             async for delta in deltas:
-                assert delta.first_index == len(tokens)
-                assert not ends
-                tokens += delta.ids
-                ends += delta.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
-        assert ends == 1
+                assert delta.choice not in ended
+                assert delta.first_index == len(tokens[delta.choice])
+                tokens[delta.choice] += delta.ids
+                if delta.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED:
+                    ended.add(delta.choice)
+        assert ended == set(range(request.num_choices))
         return tokens, timeline
 
     async def statuses(self) -> list[worker_pb2.GetStatusResponse]:
@@ -95,12 +101,14 @@ def is_idle(status: worker_pb2.GetStatusResponse) -> bool:
 
 
 def token_request(prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", **fields: object) -> TokenRequest:
-    """A greedy request."""
+    """A greedy request, but for the fields given."""
     request = TokenRequest(
         request_id=name or f"request-{time.monotonic_ns()}",
         prompt=tuple(prompt),
         max_tokens=max_tokens,
-        sampling=inference_pb2.SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=0),
+        sampling=inference_pb2.SamplingParams(
+            temperature=0, top_k=0, top_p=1, min_p=0, seed=0, typical_p=1, repetition_penalty=1
+        ),
         arrived=time.monotonic(),
     )
     return replace(request, **fields)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..proto import worker_pb2
+from .engine.plan import Opening
 from .rank_link import RankLink, RankLost
 from .session import parse_layout
 from .transfer.mover import KvMover
@@ -63,11 +64,15 @@ class KvGroup:
             for link in self._links:
                 link.progress(progress)
 
-    def complete(self, sequence_id: int, first_token: int) -> None:
+    def complete(self, sequence_id: int, opening: Opening) -> None:
         """The prefill is done."""
-        self._mover.exporter.complete(sequence_id, first_token)
+        self._mover.exporter.complete(sequence_id, opening)
+        complete = worker_pb2.Complete(
+            sequence_id=sequence_id,
+            opening=worker_pb2.Opening(tokens=opening.tokens, logprobs=opening.logprobs),
+        )
         for link in self._links:
-            link.complete(worker_pb2.Complete(sequence_id=sequence_id, first_token=first_token))
+            link.complete(complete)
 
     async def fetch(
         self, sequence_id: int, handle: worker_pb2.KvHandle, want: Want, target: "asyncio.Future[Target]"

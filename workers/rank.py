@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -53,6 +54,7 @@ class Rank:
     context_tokens: int
     eos_ids: frozenset[int]
     launches_ahead: bool = False  # the executor starts a step before the one before it has ended
+    check_grammar: Callable[[str], None] | None = None  # raises ValueError, whose text a user may see, for a bad one
 
 
 class MeetingGroup(Group, Protocol):
@@ -97,6 +99,7 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
         context_tokens=context,
         launches_ahead=runner.launches_ahead,
         eos_ids=frozenset(model.eos_token_ids),
+        check_grammar=runner.check_grammar,
     )
 
 

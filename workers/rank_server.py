@@ -15,6 +15,7 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import bind, peer_server
+from .engine.plan import Opening
 from .group import ProcessGroup, follow
 from .malloc import keep_freed_memory
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
@@ -170,7 +171,11 @@ class RankServer(worker_pb2_grpc.RankServicer):
                     progress.sequence_id, progress.num_ready, progress.num_ahead, progress.num_layers
                 )
             case "complete":
-                mover.exporter.complete(command.complete.sequence_id, command.complete.first_token)
+                opening = command.complete.opening
+                mover.exporter.complete(
+                    command.complete.sequence_id,
+                    Opening(tokens=tuple(opening.tokens), logprobs=tuple(opening.logprobs)),
+                )
             case "fetch":
                 sequence_id = command.fetch.sequence_id
                 target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()

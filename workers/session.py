@@ -1,30 +1,26 @@
-"""One router's stream into a worker: its jobs, and the outputs that wait to go up."""
+"""One router's stream into a worker: its jobs, and what waits to go up."""
 
 import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from ..proto import inference_pb2, limits, worker_pb2
+from ..proto import inference_pb2, worker_pb2
 from .engine.events import Token
-from .engine.plan import KvLayout, SamplingParams
-from .engine.sequence import FinishReason, SequenceSpec, Task
+from .engine.plan import KvLayout, TokenLogprobs
+from .engine.sequence import FinishReason, SequenceSpec
 from .transfer.pull import Fetched, Target
 
 JobKey = tuple[str, int]  # request id, attempt
 
-_TASKS = {
-    worker_pb2.TASK_WHOLE: Task.WHOLE,
-    worker_pb2.TASK_PREFILL: Task.PREFILL,
-    worker_pb2.TASK_DECODE: Task.DECODE,
-}
+_MAX_HASHES: Final = 16_384  # in one message
+
 _FINISH = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
-
-
-class InvalidSubmit(Exception):
-    """A submit that breaks a bound; the text is safe to show."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,93 +30,101 @@ class Job:
     spec: SequenceSpec
     session: "RouterSession"
     key: JobKey
+    first_choice: int
+    choices: set[int] = field(init=False)  # that have not ended
+    checking: asyncio.Task[None] | None = None  # until its grammar is known to be good
     target: asyncio.Future[Target] | None = None  # DECODE: set at admission
     pulling: asyncio.Task[None] | None = None  # DECODE: until the cache has arrived
     fetched: Fetched | None = None
 
+    def __post_init__(self) -> None:
+        num_choices = self.spec.beam.num_best if self.spec.beam else self.spec.num_choices
+        self.choices = set(range(self.first_choice, self.first_choice + num_choices))
+
+    def choice_of(self, sequence_id: int) -> int:
+        """Which choice a sequence of the job is."""
+        return self.first_choice + sequence_id - self.spec.id
+
 
 @dataclass(slots=True, eq=False)
 class RouterSession:
-    """The jobs of one stream. Outputs gather here and leave as one message a step."""
+    """The jobs of one stream. Outputs and changes of the prefix cache gather here and leave as one message a step."""
 
     jobs: dict[JobKey, Job] = field(default_factory=dict)
-    _pending: list[worker_pb2.Output] = field(default_factory=list)
+    _outputs: list[worker_pb2.Output] = field(default_factory=list)
+    _follows_cache: bool = False
+    _changes: dict[bytes, bool] = field(default_factory=dict)  # blocks, by their hashes, that have come or gone
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: bool = False
 
-    def put(self, key: JobKey, **event: object) -> None:
+    def put(self, key: JobKey, choice: int = 0, **event: object) -> None:
         """Queues one output, `admitted=`, `tokens=`, `joined=` or `failure=`."""
-        self._pending.append(worker_pb2.Output(request_id=key[0], attempt=key[1], **event))  # type: ignore[arg-type]
+        output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice, **event)  # type: ignore[arg-type]
+        self._outputs.append(output)
         self._ready.set()
 
+    def follow_cache(self, hashes: Iterable[bytes]) -> None:
+        """Queues the whole prefix cache; from now on changes count."""
+        self._follows_cache = True
+        self.change_cache(hashes, ())
+
+    def change_cache(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+        """Queues what has come into the prefix cache and what has gone; before `follow_cache` it does nothing."""
+        if not self._follows_cache:
+            return
+        for digest, is_stored in (*((d, True) for d in stored), *((d, False) for d in evicted)):
+            # Whatever the router has not heard of yet needs no mention once it is undone.
+            if self._changes.pop(digest, is_stored) is is_stored:
+                self._changes[digest] = is_stored
+        if self._changes:
+            self._ready.set()
+
     def close(self) -> None:
-        """No more outputs: `take` returns None once the queued ones have gone."""
+        """Nothing new goes up: `take` returns None once the queued outputs have gone."""
         self._closed = True
         self._ready.set()
 
-    async def take(self) -> list[worker_pb2.Output] | None:
-        """All outputs queued by now, waiting for the first; None when the session is closed."""
-        await self._ready.wait()
-        if not self._closed:
+    async def take(self) -> worker_pb2.SessionResponse | None:
+        """All that is queued by now, waiting for the first, but only so much of a large cache as a message takes; None
+        when the session is closed."""
+        while not (self._outputs or self._changes or self._closed):
             self._ready.clear()
-        taken, self._pending = self._pending, []
-        return taken or (None if self._closed else [])
+            await self._ready.wait()
+        if self._closed and not self._outputs:
+            return None
+        outputs, self._outputs = self._outputs, []
+        return worker_pb2.SessionResponse(outputs=outputs, cache=self._take_changes())
+
+    def _take_changes(self) -> worker_pb2.CacheChange | None:
+        taken = dict(itertools.islice(self._changes.items(), _MAX_HASHES))
+        if not taken:
+            return None
+        for digest in taken:
+            del self._changes[digest]
+        return worker_pb2.CacheChange(
+            stored=[digest for digest, is_stored in taken.items() if is_stored],
+            evicted=[digest for digest, is_stored in taken.items() if not is_stored],
+        )
 
 
-def parse_submit(
-    submit: worker_pb2.Submit, sequence_id: int, *, vocab_size: int, context_tokens: int, eos_ids: frozenset[int]
-) -> SequenceSpec:
-    """A submit as the engine takes it. Raises InvalidSubmit; the worker trusts no router to have checked."""
-    task = _TASKS.get(submit.task)
-    if task is None:
-        raise InvalidSubmit("task: unknown")
-    if not submit.token_ids or max(submit.token_ids) >= vocab_size:
-        raise InvalidSubmit(f"token_ids: at least one, each below {vocab_size}")
-    if submit.max_tokens < 1 or len(submit.token_ids) + submit.max_tokens > context_tokens:
-        raise InvalidSubmit(f"max_tokens: at least 1, and with the prompt at most {context_tokens}")
-    if task is Task.DECODE and (not submit.kv.endpoints or submit.kv.num_tokens != len(submit.token_ids)):
-        raise InvalidSubmit("kv: does not name the cache of this prompt")
-    if submit.first_index >= len(submit.token_ids):
-        raise InvalidSubmit("first_index: below the number of token_ids")
-    if len(submit.stop_token_ids) > limits.MAX_STOP_TOKEN_IDS:
-        raise InvalidSubmit(f"stop_token_ids: at most {limits.MAX_STOP_TOKEN_IDS}")
-    if len(submit.cache_salt) > limits.MAX_CACHE_SALT_BYTES:
-        raise InvalidSubmit(f"cache_salt: at most {limits.MAX_CACHE_SALT_BYTES} bytes")
-    stop_ids = frozenset(submit.stop_token_ids) | (frozenset() if submit.ignore_eos else eos_ids)
-    return SequenceSpec(
-        id=sequence_id,
-        task=task,
-        tokens=tuple(submit.token_ids),
-        first_index=submit.first_index,
-        max_tokens=submit.max_tokens,
-        sampling=_parse_sampling(submit.sampling, vocab_size),
-        stop_ids=stop_ids,
-        salt=submit.cache_salt,
-    )
-
-
-def _parse_sampling(sampling: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
-    """Raises InvalidSubmit for a value that the sampler could not take; comparisons are false for NaN."""
-    if not 0 <= sampling.temperature <= limits.MAX_TEMPERATURE:
-        raise InvalidSubmit(f"sampling.temperature: between 0 and {limits.MAX_TEMPERATURE:g}")
-    if not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
-        raise InvalidSubmit("sampling.top_p, min_p: between 0 and 1")
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=min(max(sampling.top_k, 0), vocab_size),
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-    )
-
-
-def tokens_output(event: Token) -> worker_pb2.Tokens:
-    """A generated token as it goes up the session."""
+def tokens_output(events: Sequence[Token]) -> worker_pb2.Tokens:
+    """Generated tokens of one choice, in order and at least one, as they go up the session."""
     return worker_pb2.Tokens(
-        first_index=event.index,
-        ids=[event.token],
-        finish_reason=_FINISH[event.finish],
-        prefill_seconds=event.prefill_seconds,
+        first_index=events[0].index,
+        ids=[event.token for event in events],
+        finish_reason=_FINISH[events[-1].finish],
+        prefill_seconds=events[0].prefill_seconds,
+        logprobs=[_scores(event.logprobs) for event in events if event.logprobs is not None],
+        prompt_logprobs=[_scores(logprobs) for event in events for logprobs in event.prompt_logprobs],
+        score=events[-1].score,
+    )
+
+
+def _scores(logprobs: TokenLogprobs) -> worker_pb2.TokenScores:
+    return worker_pb2.TokenScores(
+        logprob=logprobs.logprob,
+        top_ids=[token for token, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
     )
 
 

@@ -4,11 +4,9 @@ Runs in any process that has an event loop; needs no Ray. Knows nothing of text,
 """
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Self
@@ -18,25 +16,24 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import bind, peer_server
-from ..proto.hashing import hash_prompt
 from .engine.block_pool import BlockState
 from .engine.config import Budgets, EngineConfig
-from .engine.engine import DoesNotFit, Engine, QueueFull
-from .engine.events import Admitted, Event, Joined, Preempted, Progress, Token
-from .engine.sequence import SequenceSpec, Task
+from .engine.engine import Engine
+from .engine.events import CacheChanged, Event
 from .engine_thread import EngineThread
+from .jobs import Jobs
 from .kv_group import KvGroup
 from .leader import Leader
 from .malloc import keep_freed_memory
 from .rank import Rank, RankConfig, enter_engine_thread
-from .session import InvalidSubmit, Job, RouterSession, layout_message, parse_submit, tokens_output
+from .session import RouterSession, layout_message
+from .submit import Room
 from .transfer.export import FrameHook
 from .transfer.mover import KvMover
-from .transfer.pull import Target, Want
-from .transfer.wire import TransferError, TransferKey
 
 logger = logging.getLogger(__name__)
 
+_LEAVING = "worker is going away"
 _COMMAND_SECONDS = 30.0  # the engine answers between two steps; no step takes as long
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
@@ -86,17 +83,27 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             stall_seconds=config.stall_seconds,
-            on_release=self._released,
+            on_release=lambda sequence_id: self._jobs.released(sequence_id),
             means=config.means,
             frame_hook=frame_hook,
         )
         self._kv = KvGroup(self._mover, leader.links)
-        self._jobs: dict[int, Job] = {}
+        self._jobs = Jobs(
+            self._thread,
+            self._kv,
+            Room(
+                vocab_size=rank.vocab_size,
+                context_tokens=self._context_tokens,
+                max_sequences=config.max_sequences,
+                eos_ids=rank.eos_ids,
+            ),
+            check_grammar=rank.check_grammar,
+            handle=self._handle,
+            failed=self._fail,
+        )
         self._sessions: set[RouterSession] = set()
-        self._ids = itertools.count(1)
         self._draining = False
         self._failure: BaseException | None = None
-        self._idle = asyncio.Event()
         self._server = peer_server()
 
     @classmethod
@@ -146,17 +153,13 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         the engine's step does not end."""
         self._draining = True
         deadline = time.monotonic() + grace
-        if self._jobs and grace > 0:  # the server goes on meanwhile: decode workers come for the KV cache
-            self._idle.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(grace):
-                    await self._idle.wait()
+        if grace > 0:  # the server goes on meanwhile: decode workers come for the KV cache
+            await self._jobs.idle(grace)
         for session in self._sessions:
             session.close()
         self._mover.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), 0.0))
-        for job in list(self._jobs.values()):
-            self._end(job)
+        self._jobs.end_all()
         try:
             await self._thread.stop(_COMMAND_SECONDS)
             await self._leader.end()
@@ -184,6 +187,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             leased_blocks=blocks[BlockState.LEASED],
             reserved_blocks=blocks[BlockState.RESERVED],
             total_blocks=self._rank.num_blocks,
+            step_seconds=self._engine.step_seconds,
         )
 
     def info(self) -> worker_pb2.WorkerInfo:
@@ -199,6 +203,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             load=self.load(),
             draining=self._draining,
             tp=self._rank.kv.tp,
+            max_sequences=self._config.max_sequences,
+            mixed_chunk_tokens=self._config.mixed_chunk_tokens,
         )
 
     # --- the gRPC service -------------------------------------------------------------------------------------------
@@ -211,16 +217,17 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         """Commands down, one message per engine step up. However the stream ends, its jobs end with it."""
         session = RouterSession()
         self._sessions.add(session)
+        self._thread.post(partial(self._introduce, session))
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
-            while (outputs := await session.take()) is not None:
-                if outputs:
-                    await context.write(worker_pb2.SessionResponse(outputs=outputs, load=self.load()))
+            while (message := await session.take()) is not None:
+                message.load.CopyFrom(self.load())
+                await context.write(message)
         finally:
             reader.cancel()
             self._sessions.discard(session)
             for job in list(session.jobs.values()):
-                self._end(job)
+                self._jobs.end(job)
             (error,) = await asyncio.gather(reader, return_exceptions=True)
             if isinstance(error, Exception):
                 logger.error("a session of %s broke", self.worker_id, exc_info=error)
@@ -241,174 +248,56 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             info=self.info(),
             num_sessions=len(self._sessions),
             num_leases=self._kv.num_leases,
-            num_transfers=self._kv.num_transfers + sum(job.pulling is not None for job in self._jobs.values()),
+            num_transfers=self._kv.num_transfers + self._jobs.num_pulling,
             num_jobs=len(self._jobs),
             balanced=balanced,
             peers=[worker_pb2.Peer(**asdict(peer)) for peer in self._mover.puller.peers],
         )
 
-    # --- jobs -------------------------------------------------------------------------------------------------------
+    # --- sessions ---------------------------------------------------------------------------------------------------
 
     async def _read(self, session: RouterSession, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         try:
             async for request in requests:
-                if request.WhichOneof("command") == "submit":
-                    self._submit(session, request.submit)
-                elif job := session.jobs.get((request.cancel.request_id, request.cancel.attempt)):
-                    self._end(job)
+                if request.WhichOneof("command") == "cancel":
+                    self._jobs.cancel(session, request.cancel)
+                elif self._draining or self._failure is not None:
+                    key = (request.submit.request_id, request.submit.attempt)
+                    session.put(key, failure=worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message=_LEAVING))
+                elif request.HasField("submit"):
+                    self._jobs.submit(session, request.submit)
         finally:
             session.close()
 
-    def _submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
-        key = (submit.request_id, submit.attempt)
-        kind, text = worker_pb2.FAILURE_KIND_INVALID, "request_id: already in use"
-        if self._draining or self._failure is not None:
-            kind, text = worker_pb2.FAILURE_KIND_WORKER, "worker is going away"
-        elif key not in session.jobs:
-            try:
-                spec = parse_submit(
-                    submit,
-                    next(self._ids),
-                    vocab_size=self._rank.vocab_size,
-                    context_tokens=self._context_tokens,
-                    eos_ids=self._rank.eos_ids,
-                )
-            except InvalidSubmit as error:
-                text = str(error)
-            else:
-                self._accept(Job(spec, session, key), submit)
-                return
-        session.put(key, failure=worker_pb2.Failure(kind=kind, message=text))
-
-    def _accept(self, job: Job, submit: worker_pb2.Submit) -> None:
-        self._jobs[job.spec.id] = job.session.jobs[job.key] = job
-        if job.spec.task is Task.DECODE:
-            job.target = asyncio.get_running_loop().create_future()
-            job.pulling = asyncio.create_task(self._fetch(job, submit.kv))
-            job.pulling.add_done_callback(self._check_task)
-        self._thread.post(partial(self._enqueue, job.spec, time.monotonic()))
-
-    def _enqueue(self, spec: SequenceSpec, submitted: float, engine: Engine) -> None:
-        """In the engine's thread, once its step has ended: that wait is queueing, too."""
-        try:
-            engine.submit(spec, submitted)
-        except QueueFull:
-            failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_FULL, message="queue full")
-        except DoesNotFit as error:
-            failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_INVALID, message=str(error))
-        else:
-            return
-        self._thread.tell(partial(self._refuse, spec.id, failure))
-
-    def _refuse(self, sequence_id: int, failure: worker_pb2.Failure) -> None:
-        if job := self._jobs.get(sequence_id):
-            job.session.put(job.key, failure=failure)
-            self._end(job)
-
-    def _end(self, job: Job) -> None:
-        """Forgets a job and frees what it holds, wherever it stands. First the transfers stop touching its blocks."""
-        self._jobs.pop(job.spec.id, None)
-        job.session.jobs.pop(job.key, None)
-        self._kv.stop(job.spec.id, job.pulling, lambda: self._thread.post(lambda engine: engine.cancel(job.spec.id)))
-        if not self._jobs:
-            self._idle.set()
-
-    def _released(self, sequence_id: int) -> None:
-        """The lease of a finished prefill has ended."""
-        if job := self._jobs.get(sequence_id):
-            self._end(job)
-
-    async def _fetch(self, job: Job, handle: worker_pb2.KvHandle) -> None:
-        """Brings the KV cache of a DECODE job, then lets it join the batch."""
-        assert job.target is not None
-        want = Want(
-            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
-            num_tokens=len(job.spec.tokens),
-            prefix_hash=hash_prompt(job.spec.tokens, job.spec.salt),
-        )
-        try:
-            job.fetched = await self._kv.fetch(job.spec.id, handle, want, job.target)
-            if job.fetched.first_token >= self._rank.vocab_size:
-                raise TransferError("KV commit with an impossible token")
-        except TransferError as error:
-            logger.warning("%s: %s", self.worker_id, error)
-            job.pulling = None
-            self._refuse(
-                job.spec.id, worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_TRANSFER, message="KV transfer failed")
-            )
-            return
-        job.pulling = None
-        first_token = job.fetched.first_token
-        self._thread.post(lambda engine: engine.commit_import(job.spec.id, first_token))
-
-    def _check_task(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            self._fail(error)
-
-    # --- events -----------------------------------------------------------------------------------------------------
+    def _introduce(self, session: RouterSession, engine: Engine) -> None:
+        """In the engine's thread, whose later changes of the cache come to the event loop after this."""
+        self._thread.tell(partial(session.follow_cache, engine.cached_hashes()))
 
     def _deliver(self, events: list[Event]) -> None:
         """Routes one step's events; each session's share leaves as one message."""
         try:
             for event in events:
-                if job := self._jobs.get(event.id):
-                    self._route(job, event)
+                if isinstance(event, CacheChanged):
+                    for session in self._sessions:
+                        session.change_cache(event.stored, event.evicted)
+            self._jobs.deliver(events)
         except Exception as error:  # a defect: the events after it are lost, so nobody may go on waiting for them
             self._fail(error)
 
-    def _route(self, job: Job, event: Event) -> None:
-        match event:
-            case Admitted():
-                job.session.put(job.key, admitted=self._admitted(job, event))
-            case Progress():
-                self._kv.progress(job.spec.id, event.num_computed, event.num_ahead, event.num_layers)
-            case Joined():
-                assert job.fetched is not None
-                joined = worker_pb2.Joined(
-                    transfer_bytes=job.fetched.num_bytes,
-                    transfer_active_seconds=job.fetched.active_seconds,
-                    transport=job.fetched.transport,
-                )
-                job.session.put(job.key, joined=joined)
-            case Token():
-                job.session.put(job.key, tokens=tokens_output(event))
-                if event.finish is not None:
-                    self._end(job)
-                elif job.spec.task is Task.PREFILL:
-                    self._kv.complete(job.spec.id, event.token)
-            case Preempted():
-                failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_PREEMPTED, message="preempted")
-                self._refuse(job.spec.id, failure)
-
-    def _admitted(self, job: Job, event: Admitted) -> worker_pb2.Admitted:
-        message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
-        if job.target is not None and not job.target.done():
-            job.target.set_result(Target(blocks=event.blocks, num_cached=event.num_cached))
-        if job.spec.task is Task.PREFILL:
-            prefix_hash = hash_prompt(job.spec.tokens, job.spec.salt)
-            num_tokens = len(job.spec.tokens)
-            transfer_id = self._kv.offer(job.spec.id, event.blocks, num_tokens, prefix_hash)
-            message.kv.CopyFrom(
-                worker_pb2.KvHandle(
-                    worker_id=self.worker_id,
-                    epoch=self.epoch,
-                    transfer_id=transfer_id,
-                    num_tokens=num_tokens,
-                    prefix_hash=prefix_hash,
-                    layout=layout_message(self._rank.kv.layout),
-                    endpoints=[self.address, *self._leader.endpoints],
-                )
-            )
-        return message
+    def _handle(self) -> worker_pb2.KvHandle:
+        """Of KV cache that is here."""
+        return worker_pb2.KvHandle(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            layout=layout_message(self._rank.kv.layout),
+            endpoints=[self.address, *self._leader.endpoints],
+        )
 
     def _fail(self, error: BaseException) -> None:
         """The engine is gone: every request hears of it at once and may go elsewhere."""
         self._failure = self._failure or error
         self.failed.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
-        for job in list(self._jobs.values()):
-            self._refuse(
-                job.spec.id, worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="worker is going away")
-            )
+        self._jobs.fail_all(worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
         for session in self._sessions:
             session.close()

@@ -52,7 +52,7 @@ class Running:
         self.thread = EngineThread(engine, deliver=self.deliver, failed=self.failures.append)
 
     def deliver(self, events: list[Event]) -> None:
-        self.events += [event.id for event in events]
+        self.events += [event.id for event in events if isinstance(event, Joined)]
 
     def give(self, steps: int) -> Callable[[Engine], None]:
         return lambda engine: setattr(engine, "steps_left", steps)

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,7 @@ from tandem.workers.group import ProcessGroup, decode_plan, encode_plan
 RANK = """
 import json, sys, time
 from pathlib import Path
+from typing import Any
 from tandem.tests.workers.model.helpers import Driver, mixed_steps, prompt
 from tandem.workers.group import ProcessGroup
 from tandem.workers.model.runner import ModelRunner
@@ -86,26 +89,52 @@ def test_ranks_agree_and_notice_a_lost_or_silent_one(tmp_path: Path, how: signal
             rank.communicate()
 
 
-SAMPLING = st.builds(
-    SamplingParams,
-    temperature=st.floats(0, 2),
-    top_k=st.integers(0, 2**20),
-    top_p=st.floats(0.01, 1),
-    min_p=st.floats(0, 1),
-    seed=st.integers(0, 2**64 - 1),
+IDS = st.integers(0, 2**20)
+TOKENS = st.lists(IDS, max_size=5).map(tuple)
+COUNTS = st.none() | st.integers(0, 20)
+SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.floats(0, 2),
+    "top_k": IDS,
+    "top_p": st.floats(0.01, 1),
+    "min_p": st.floats(0, 1),
+    "typical_p": st.floats(0.01, 1),
+    "seed": st.integers(0, 2**64 - 1),
+    "repetition_penalty": st.floats(0.01, 10),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.lists(st.tuples(IDS, st.floats(-100, 100)), max_size=5).map(tuple),
+    "bad_words": st.lists(TOKENS, max_size=5).map(tuple),
+    "stop_ids": TOKENS,
+    "min_length": IDS,
+    "grammar": st.text(max_size=20),
+    "logprobs": COUNTS,
+    "prompt_logprobs": COUNTS,
+}
+STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "sequence_id": st.integers(0, 2**63 - 1),
+    "token_ids": st.lists(st.integers(PENDING_TOKEN, 2**20), min_size=1).map(tuple),
+    "start": IDS,
+    "new_blocks": TOKENS,
+    "num_samples": st.integers(0, 3),
+    "next_prompt_token": st.none() | IDS,
+}
+KNOWN = st.fixed_dictionaries(STEP_FIELDS | {"sampling": st.none()})
+FIRST = STEP_FIELDS | {"history": TOKENS, "num_prompt": IDS}  # what is said of a sequence in its first step only
+NEW = st.fixed_dictionaries(
+    FIRST | {"sampling": st.fixed_dictionaries(SAMPLING_FIELDS).map(lambda s: SamplingParams(**s))}
 )
-STEPS = st.builds(
-    SequenceStep,
-    sequence_id=st.integers(0, 2**63 - 1),
-    token_ids=st.lists(st.integers(PENDING_TOKEN, 2**20), min_size=1).map(tuple),
-    start=st.integers(0, 2**20),
-    new_blocks=st.lists(st.integers(0, 2**20)).map(tuple),
-    sampling=st.none() | SAMPLING,
-    num_samples=st.integers(0, 3),
-)
-PLANS = st.builds(
-    StepPlan, sequences=st.lists(STEPS).map(tuple), dropped=st.lists(st.integers(0, 2**63 - 1)).map(tuple)
-)
+PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "sequences": st.lists((KNOWN | NEW).map(lambda step: SequenceStep(**step)), max_size=5).map(tuple),
+    "dropped": st.lists(st.integers(0, 2**63 - 1)).map(tuple),
+    "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
+}
+PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
+
+
+def test_the_plans_under_test_set_every_field() -> None:
+    assert {field.name for field in fields(SamplingParams)} == set(SAMPLING_FIELDS)
+    assert {field.name for field in fields(SequenceStep)} == {*STEP_FIELDS, "sampling", "history", "num_prompt"}
+    assert {field.name for field in fields(StepPlan)} == set(PLAN_FIELDS)
 
 
 @given(PLANS)

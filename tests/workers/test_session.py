@@ -1,29 +1,49 @@
-"""One router's outputs on their way up, and what a worker makes of a submit."""
+"""One router's share of what a worker says, on its way up."""
 
 import asyncio
+import itertools
+import random
 
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers import session as room
 from tandem.workers.engine.events import Token
-from tandem.workers.engine.plan import KvLayout, SamplingParams
-from tandem.workers.engine.sequence import FinishReason, Task
-from tandem.workers.session import RouterSession, layout_message, parse_layout, parse_submit, tokens_output
+from tandem.workers.engine.plan import KvLayout, TokenLogprobs
+from tandem.workers.engine.sequence import FinishReason
+from tandem.workers.session import RouterSession, layout_message, parse_layout, tokens_output
+
+
+async def taken(session: RouterSession) -> worker_pb2.SessionResponse:
+    """The next message."""
+    async with asyncio.timeout(5):
+        message = await session.take()
+    assert message is not None
+    return message
+
+
+async def queued(session: RouterSession) -> worker_pb2.SessionResponse | None:
+    """The next message if there is one at once."""
+    waiting = asyncio.ensure_future(session.take())
+    await asyncio.sleep(0)
+    return None if waiting.cancel() else waiting.result()
 
 
 async def test_outputs_of_one_turn_leave_together_and_in_order() -> None:
     session = RouterSession()
     for index in range(5):
-        session.put(("a", 1), tokens=worker_pb2.Tokens(first_index=index))
-    taken = await session.take()
-    assert taken is not None
-    assert [output.tokens.first_index for output in taken] == list(range(5))
+        session.put(("a", 1), index % 2, tokens=worker_pb2.Tokens(first_index=index))
+    outputs = (await taken(session)).outputs
+    assert [output.tokens.first_index for output in outputs] == list(range(5))
+    assert [output.choice for output in outputs] == [0, 1, 0, 1, 0]
     waiting = asyncio.ensure_future(session.take())
     await asyncio.sleep(0)
     assert not waiting.done()
     session.put(("b", 2), joined=worker_pb2.Joined())
-    (output,) = await waiting or []
-    assert (output.request_id, output.attempt) == ("b", 2)
+    message = await waiting
+    assert message is not None
+    assert not message.HasField("cache")
+    assert [(output.request_id, output.attempt) for output in message.outputs] == [("b", 2)]
 
 
 async def test_a_closed_session_gives_what_is_queued_and_then_ends() -> None:
@@ -31,7 +51,7 @@ async def test_a_closed_session_gives_what_is_queued_and_then_ends() -> None:
     session.put(("a", 1), failure=worker_pb2.Failure())
     session.close()
     async with asyncio.timeout(5):
-        assert len(await session.take() or []) == 1
+        assert len((await taken(session)).outputs) == 1
         assert await session.take() is None
         assert await session.take() is None
 
@@ -45,24 +65,74 @@ async def test_close_wakes_who_waits() -> None:
         assert await waiting is None
 
 
-def test_a_submit_as_the_engine_takes_it() -> None:
-    submit = worker_pb2.Submit(
-        task=worker_pb2.TASK_PREFILL,
-        token_ids=[1, 2, 3],
-        first_index=2,
-        max_tokens=7,
-        sampling=inference_pb2.SamplingParams(temperature=0.5, top_k=-1, top_p=0.75, min_p=0.25, seed=2**64 - 1),
-        stop_token_ids=[5],
-        cache_salt=b"salt",
-    )
-    spec = parse_submit(submit, 9, vocab_size=10, context_tokens=10, eos_ids=frozenset({0}))
-    assert (spec.id, spec.task, spec.tokens, spec.first_index, spec.max_tokens) == (9, Task.PREFILL, (1, 2, 3), 2, 7)
-    assert spec.sampling == SamplingParams(temperature=0.5, top_k=0, top_p=0.75, min_p=0.25, seed=2**64 - 1)
-    assert (spec.stop_ids, spec.salt) == (frozenset({0, 5}), b"salt")
-    submit.ignore_eos = True
-    submit.sampling.top_k = 999
-    spec = parse_submit(submit, 9, vocab_size=10, context_tokens=10, eos_ids=frozenset({0}))
-    assert (spec.stop_ids, spec.sampling.top_k) == (frozenset({5}), 10)
+# --- the prefix cache ----------------------------------------------------------------------------------------------
+
+
+async def test_changes_before_the_whole_cache_is_told_are_in_it() -> None:
+    session = RouterSession()
+    session.change_cache([b"early"], [])
+    assert await queued(session) is None
+    session.follow_cache([b"a", b"b"])
+    session.change_cache([b"c"], [b"a"])
+    cache = (await taken(session)).cache
+    assert (list(cache.stored), list(cache.evicted)) == ([b"b", b"c"], [])
+    session.change_cache([b"a"], [b"b"])
+    cache = (await taken(session)).cache
+    assert (list(cache.stored), list(cache.evicted)) == ([b"a"], [b"b"])
+
+
+async def test_what_is_undone_before_it_was_told_is_not_told() -> None:
+    session = RouterSession()
+    session.follow_cache([b"old"])
+    await taken(session)
+    session.change_cache([b"new"], [b"old"])
+    session.change_cache([b"old"], [b"new"])
+    assert await queued(session) is None
+
+
+async def test_a_large_cache_comes_in_pieces_and_each_block_once() -> None:
+    session = RouterSession()
+    hashes = [number.to_bytes(16, "big") for number in range(2 * 16_384 + 1)]
+    session.follow_cache(hashes)
+    session.put(("a", 1), joined=worker_pb2.Joined())
+    messages = [await taken(session) for _ in range(3)]
+    assert [len(message.cache.stored) for message in messages] == [16_384, 16_384, 1]
+    assert [len(message.outputs) for message in messages] == [1, 0, 0]
+    assert [digest for message in messages for digest in message.cache.stored] == hashes
+    assert await queued(session) is None
+
+
+async def test_however_changes_and_messages_alternate_the_router_knows_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "_MAX_HASHES", 3)
+    chance = random.Random(1)
+    session, cached, known = RouterSession(), set[bytes](), set[bytes]()
+    names = [bytes([number]) for number in range(12)]
+    for turn in itertools.count():
+        stored = chance.sample(
+            [name for name in names if name not in cached], chance.randrange(len(names) - len(cached) + 1)
+        )
+        evicted = chance.sample(sorted(cached), chance.randrange(len(cached) + 1))
+        cached = cached - set(evicted) | set(stored)
+        session.change_cache(stored, evicted)
+        if turn == 5:
+            session.follow_cache(cached)
+        while chance.random() < 0.5 or turn == 1000:
+            message = await queued(session)
+            if message is None:
+                break
+            cache = message.cache
+            assert 0 < len(cache.stored) + len(cache.evicted) <= 3
+            assert known.isdisjoint(cache.stored)
+            assert known.issuperset(cache.evicted)
+            known = known.union(cache.stored).difference(cache.evicted)
+        if turn == 1000:
+            break
+    assert known == cached
+
+
+# --- messages ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,9 +144,32 @@ def test_a_submit_as_the_engine_takes_it() -> None:
     ],
 )
 def test_a_token_as_it_goes_up(finish: FinishReason | None, expected: int) -> None:
-    message = tokens_output(Token(id=1, index=3, token=42, finish=finish, prefill_seconds=0.5))
+    message = tokens_output([Token(id=1, index=3, token=42, finish=finish, prefill_seconds=0.5)])
     assert (message.first_index, list(message.ids), message.prefill_seconds) == (3, [42], 0.5)
     assert message.finish_reason == expected
+
+
+def test_tokens_that_come_together_are_one_message() -> None:
+    scored = [TokenLogprobs(logprob=-0.5, top=((7, -0.25), (8, -0.5))), TokenLogprobs(logprob=-1.0, top=())]
+    prompt = (TokenLogprobs(logprob=-2.0, top=((1, -1.5),)),)
+    message = tokens_output(
+        [
+            Token(id=1, index=0, token=8, finish=None, prefill_seconds=0.5, logprobs=scored[0], prompt_logprobs=prompt),
+            Token(id=1, index=1, token=9, finish=FinishReason.STOP, prefill_seconds=0, logprobs=scored[1], score=-0.75),
+        ]
+    )
+    assert message == worker_pb2.Tokens(
+        first_index=0,
+        ids=[8, 9],
+        finish_reason=inference_pb2.FINISH_REASON_STOP,
+        prefill_seconds=0.5,
+        logprobs=[
+            worker_pb2.TokenScores(logprob=-0.5, top_ids=[7, 8], top_logprobs=[-0.25, -0.5]),
+            worker_pb2.TokenScores(logprob=-1.0),
+        ],
+        prompt_logprobs=[worker_pb2.TokenScores(logprob=-2.0, top_ids=[1], top_logprobs=[-1.5])],
+        score=-0.75,
+    )
 
 
 def test_a_layout_comes_back_as_it_went() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.proto import worker_pb2
+from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import Fleet, split_fleet, token_request
 from tandem.tests.service import expected_tokens
@@ -91,6 +91,28 @@ async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
             assert {peer.transport for peer in status.peers} == {way}
             assert all(peer.bytes_per_second > 0 for peer in status.peers)
             assert fleet.workers[0].address in [peer.endpoint for peer in status.peers]
+
+
+@pytest.mark.parametrize("asked", ["choices", "beams"])
+async def test_what_several_continuations_begin_with_comes_through_every_rank(
+    folder: Path, prompts: list[list[int]], asked: str
+) -> None:
+    fields: dict[str, object] = {"num_choices": 3, "ignore_eos": True}
+    if asked == "beams":
+        fields["beam_search"] = inference_pb2.BeamSearch(width=4, length_penalty=1.0)
+    else:
+        fields["sampling"] = inference_pb2.SamplingParams(
+            temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1
+        )
+    made = []
+    for tp in ({"decode": [1]}, {"prefill": [2], "decode": [1]}, {"prefill": [1], "decode": [2]}):
+        async with split_fleet(folder, tp, chunk_tokens=64) as fleet:
+            requests = [token_request(prompt, 12, name=f"{n}", **fields) for n, prompt in enumerate(prompts)]
+            answers = await asyncio.gather(*(fleet.choices(request) for request in requests))
+            assert [timeline.attempts for _, timeline in answers] == [1] * len(prompts)
+            made.append([tokens for tokens, _ in answers])
+    assert made[0] == made[1] == made[2]
+    assert all(len({tuple(tokens) for tokens in choices}) == 3 for choices in made[0])
 
 
 async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, prompts: list[list[int]]) -> None:

@@ -4,8 +4,6 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -13,103 +11,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto import worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.errors import TandemError
-from tandem.tests.fleet import VOCAB, fake_rank, fleet, is_idle, token_request, worker_stub
-from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request, worker_stub
+from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
+from tandem.workers.engine.fake import expected_tokens
 from tandem.workers.rank import Rank
 from tandem.workers.transfer.wire import PULL_METHOD, Open, Pull, TransferKey, encode
 from tandem.workers.worker import Worker, WorkerConfig
-
-GREEDY = inference_pb2.SamplingParams(temperature=0, top_p=1)
-
-
-def submit(request_id: str = "a", **fields: Any) -> worker_pb2.Submit:
-    """A good submit, but for the fields given."""
-    good: dict[str, Any] = {
-        "attempt": 1,
-        "task": worker_pb2.TASK_WHOLE,
-        "token_ids": range(20),
-        "max_tokens": 5,
-        "sampling": GREEDY,
-    }
-    return worker_pb2.Submit(request_id=request_id, **good | fields)
-
-
-class RawSession:
-    """A Session stream as the test speaks it."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._call = worker_stub(channel).Session()
-        self.messages: list[worker_pb2.SessionResponse] = []
-
-    async def send(self, command: worker_pb2.Submit | worker_pb2.Cancel) -> None:
-        name = "submit" if isinstance(command, worker_pb2.Submit) else "cancel"
-        await self._call.write(worker_pb2.SessionRequest(**{name: command}))  # type: ignore[arg-type]
-
-    async def read(self) -> worker_pb2.SessionResponse | None:
-        """The next message; None at the stream's end."""
-        async with asyncio.timeout(10):
-            message = await self._call.read()
-        if not isinstance(message, worker_pb2.SessionResponse):
-            return None
-        self.messages.append(message)
-        return message
-
-    async def until(self, good: Callable[[worker_pb2.Output], bool], count: int = 1) -> list[worker_pb2.Output]:
-        """Reads until `count` outputs are good; returns those."""
-        found: list[worker_pb2.Output] = []
-        while len(found) < count:
-            message = await self.read()
-            assert message is not None, "the session ended"
-            found += filter(good, message.outputs)
-        return found
-
-    async def failure(self) -> worker_pb2.Failure:
-        (output,) = await self.until(lambda output: output.HasField("failure"))
-        return output.failure
-
-    def tokens(self, request_id: str = "a") -> list[int]:
-        """All tokens of a request among the messages read."""
-        outputs = [output for message in self.messages for output in message.outputs if output.request_id == request_id]
-        return [token for output in outputs for token in output.tokens.ids]
-
-    async def half_close(self) -> None:
-        await self._call.done_writing()
-
-
-def ended(output: worker_pb2.Output) -> bool:
-    return bool(output.tokens.finish_reason)
-
-
-@asynccontextmanager
-async def worker_of(rank: Rank, role: str = "decode", **config: Any) -> AsyncIterator[tuple[Worker, RawSession]]:
-    """A worker and a session to it; on leaving it must have freed all that the session used."""
-    worker = await Worker.serve(rank, WorkerConfig(model="", **config), worker_id="worker", role=role)
-    try:
-        async with peer_channel(worker.address) as channel:
-            yield worker, RawSession(channel)
-        await idle(worker)
-    finally:
-        await worker.stop()
-
-
-async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:
-    """Waits until the worker holds nothing for anybody."""
-    async with asyncio.timeout(5), peer_channel(worker.address) as channel:
-        while True:
-            status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())
-            assert status.balanced
-            if is_idle(status):
-                return status
-            await asyncio.sleep(0.005)
-
-
-def executor_of(rank: Rank) -> FakeExecutor:
-    assert isinstance(rank.executor, FakeExecutor)
-    return rank.executor
-
 
 MALFORMED: dict[str, dict[str, Any]] = {
     "no tokens to generate": {"max_tokens": 0},

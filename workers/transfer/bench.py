@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...proto.channel import bind, peer_channel, peer_server
-from ..engine.plan import KvLayout
+from ..engine.plan import KvLayout, Opening
 from ..malloc import keep_freed_memory
 from ..model.kv import PagedKv
 from . import connect, wire
@@ -83,7 +83,7 @@ async def serve(transport: str, num_tokens: int) -> None:
         transfer_id = secrets.token_bytes(16)
         mover.exporter.offer(sequence_id, transfer_id, blocks, int(line), b"")
         mover.exporter.progress(sequence_id, int(line))
-        mover.exporter.complete(sequence_id, 0)
+        mover.exporter.complete(sequence_id, Opening(tokens=(0,)))
         print(transfer_id.hex(), flush=True)
 
 

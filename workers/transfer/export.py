@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from ..engine.plan import KvLayout, KvSpan, KvStore
+from ..engine.plan import KvLayout, KvSpan, KvStore, Opening
 from .accept import Acceptor, read, receive
 from .outlets import Carrier, Inline
 from .shared import Ledger
@@ -45,7 +45,7 @@ class Export:
     num_layers: int = 0
     progressed: float = field(default_factory=time.monotonic)  # when more was last ready
     interval: float = 0.0  # seconds that the last growth took
-    first_token: int | None = None  # known when the prefill is done
+    opening: Opening | None = None  # known when the prefill is done
     withdrawn: bool = False
     streams: int = 0  # open pulls; each pins the cache
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -124,11 +124,11 @@ class Exporter:
             export.interval, export.progressed = now - export.progressed, now
             export.notify()
 
-    def complete(self, sequence_id: int, first_token: int) -> None:
+    def complete(self, sequence_id: int, opening: Opening) -> None:
         """The prefill is done. Without an open stream the lease begins to run."""
         export = self._by_sequence.get(sequence_id)
         if export is not None:
-            export.first_token = first_token
+            export.opening = opening
             export.notify()
             self._arm(export)
 
@@ -196,11 +196,11 @@ class Exporter:
             self._on_release(export.sequence_id)
 
     async def _send_data(self, export: Export, request: Pull, carrier: Carrier) -> AsyncGenerator[bytes, None]:
-        """All tokens that were asked for, as soon as each is computed; returns when the first token is known."""
+        """All tokens that were asked for, as soon as each is computed; returns when the opening is known."""
         index, burst = 0, 0
         sent = [request.first_token] * self._kv.layout.num_layers
         slots = range(request.first_slot, request.first_slot + request.num_slots)
-        while min(sent) < export.num_tokens or export.first_token is None:
+        while min(sent) < export.num_tokens or export.opening is None:
             await self._wait_for_more(export, sent)
             began, ready = time.monotonic(), [max(tokens, export.ready(layer)) for layer, tokens in enumerate(sent)]
             layout = self._kv.layout
@@ -209,9 +209,9 @@ class Exporter:
                 # Until the prefill is done nobody waits for them: spread over half of the time that its next chunk will
                 # take, they hold up neither the frames that somebody waits for nor the steps of the decode worker.
                 pause = min(export.interval / 2 / len(spans), _MOST_PAUSE)
-                if pause > _LEAST_PAUSE and export.first_token is None:
+                if pause > _LEAST_PAUSE and export.opening is None:
                     with suppress(TimeoutError):
-                        await export.wait(lambda: export.first_token is not None, pause)
+                        await export.wait(lambda: export.opening is not None, pause)
                     began, burst = time.monotonic(), burst + 1
                 await carrier.ready()
                 if export.withdrawn:
@@ -233,20 +233,21 @@ class Exporter:
             return any(export.ready(layer) > tokens for layer, tokens in enumerate(sent))
 
         try:
-            await export.wait(lambda: more() or export.first_token is not None, self._stall_seconds)
+            await export.wait(lambda: more() or export.opening is not None, self._stall_seconds)
         except TimeoutError as error:
             raise TransferError("KV cache made no progress") from error
         if export.withdrawn:
             raise TransferError("KV cache withdrawn")
 
     def _commit(self, export: Export, num_frames: int) -> Commit:
-        if export.withdrawn or export.first_token is None:
+        if export.withdrawn or export.opening is None:
             raise TransferError("KV cache withdrawn")
         return Commit(
             num_frames=num_frames,
             num_tokens=export.num_tokens,
             prefix_hash=export.prefix_hash,
-            first_token=export.first_token,
+            tokens=list(export.opening.tokens),
+            logprobs=list(export.opening.logprobs),
         )
 
     async def _find(self, key: TransferKey, opening: Open) -> Export:
@@ -266,7 +267,7 @@ class Exporter:
 
     def _arm(self, export: Export) -> None:
         """Starts the lease of a finished prefill that nobody reads."""
-        if self._lease_seconds is None or export.first_token is None or export.streams or export.withdrawn:
+        if self._lease_seconds is None or export.opening is None or export.streams or export.withdrawn:
             return
         if export.expiry:
             export.expiry.cancel()

@@ -16,7 +16,7 @@ from typing import Final
 
 import grpc.aio
 
-from ..engine.plan import KvLayout, KvSpan, KvStore
+from ..engine.plan import KvLayout, KvSpan, KvStore, Opening
 from .connect import Connection, Connections, KvCall, Peer
 from .inlets import Payload, Source
 from .layout import Piece, plan
@@ -62,7 +62,7 @@ class Target:
 class Fetched:
     """What a stream has brought, or all of a fetch, and verified."""
 
-    first_token: int
+    opening: Opening
     num_bytes: int
     active_seconds: float  # of the slowest stream: from reading there to writing here, without waits for the prefill
     transport: str  # several as "grpc+shared"; empty for a stream without KV
@@ -111,14 +111,14 @@ class Assembly:
         self._num_frames += 1
         self.num_bytes += payload.nbytes
 
-    def finish(self, commit: Commit) -> int:
-        """Checks that all is there and is what was wanted; returns the first token. Raises TransferError."""
+    def finish(self, commit: Commit) -> Opening:
+        """Checks that all is there and is what was wanted. Raises TransferError."""
         want = self._want
         if commit.num_frames != self._num_frames or any(n != want.num_tokens for n in self._next_token):
             raise TransferError("KV cache incomplete")
         if commit.num_tokens != want.num_tokens or commit.prefix_hash != want.prefix_hash:
             raise TransferError("KV cache of another prompt")
-        return commit.first_token
+        return commit.opening
 
 
 @dataclass(slots=True)
@@ -283,9 +283,9 @@ class Puller:
                     raise TransferError("KV pull out of order")
                 source = source.offered(offer, table)
             assembly = Assembly(want, place, self._kv, stream.piece)
-            first_token, active_seconds = await self._collect(call, want.key, assembly, source, stall)
+            opening, active_seconds = await self._collect(call, want.key, assembly, source, stall)
         return Fetched(
-            first_token=first_token,
+            opening=opening,
             num_bytes=assembly.num_bytes,
             active_seconds=active_seconds,
             transport=source.transport if slots else "",
@@ -304,8 +304,8 @@ class Puller:
 
     async def _collect(
         self, call: KvCall, key: TransferKey, assembly: Assembly, source: Source, stall: asyncio.Timeout
-    ) -> tuple[int, float]:
-        """Takes every frame up to the Commit. Returns the first token and the active seconds."""
+    ) -> tuple[Opening, float]:
+        """Takes every frame up to the Commit. Returns the opening and the active seconds."""
         active, last, burst = 0.0, 0.0, -1
         while True:
             message, payload = await self._receive(call, key, stall)
@@ -359,10 +359,10 @@ def _sum(results: Sequence[Fetched | BaseException]) -> Fetched:
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:  # the others were cancelled
         raise next((failure for failure in failures if isinstance(failure, Exception)), failures[0])
-    if len({part.first_token for part in parts}) > 1:
+    if len({part.opening for part in parts}) > 1:
         raise TransferError("KV cache of another prompt")
     return Fetched(
-        first_token=parts[0].first_token,
+        opening=parts[0].opening,
         num_bytes=sum(part.num_bytes for part in parts),
         active_seconds=max(part.active_seconds for part in parts),
         transport="+".join(sorted({part.transport for part in parts} - {""})),

@@ -14,13 +14,15 @@ other.
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgpack
 from crc32c import crc32c
 
-from ..engine.plan import KvSpan
+from ...proto import limits
+from ..engine.plan import KvSpan, Opening
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,8 +37,11 @@ SLICE_BYTES: Final = 1024 * 1024
 """The same where a frame says only what is there, and what is read or copied at once: long enough to be fast, short
 enough for an event loop (a fifth of a millisecond)."""
 
+MAX_OPENING_TOKENS: Final = limits.MAX_BEAM_WIDTH + 2 * limits.MAX_STOP_TOKEN_IDS
+"""A beam search opens with a candidate for each beam and for each token that could end one; some the model adds."""
+
 _PREFIX = struct.Struct(">II")
-_MAX_HEADER_BYTES: Final = 4096
+_MAX_HEADER_BYTES: Final = 4096 + 14 * MAX_OPENING_TOKENS  # 5 bytes for a token, 9 for its log probability
 
 
 class TransferError(Exception):
@@ -99,7 +104,13 @@ class Commit:
     num_frames: int
     num_tokens: int
     prefix_hash: bytes
-    first_token: int  # the token that the prefill sampled
+    tokens: list[int]  # of the opening, at least one;
+    logprobs: list[float]  # none, or one for each
+
+    @property
+    def opening(self) -> Opening:
+        """What the decode goes on with."""
+        return Opening(tokens=tuple(self.tokens), logprobs=tuple(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +205,9 @@ def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
         raise TransferError("KV frame with an impossible header length")
     end = _PREFIX.size + header_length
     try:
-        name, transfer_id, epoch, values = msgpack.unpackb(view[_PREFIX.size : end], max_map_len=32, max_array_len=32)
+        name, transfer_id, epoch, values = msgpack.unpackb(
+            view[_PREFIX.size : end], max_map_len=32, max_array_len=MAX_OPENING_TOKENS
+        )
         cls = _TYPES[name]
         message = cls(**values)
         key = TransferKey(transfer_id=transfer_id, epoch=epoch)
@@ -202,7 +215,16 @@ def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
         raise TransferError("KV frame with an unreadable header") from error
     check_types(key)
     check_types(message)
+    if isinstance(message, Commit) and not (message.tokens and len(message.logprobs) in (0, len(message.tokens))):
+        raise TransferError("KV frame with a bad opening")
     return key, message, view[end:]
+
+
+_LISTS: Final[dict[object, tuple[type, Callable[[Any], bool]]]] = {
+    list[str]: (str, lambda item: True),
+    list[int]: (int, lambda item: item >= 0),
+    list[float]: (float, math.isfinite),
+}
 
 
 def check_types(part: "DataclassInstance") -> None:
@@ -214,8 +236,9 @@ def check_types(part: "DataclassInstance") -> None:
             good = good and value >= 0
         elif field.type is float:
             good = good and math.isfinite(value) and value >= 0
-        elif field.type == list[str]:
-            good = type(value) is list and all(type(item) is str for item in value)
+        elif field.type in _LISTS:
+            item_type, fits = _LISTS[field.type]
+            good = type(value) is list and all(type(item) is item_type and fits(item) for item in value)
         elif field.type not in (bytes, str):
             good = type(value) is dict
         if not good:

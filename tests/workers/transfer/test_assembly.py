@@ -24,7 +24,7 @@ WANT = Want(key=TransferKey(transfer_id=b"t", epoch=1), num_tokens=NUM_TOKENS, p
 TARGET = Target(blocks=BLOCKS, num_cached=NUM_CACHED)
 PIECE = Piece(source_rank=0, source_slots=range(2), target_slots=range(1, 3))
 PIN = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
-COMMIT = Commit(num_frames=0, num_tokens=NUM_TOKENS, prefix_hash=b"hash", first_token=42)
+COMMIT = Commit(num_frames=0, num_tokens=NUM_TOKENS, prefix_hash=b"hash", tokens=[42], logprobs=[])
 
 Frame = tuple[Data, memoryview]
 
@@ -62,7 +62,7 @@ def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
     assembly = Assembly(WANT, TARGET, kv, PIECE)
     for frame, payload in frames:
         assembly.take(frame, payload)
-    assert assembly.finish(commit) == 42
+    assert assembly.finish(commit) == commit.opening
     return kv
 
 
@@ -122,7 +122,7 @@ def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
             for message in (frame, replace(frame, num_slots=0, num_bytes=0)):
                 with pytest.raises(TransferError):
                     assembly.take(replace(message, first_token=first_token), payload[: message.num_bytes])
-    assert assembly.finish(COMMIT) == 42
+    assert assembly.finish(COMMIT).tokens == (42,)
     with pytest.raises(TransferError, match="incomplete"):
         assembly.finish(replace(COMMIT, num_frames=1))
 

@@ -17,7 +17,7 @@ import torch
 from tandem.proto.channel import bind, peer_server
 from tandem.tests.fleet import fleet, token_request
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.plan import SAMPLE_BYTES, KvLayout
+from tandem.workers.engine.plan import SAMPLE_BYTES, KvLayout, Opening
 from tandem.workers.model.kv import PagedKv
 from tandem.workers.transfer import accept, connect, inlets, outlets
 from tandem.workers.transfer.collective import Pair
@@ -94,7 +94,7 @@ class Two:
 
     def finish(self, number: int = 0) -> None:
         self.exporter.exporter.progress(number, NUM_TOKENS)
-        self.exporter.exporter.complete(number, 42)
+        self.exporter.exporter.complete(number, Opening(tokens=(42,)))
 
     def half(self, number: int = 0) -> None:
         self.exporter.exporter.progress(number, NUM_TOKENS // 2)
@@ -112,7 +112,7 @@ class Two:
         self.offer(number)
         self.finish(number)
         fetched = await self.fetch(number)
-        assert fetched.first_token == 42
+        assert fetched.opening.tokens == (42,)
         self.check(number)
         return fetched
 
@@ -339,7 +339,7 @@ async def test_a_pair_that_breaks_in_a_transfer_costs_nothing_but_time(
             (pair.outlet if side == "outlet" else pair.inlet).pair.close()
         pair.finish(1)
         fetched = await fetching
-        assert (fetched.first_token, fetched.transport, fetched.num_bytes) == (42, "grpc", len(pair.whole(1)))
+        assert (fetched.opening.tokens, fetched.transport, fetched.num_bytes) == ((42,), "grpc", len(pair.whole(1)))
         pair.check(1)
         await until(lambda: pair.num_connections == 0)
         assert (broken.transport, pair.ways) == ("", [])

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
-from tandem.workers.engine.plan import KvLayout
+from tandem.workers.engine.plan import KvLayout, Opening
 from tandem.workers.transfer.export import Exporter
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import (
@@ -52,7 +52,7 @@ class Side:
 
     def finish(self) -> None:
         self.exporter.progress(1, 20)
-        self.exporter.complete(1, 42)
+        self.exporter.complete(1, Opening(tokens=(42,)))
 
     def say(self, *messages: Message, key: TransferKey | None = None) -> None:
         for message in messages:
@@ -74,7 +74,7 @@ async def test_an_acknowledged_transfer_is_released_once() -> None:
     side.say(OPEN, PULL, Ack())
     answers = await side.answers()
     assert [type(answer) for answer in answers] == [Data, Commit]
-    assert answers[-1] == Commit(num_frames=1, num_tokens=20, prefix_hash=b"hash", first_token=42)
+    assert answers[-1] == Commit(num_frames=1, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])
     assert side.released == [1]
     assert (side.exporter.num_exports, side.exporter.num_streams) == (0, 0)
 
@@ -134,7 +134,7 @@ async def test_a_stream_without_slots_brings_the_commit_alone_when_the_prefill_i
         await asyncio.sleep(0)
     assert side.exporter.num_streams == 1
     side.finish()
-    assert await stream == [Commit(num_frames=0, num_tokens=20, prefix_hash=b"hash", first_token=42)]
+    assert await stream == [Commit(num_frames=0, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])]
     assert side.released == [1]
 
 

@@ -20,7 +20,7 @@ import torch
 from tandem.proto.channel import bind, peer_server
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
-from tandem.workers.engine.plan import SAMPLE_BYTES
+from tandem.workers.engine.plan import SAMPLE_BYTES, Opening
 from tandem.workers.model.kv import PagedKv
 from tandem.workers.transfer import connect, remote, shared
 from tandem.workers.transfer.mover import KvMover
@@ -275,7 +275,7 @@ async def test_without_the_ledger_it_would_be_taken(prefer_nixl: None, monkeypat
     """The negative control of the test above."""
     monkeypatch.setattr(remote, "check_line", lambda line, offer: None)
     fetched = await withdrawn_at_commit()
-    assert (fetched.first_token, fetched.transport) == (42, "nixl")
+    assert (fetched.opening.tokens, fetched.transport) == ((42,), "nixl")
 
 
 async def test_a_way_that_breaks_costs_nothing_but_time(prefer_nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ async def serve() -> None:
     for number, (key, blocks) in enumerate(zip(KEYS, BLOCKS, strict=True)):
         there.exporter.offer(number, key.transfer_id, blocks, NUM_TOKENS, b"hash")
     there.exporter.progress(0, NUM_TOKENS)
-    there.exporter.complete(0, 42)
+    there.exporter.complete(0, Opening(tokens=(42,)))
     there.exporter.progress(1, NUM_TOKENS // 2)
     print(bind(server, "127.0.0.1", 0), flush=True)
     await server.start()

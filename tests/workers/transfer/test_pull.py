@@ -10,7 +10,7 @@ import pytest
 
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
-from tandem.workers.engine.plan import KvLayout
+from tandem.workers.engine.plan import KvLayout, Opening
 from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import (
@@ -44,7 +44,8 @@ DATA = Data(
     age=0.0,
 )
 HALF = replace(DATA, num_slots=1, num_bytes=192)
-COMMIT = Commit(num_frames=1, num_tokens=2, prefix_hash=b"hash", first_token=42)
+COMMIT = Commit(num_frames=1, num_tokens=2, prefix_hash=b"hash", tokens=[42], logprobs=[-0.5])
+OPENING = Opening(tokens=(42,), logprobs=(-0.5,))
 
 
 class PlayedCall:
@@ -149,7 +150,7 @@ async def test_a_whole_transfer_is_acknowledged_when_the_context_ends_well() -> 
     assert (side.num_acks, side.call.half_closed, side.puller.num_closing) == (0, False, 0)
     side.leave.set_result(None)
     fetched = await side.fetch
-    assert (fetched.first_token, fetched.num_bytes, fetched.transport) == (42, 384, "grpc")
+    assert (fetched.opening, fetched.num_bytes, fetched.transport) == (OPENING, 384, "grpc")
     assert side.puller.num_closing == 1
     await turns()
     assert isinstance(side.call.written[-1], Ack)
@@ -188,7 +189,7 @@ async def test_an_ack_that_finds_the_stream_broken_is_no_fault() -> None:
     await side.inside.wait()
     side.call.ended.set_result(None)
     side.leave.set_result(None)
-    assert (await side.fetch).first_token == 42
+    assert (await side.fetch).opening == OPENING
     await turns()
     assert (side.num_acks, side.puller.num_closing, side.call.cancelled) == (0, 0, True)
 
@@ -201,7 +202,7 @@ async def test_pieces_of_several_ranks_go_to_their_slots_and_rank_0_hears_the_ac
         side.send(HALF, halves[rank], rank=rank)
         side.send(COMMIT, rank=rank)
     fetched = await side.fetch
-    assert (fetched.first_token, fetched.num_bytes, fetched.transport) == (42, 384, "grpc")
+    assert (fetched.opening, fetched.num_bytes, fetched.transport) == (OPENING, 384, "grpc")
     assert side.written() == (bytes([1]) * 16 + bytes([2]) * 16) * 12  # [layer, key or value, token, slot]
     assert side.puller.num_closing == 2
     await turns()
@@ -212,12 +213,15 @@ async def test_pieces_of_several_ranks_go_to_their_slots_and_rank_0_hears_the_ac
     assert first.written[1] == second.written[1] == Pull(first_token=0, first_slot=0, num_slots=1)
 
 
-async def test_streams_that_disagree_on_the_first_token_are_of_two_prompts() -> None:
+@pytest.mark.parametrize("other", [{"tokens": [43]}, {"logprobs": [-0.25]}, {"logprobs": []}, {"tokens": [42, 42]}])
+async def test_streams_that_disagree_on_the_opening_are_of_two_prompts(other: dict[str, list[float]]) -> None:
     side = Side(num_sources=2)
     side.place()
-    for rank in (0, 1):
+    commits = [replace(COMMIT, logprobs=[-0.5] * len(other.get("tokens", [42]))), COMMIT]
+    commits[0] = replace(commits[0], **other)  # type: ignore[arg-type]
+    for rank, commit in enumerate(commits):
         side.send(HALF, PAYLOAD[:192], rank=rank)
-        side.send(replace(COMMIT, first_token=rank), rank=rank)
+        side.send(commit, rank=rank)
     with pytest.raises(TransferError, match="another prompt"):
         await side.fetch
     assert all(call.cancelled for call in side.calls.values())

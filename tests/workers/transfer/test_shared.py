@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import Calls
-from tandem.workers.engine.plan import KvLayout
+from tandem.workers.engine.plan import KvLayout, Opening
 from tandem.workers.model.kv import PagedKv
 from tandem.workers.transfer import connect, shared
 from tandem.workers.transfer.export import Exporter, FrameHook
@@ -78,7 +78,7 @@ class Pair:
         for ready in range(chunk, num_tokens + chunk, chunk):
             self.exporter.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)
-        self.exporter.complete(1, 42)
+        self.exporter.complete(1, Opening(tokens=(42,)))
         try:
             return await fetching
         finally:
@@ -106,7 +106,7 @@ async def test_what_arrives_is_what_was_there(
     cached = data.draw(st.integers(0, num_tokens - 1))
     pair = Pair(source, target)
     fetched = await pair.move(blocks, into, num_tokens, cached, chunk)
-    assert fetched.first_token == 42
+    assert fetched.opening.tokens == (42,)
     assert pair.payload_bytes == 0
     moved = span(source, cached, num_tokens - cached)
     assert (fetched.num_bytes, fetched.transport) == (moved.size(LAYOUT), "shared")
@@ -138,7 +138,7 @@ async def test_a_copy_of_blocks_that_were_given_away_is_refused() -> None:
 async def test_without_the_ledger_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     monkeypatch.setattr(PeerMemory, "check", lambda self, offer: None)
-    assert (await withdrawn_at_commit()).first_token == 42
+    assert (await withdrawn_at_commit()).opening.tokens == (42,)
 
 
 @pytest.mark.parametrize(

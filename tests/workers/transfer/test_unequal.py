@@ -12,7 +12,7 @@ import torch
 
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import Calls
-from tandem.workers.engine.plan import KvLayout
+from tandem.workers.engine.plan import KvLayout, Opening
 from tandem.workers.engine.sharding import kv_heads
 from tandem.workers.model.kv import PagedKv
 from tandem.workers.transfer import connect
@@ -28,6 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 LAYERS, HEAD_DIM, NUM_TOKENS, NUM_BLOCKS = 2, 4, 37, 8
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=3)
 WANT = Want(key=KEY, num_tokens=NUM_TOKENS, prefix_hash=b"hash")
+OPENING = Opening(tokens=(42, 7), logprobs=(-0.125, -3.0))
 SIZES = (1, 2, 4)
 
 
@@ -111,7 +112,7 @@ class Transfer:
     def complete(self) -> None:
         for exporter in self.exporters:
             exporter.progress(1, NUM_TOKENS)
-            exporter.complete(1, 42)
+            exporter.complete(1, OPENING)
 
     async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> Fetched:
         """As a rank does that hears from its group when all have their part."""
@@ -213,7 +214,7 @@ async def test_every_rank_gets_its_heads(
         transfer.check()
         for rank, part in enumerate(fetched):
             moved = span(transfer.targets[rank], num_cached, NUM_TOKENS - num_cached)
-            assert (part.first_token, part.num_bytes) == (42, moved.size(transfer.layout))
+            assert (part.opening, part.num_bytes) == (OPENING, moved.size(transfer.layout))
             assert part.transport == transport
         assert (transfer.released, transfer.num_acks) == ([1], 1)
         assert [exporter.num_exports for exporter in transfer.exporters] == [0] + [1] * (source_tp - 1)
@@ -276,10 +277,10 @@ async def test_a_pin_that_fails_ends_the_fetch(fault: str) -> None:
         transfer.exporters[0].withdraw(1)
     else:
         transfer.exporters[0].progress(1, NUM_TOKENS)
-        transfer.exporters[0].complete(1, 43)  # the others say 42
+        transfer.exporters[0].complete(1, Opening(tokens=(43,)))  # the others say OPENING
         for exporter in transfer.exporters[1:]:
             exporter.progress(1, NUM_TOKENS)
-            exporter.complete(1, 42)
+            exporter.complete(1, OPENING)
     with pytest.raises(TransferError, match="stream broke" if fault == "withdrawn" else "another prompt"):
         await fetching
     assert all(call.cancelled for _, call in transfer.calls[0].made)
@@ -306,7 +307,7 @@ async def test_one_stream_that_fails_ends_the_others(failing: int) -> None:
         await fetching
     left = transfer.cache(0)
     assert all(call.cancelled for _, call in transfer.calls[0].made)
-    transfer.exporters[1 - failing].complete(1, 42)
+    transfer.exporters[1 - failing].complete(1, OPENING)
     await turns()
     assert (transfer.cache(0) == left).all()
     assert (transfer.num_acks, transfer.released) == (0, [])

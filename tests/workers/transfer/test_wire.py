@@ -1,14 +1,18 @@
 """KV frames: what goes in comes out, and everything else is refused with TransferError and nothing else."""
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.workers.engine.plan import Opening
 from tandem.workers.transfer.wire import (
+    MAX_OPENING_TOKENS,
     Ack,
     Choice,
     Commit,
@@ -31,9 +35,17 @@ from tandem.workers.transfer.wire import (
 )
 
 COUNTS = st.integers(0, 2**63)
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 NAMES = st.text(max_size=9)
 WORDS = st.dictionaries(NAMES, st.integers(0, 99) | NAMES, max_size=8)
 KEYS = st.builds(TransferKey, transfer_id=st.binary(min_size=16, max_size=16), epoch=COUNTS)
+
+
+def commit_of(opening: list[tuple[int, float]], scored: bool, **values: Any) -> Commit:
+    logprobs = [logprob for _, logprob in opening] if scored else []
+    return Commit(**values, tokens=[token for token, _ in opening], logprobs=logprobs)
+
+
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Open, layout=WORDS),
     st.builds(Offer, line=COUNTS, number=COUNTS),
@@ -60,7 +72,14 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         burst=COUNTS,
         age=st.floats(0, 1e9),
     ),
-    st.builds(Commit, num_frames=COUNTS, num_tokens=COUNTS, prefix_hash=st.binary(max_size=32), first_token=COUNTS),
+    st.builds(
+        commit_of,
+        opening=st.lists(st.tuples(COUNTS, FLOATS), min_size=1, max_size=40),
+        scored=st.booleans(),
+        num_frames=COUNTS,
+        num_tokens=COUNTS,
+        prefix_hash=st.binary(max_size=32),
+    ),
     st.builds(Hello, layout=WORDS, host=NAMES, transports=st.lists(NAMES, max_size=4)),
     st.builds(Welcome, transports=st.lists(NAMES, max_size=4), checksum=COUNTS),
     st.builds(Sample, index=COUNTS, count=COUNTS),
@@ -152,7 +171,8 @@ def test_a_field_of_another_type_is_refused_or_still_of_its_type(
         return
     part = key if place in ("transfer_id", "epoch") else found
     types: dict[str, type] = dict.fromkeys(("transfer_id", "prefix_hash", "pair"), bytes)
-    types |= {"age": float, "layout": dict, "info": dict, "transports": list, "transport": str, "host": str}
+    types |= dict.fromkeys(("transports", "tokens", "logprobs"), list) | dict.fromkeys(("layout", "info"), dict)
+    types |= {"age": float, "transport": str, "host": str}
     assert type(getattr(part, place)) is types.get(place, int)
 
 
@@ -172,3 +192,50 @@ def test_a_header_longer_than_the_frame_is_refused() -> None:
 def test_a_list_of_anything_but_names_is_refused(transports: object) -> None:
     with pytest.raises(TransferError, match="transports"):
         decode(frame_of(["Welcome", b"t", 1, {"transports": transports, "checksum": 0}]))
+
+
+KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=7)
+
+
+def commit(tokens: object, logprobs: object) -> bytes:
+    """A well sealed Commit of any opening."""
+    good = {"num_frames": 0, "num_tokens": 1, "prefix_hash": b"hash"}
+    return frame_of(["Commit", KEY.transfer_id, KEY.epoch, good | {"tokens": tokens, "logprobs": logprobs}])
+
+
+def test_the_largest_opening_fits_and_keeps_every_bit() -> None:
+    numbers = np.random.default_rng(1).standard_normal(MAX_OPENING_TOKENS).astype(np.float32)
+    tokens, logprobs = [2**31 + n for n in range(MAX_OPENING_TOKENS)], [float(number) for number in -abs(numbers)]
+    message = Commit(num_frames=2**63, num_tokens=2**63, prefix_hash=bytes(64), tokens=tokens, logprobs=logprobs)
+    found = decode(encode(KEY, message))[1]
+    assert isinstance(found, Commit)
+    assert found.opening == Opening(tokens=tuple(tokens), logprobs=tuple(logprobs))
+    assert np.array_equal(np.array(found.logprobs, np.float32), -abs(numbers))
+    with pytest.raises(TransferError):
+        decode(encode(KEY, replace(message, tokens=[*tokens, 1], logprobs=[])))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [
+        ([], []),
+        ([], [-1.0]),
+        ([1], [-1.0, -2.0]),
+        ([1, 2], [-1.0]),
+        ([-1], []),
+        ([1.0], []),
+        (["1"], []),
+        ([True], []),
+        (1, []),
+        ([1], None),
+        ([1], [-1]),
+        ([1], [float("nan")]),
+        ([1], [float("-inf")]),
+        ([1], ["-1"]),
+        ({"1": 1}, []),
+    ],
+)
+def test_a_broken_opening_is_refused(tokens: object, logprobs: object) -> None:
+    assert decode(commit([1], [-1.0]))[1]
+    with pytest.raises(TransferError):
+        decode(commit(tokens, logprobs))

@@ -1,0 +1,84 @@
+"""What routers hear of a worker's prefix cache: everything, once, whenever their session began."""
+
+import asyncio
+
+from tandem.proto.channel import peer_channel
+from tandem.proto.hashing import hash_chain
+from tandem.tests.fleet import VOCAB, fake_rank
+from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
+from tandem.workers.engine.fake import expected_tokens
+from tandem.workers.worker import Worker
+
+
+def known(session: RawSession) -> set[bytes]:
+    """What the messages read say is cached; each block is said to come only if it was gone, and to go only if there."""
+    found: set[bytes] = set()
+    for message in session.messages:
+        assert found.isdisjoint(message.cache.stored)
+        assert found.issuperset(message.cache.evicted)
+        found = found.union(message.cache.stored).difference(message.cache.evicted)
+    return found
+
+
+async def cached(worker: Worker) -> set[bytes]:
+    """What is cached, once no job is left to change it."""
+    await idle(worker)
+    hashes = worker._engine.cached_hashes()
+    assert len(hashes) == len(set(hashes)) == worker.load().cached_blocks
+    return set(hashes)
+
+
+async def follow(session: RawSession, hashes: set[bytes]) -> None:
+    """Reads until the session has told exactly these."""
+    async with asyncio.timeout(10):
+        while known(session) != hashes:
+            assert await session.read() is not None
+
+
+async def test_a_session_hears_of_what_comes_into_the_cache() -> None:
+    async with worker_of(fake_rank()) as (worker, session):
+        await session.send(submit(token_ids=range(40), max_tokens=25))
+        await session.until(ended)
+        hashes = await cached(worker)
+        tokens = [*range(40), *expected_tokens(range(40), 24, VOCAB)]
+        assert hashes == set(hash_chain(tokens, 16))
+        await follow(session, hashes)
+
+
+async def test_sessions_that_begin_at_any_time_know_the_same_cache() -> None:
+    """While blocks come and go."""
+    async with (
+        worker_of(fake_rank(num_blocks=24, step_seconds=0.001)) as (worker, first),
+        peer_channel(worker.address) as channel,
+    ):
+        sessions = [first]
+        for number in range(30):
+            await first.send(submit(str(number), token_ids=range(number, number + 60), max_tokens=30))
+            if number % 6 == 3:
+                sessions.append(RawSession(channel))
+            await first.until(ended)
+        hashes = await cached(worker)
+        assert any(message.cache.evicted for message in first.messages)
+        for session in sessions:
+            await follow(session, hashes)
+        late = RawSession(channel)
+        await follow(late, hashes)
+        assert len(late.messages) == 1
+
+
+async def test_a_worker_without_a_prefix_cache_reports_nothing() -> None:
+    async with worker_of(fake_rank(), prefix_caching=False) as (worker, session):
+        await session.send(submit(token_ids=range(40)))
+        await session.until(ended)
+        assert await cached(worker) == set()
+        assert not any(message.HasField("cache") for message in session.messages)
+
+
+async def test_what_the_directory_hears_of_a_worker() -> None:
+    async with worker_of(fake_rank(), max_sequences=7, mixed_chunk_tokens=48) as (worker, session):
+        assert worker.load().step_seconds == 0
+        await session.send(submit())
+        await session.until(ended)
+        info = worker.info()
+        assert (info.max_sequences, info.mixed_chunk_tokens) == (7, 48)
+        assert 0 < info.load.step_seconds < 1
