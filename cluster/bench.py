@@ -61,6 +61,7 @@ def bench(
                 however many tokens the chunk has, as in vllm bench serve
     throughput  requests, output tokens, prompt and output tokens of completed
                 requests / duration: first request's start to last one's end
+    refusal     answer RESOURCE_EXHAUSTED or 429 minus the sending of the request
     goodput     requests/s that complete within every limit of --slo; a failure
                 is a miss; slo_attainment is their share of all requests
     quantiles   over all values of a round, interpolated; several rounds: the

@@ -1,8 +1,8 @@
 """What a benchmark's figures mean: pure functions from the times of requests. Does no I/O and reads no clock.
 
-The latencies are those of the requests that completed, the rates those of a whole round, which lasts from the start of
-its first request to the end of its last. Definitions and names are those of `vllm bench serve`, so that both tools
-give the same figures for the same server.
+The latencies are those of the requests that completed, but for a refusal's; the rates are those of a whole round, which
+lasts from the start of its first request to the end of its last. Definitions and names are those of `vllm bench serve`,
+so that both tools give the same figures for the same server.
 """
 
 import statistics
@@ -13,7 +13,9 @@ from typing import Final
 
 import numpy as np
 
-LATENCIES: Final = ("ttft", "tpot", "itl", "e2e")
+LATENCIES: Final = ("ttft", "tpot", "itl", "e2e", "refusal")
+REFUSALS: Final = ("RESOURCE_EXHAUSTED", "HTTP 429")
+"""Kinds of failure that say: too much at the moment."""
 RATES: Final = ("request_throughput", "output_throughput", "total_throughput", "goodput", "slo_attainment")
 _QUANTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 _TAIL: Final = {"p99.9": 99.9}  # of gaps alone: there are enough of them
@@ -101,7 +103,8 @@ def summarize(records: Sequence[Record], slo: Mapping[str, float]) -> Summary:
     if slo:
         good = sum(meets(record, slo) for record in records)
         figures |= {"goodput": good / duration, "slo_attainment": good / len(records)}
-    figures |= _latencies(completed)
+    refusals = [each.ended - each.started for each in records if each.failure and each.failure.kind in REFUSALS]
+    figures |= _latencies(completed) | distribution("refusal", refusals)
     return Summary(
         duration=duration,
         num_requests=len(records),
@@ -158,4 +161,4 @@ def _latencies(completed: Sequence[Record]) -> dict[str, float]:
         "itl": [gap for record in completed for gap in record.gaps],
         "e2e": [record.e2e for record in completed],
     }
-    return {key: figure for name in LATENCIES for key, figure in distribution(name, values[name]).items()}
+    return {key: figure for name in values for key, figure in distribution(name, values[name]).items()}

@@ -18,7 +18,7 @@ _UNITS: Final = {
     "goodput": "good requests/s",
     "slo_attainment": "share of good requests",
 }
-_TITLES: Final = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end"}
+_TITLES: Final = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end", "refusal": "refusal"}
 
 
 def to_json(options: BenchOptions, servers: Sequence[Measured]) -> dict[str, Any]:
@@ -83,6 +83,8 @@ def _rate_table(figures: Mapping[str, float], slo: Mapping[str, float]) -> Table
 def _latency_table(figures: Mapping[str, float]) -> Table:
     table = _table("Latencies (ms)", "", *STATISTICS)
     for name in LATENCIES:
+        if name == "refusal" and "mean_refusal_ms" not in figures:
+            continue
         table.add_row(_TITLES[name], *(_number(figures.get(f"{each}_{name}_ms")) for each in STATISTICS))
     return table
 

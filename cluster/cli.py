@@ -14,9 +14,11 @@ from ..proto.errors import InvalidArgument, NotFound, TandemError
 from ..workers.engine.sharding import check_split
 from ..workers.model.checkpoint import CheckpointError, check_checkpoint
 from .bench import bench
-from .cli_client import chat, generate, status
+from .chat_cli import chat
+from .cli_client import generate, status
 from .config import ConfigError, PoolConfig, TandemConfig, load_config
 from .environment import prepare_ray_environment
+from .eval_cli import eval_app
 from .model_cli import model_app
 from .plan_cli import plan_app
 from .store import resolve_model
@@ -30,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(model_app, name="model")
 app.add_typer(plan_app, name="plan")
+app.add_typer(eval_app, name="eval")
 app.command()(generate)
 app.command()(chat)
 app.command()(status)

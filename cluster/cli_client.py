@@ -1,77 +1,79 @@
-"""`tandem generate`, `chat` and `status`: a service seen from outside, over its own two doors."""
+"""`tandem generate` and `status`: a service seen from outside, over its own two doors."""
 
 import json
 import sys
 import urllib.request
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..proto.errors import TandemError, Unavailable
-from ..router.client import Client, Stream
+from ..proto.errors import InvalidArgument, Unavailable
+from ..router.client import Client
 from ..router.client_core import Options
-from .timeline import timeline_table
+from . import cli_options as o
+from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
+from .timeline import TABLE_CHARACTERS as TABLE_CHARACTERS
 
-DEFAULT_TARGET: Final = "127.0.0.1:50051"
-TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
 DEFAULT_STATUS_URL: Final = "http://127.0.0.1:8000/tandem"
 STATUS_SECONDS: Final = 10.0
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the service's gRPC door.")]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
-ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Tell on stderr where the time went.")]
-
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    target: Target = DEFAULT_TARGET,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    timeline: ShowTimeline = False,
+    context: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; - or none: stdin.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Continue the text of this file.")] = None,
+    target: o.Target = o.DEFAULT_TARGET,
+    api_key: o.ApiKey = "",
+    model: o.Model = None,
+    request_id: o.RequestId = None,
+    priority: o.Priority = None,
+    timeout: o.Timeout = None,
+    max_tokens: o.MaxTokens = 128,
+    min_tokens: o.MinTokens = None,
+    stop: o.Stop = None,
+    stop_token_ids: o.StopTokenIds = None,
+    ignore_eos: o.IgnoreEos = False,
+    truncate_prompt: o.TruncatePrompt = False,
+    temperature: o.AnyTemperature = None,
+    top_k: o.TopK = None,
+    top_p: o.TopP = None,
+    min_p: o.MinP = None,
+    typical_p: o.TypicalP = None,
+    repetition_penalty: o.RepetitionPenalty = None,
+    presence_penalty: o.PresencePenalty = None,
+    frequency_penalty: o.FrequencyPenalty = None,
+    logit_bias: o.LogitBias = None,
+    bad_words: o.BadWords = None,
+    seed: o.Seed = None,
+    n: o.N = None,
+    best_of: o.BestOf = None,
+    beam_width: o.BeamWidth = None,
+    length_penalty: o.LengthPenalty = None,
+    early_stopping: o.EarlyStopping = False,
+    logprobs: o.Logprobs = None,
+    prompt_logprobs: o.PromptLogprobs = None,
+    echo: o.Echo = False,
+    json_schema: o.JsonSchema = None,
+    json_object: o.JsonObject = False,
+    regex: o.Regex = None,
+    choice: o.Choice = None,
+    grammar: o.Grammar = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    timeline: o.ShowTimeline = False,
 ) -> None:
-    """Continue a text; the continuation streams to stdout."""
-    options = _options(max_tokens, temperature, top_p, seed)
-    if stop:
-        options["stop"] = stop
-    with Client(target) as client, client.stream(prompt, **options) as stream:
-        _print_stream(stream)
-        if timeline:
-            _print_timeline(stream)
-
-
-def chat(
-    target: Target = DEFAULT_TARGET,
-    system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    timeline: ShowTimeline = False,
-) -> None:
-    """Talk with the model; the history goes along. Ctrl-D or an empty line ends it, Ctrl-C cuts an answer short."""
-    messages = [{"role": "system", "content": system}] if system else []
-    options = _options(max_tokens, temperature, top_p, seed)
-    with Client(target) as client:
-        while question := _ask():
-            messages.append({"role": "user", "content": question})
-            with client.stream_chat(messages, **options) as stream:
-                try:
-                    answer = _print_stream(stream)
-                except KeyboardInterrupt:
-                    typer.echo()
-                    messages.pop()
-                    continue
-                if timeline:
-                    _print_timeline(stream)
-            messages.append({"role": "assistant", "content": answer})
+    """Continue a text; the continuation streams to stdout. Several completions come one below the other, when all are
+    there. Tables of log probabilities and times go to stderr."""
+    options = o.given_options(context.params)  # which are these parameters
+    if not options.keys() & {"n", "best_of", "beam_width"}:
+        options.setdefault("temperature", 0.0)
+    text = _prompt(prompt, file)
+    with Client(target, api_key=api_key) as client:
+        _generate(client, text, options, timeout, as_json=as_json, timeline=timeline)
 
 
 def status(
@@ -90,41 +92,31 @@ def status(
         console.print(_peer_table(service["workers"]))
 
 
-def _options(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> Options:
-    options = Options(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    if seed is not None:
-        options["seed"] = seed
-    return options
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    """The text to continue: of the argument, a file or stdin. Raises InvalidArgument."""
+    if file is not None:
+        if prompt is not None:
+            raise InvalidArgument("goes with no other prompt", "file")
+        return o.read_text(file, "file")
+    if prompt is None and sys.stdin.isatty():
+        raise InvalidArgument("missing; give a text, --file, or - to type one", "prompt")
+    return sys.stdin.read() if prompt in (None, "-") else prompt
 
 
-def _ask() -> str:
-    """The next question; empty at the end. Only a terminal is prompted."""
-    if sys.stdin.isatty():
-        sys.stderr.write("> ")
-        sys.stderr.flush()
-    return sys.stdin.readline().strip()
-
-
-def _print_stream(stream: Stream) -> str:
-    """Prints the pieces as they come; returns the whole text. Raises a TandemError, below what has been printed."""
-    pieces: list[str] = []
-    try:
-        for delta in stream:
-            pieces.append(delta.text)
-            typer.echo(delta.text, nl=False)
-    except TandemError:
-        if pieces:
-            typer.echo()
-        raise
-    typer.echo()
-    return "".join(pieces)
-
-
-def _print_timeline(stream: Stream) -> None:
-    if stream.timeline is not None:
-        Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_CHARACTERS).print(
-            timeline_table([("request", stream.timeline)])
-        )
+def _generate(
+    client: Client, prompt: str, options: Options, timeout: float | None, *, as_json: bool, timeline: bool
+) -> None:
+    with client.stream(prompt, timeout=timeout, **options) as stream:
+        if as_json:
+            typer.echo(json.dumps(completion_json(stream.completion()), ensure_ascii=False))
+        elif options.get("n", 1) > 1:
+            print_choices(stream.completion(), scored="beam_width" in options)
+        else:
+            print_stream(stream)
+        if not as_json:
+            print_logprobs(stream.completion())
+        if timeline:
+            print_timeline(stream.timeline)
 
 
 def _fetch(url: str) -> Any:

@@ -30,11 +30,22 @@ class _Section(BaseModel):
 
 
 class RouterConfig(_Section):
-    """Where the front doors listen, and where the router may run. Port 0 takes a free one."""
+    """Where the front doors listen (port 0 takes a free one), what may wait behind them, and where the router may
+    run."""
 
     grpc_port: Port = 50_051
     http_port: Port = 8_080
     reflection: bool = False
+    # Of answers over gRPC, to whoever can read it. Tokens are small: it costs more time than it saves, but on slow
+    # links.
+    compression: Literal["none", "gzip"] = "none"
+    # A prompt of which a decode worker lacks no more may be computed there, if that is predicted to be faster; 0 is
+    # never. So few tokens hide behind the weights that a decode step reads anyway, or are two steps' chunks on CPUs.
+    local_prefill_tokens: int = Field(default=64, ge=0, le=1_048_576)
+    # Requests that wait for room, and their tokens: prompts, and what they are expected to generate.
+    max_queued_requests: int = Field(default=1_024, ge=1, le=1_048_576)
+    max_queued_tokens: int = Field(default=1_048_576, ge=1, le=1_073_741_824)
+    max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400)  # predicted or real, whichever comes first
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
 

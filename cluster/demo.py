@@ -109,7 +109,9 @@ def _serve_and_ask(console: Console, folder: str) -> int:
     prepare_ray_environment(None)
     from .launch import start_service  # imports Ray, which reads the environment
 
-    config = load_config(None, {"model": MODEL, "name": "demo", "router.grpc_port": 0, "router.http_port": 0})
+    overrides: dict[str, object] = {"model": MODEL, "name": "demo", "router.grpc_port": 0, "router.http_port": 0}
+    # The questions are short enough to be computed where they are decoded; here they show the way between the pools.
+    config = load_config(None, overrides | {"router.local_prefill_tokens": 0})
     console.print(f"Starting {MODEL}: 1 prefill worker, 1 decode worker ...")
     with start_service(config, folder) as service:
         console.print(f"ready: grpc={service.grpc_address} http={service.http_address}\n", highlight=False)

@@ -4,7 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
+import grpc
+
 from ..proto import worker_pb2
+from ..router.admission import Admission
 from ..router.completion import Completions
 from ..router.dispatcher import Dispatcher
 from ..router.prepare import ServedModel
@@ -28,8 +31,15 @@ class Doors:
     @classmethod
     async def open(cls, config: TandemConfig, folder: Path, host: str) -> Self:
         """Binds both front doors on `host`; they say that they cannot serve until there is a decode worker."""
-        view = DirectoryView()
-        dispatcher = Dispatcher(view)
+        router = config.router
+        view = DirectoryView(local_prefill_tokens=router.local_prefill_tokens)
+        admission = Admission(
+            view,
+            max_queued_tokens=router.max_queued_tokens,
+            max_queued_requests=router.max_queued_requests,
+            max_queue_seconds=router.max_queue_seconds,
+        )
+        dispatcher = Dispatcher(view, admission)
         longest = load_model_config(folder).max_position_embeddings
         model = ServedModel(
             name=config.served_name,
@@ -38,9 +48,10 @@ class Doors:
         )
         server = await RouterServer.start(
             Completions([model], dispatcher),
-            grpc_address=f"{host}:{config.router.grpc_port}",
-            http_address=f"{host}:{config.router.http_port}",
-            reflection=config.router.reflection,
+            grpc_address=f"{host}:{router.grpc_port}",
+            http_address=f"{host}:{router.http_port}",
+            reflection=router.reflection,
+            compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
         )
         return cls(view, dispatcher, server)
 

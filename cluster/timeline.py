@@ -1,10 +1,13 @@
 """Where the time of requests went, for people to read."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from rich.table import Table
 
 from ..proto import inference_pb2
+
+TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
 
 
 def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:

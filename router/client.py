@@ -1,38 +1,42 @@
 """The Python client of a Tandem service, over gRPC: `Client` blocks, `AsyncClient` awaits.
 
-    with tandem.connect("127.0.0.1:8470") as client:
+    with tandem.connect("127.0.0.1:50051") as client:
         print(client.generate("The capital of France is", max_tokens=8).text)
         with client.stream_chat([{"role": "user", "content": "Tell me a story."}]) as stream:
             for delta in stream:
                 print(delta.text, end="", flush=True)
 
-Every call raises the errors of `tandem.proto.errors`: InvalidArgument, NotFound, Overloaded and Unavailable (with
-`retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled, InternalError. `timeout` is in seconds for the whole
-call; without it a call may last as long as the service takes.
+Every call raises the errors of `tandem.proto.errors`: InvalidArgument (with the `field`), NotFound, Overloaded and
+Unavailable (with `retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled, Unauthenticated, PermissionDenied,
+InternalError. `timeout` is in seconds for the whole call; without it a call may last as long as the service takes.
+Nothing is tried again by itself. More examples: docs/clients.md.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2
 
 from ..proto import inference_pb2
-from ..proto.errors import Cancelled, TandemError, Unavailable
+from ..proto.errors import Cancelled, Unavailable
 from . import client_core as core
-from .client_core import Completion, Delta, ModelInfo, Options, Timeline
+from . import client_wire as wire
+from .client_core import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
+from .client_request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
+from .client_results import Collector, model_infos
 
-_R = TypeVar("_R", bound=Message)
+_R = TypeVar("_R", bound=ProtobufMessage)
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 
 
-def connect(address: str) -> "Client":
+def connect(address: str, *, api_key: str = "", compression: bool = False) -> "Client":
     """A client of the service at HOST:PORT; connects with the first call."""
-    return Client(address)
+    return Client(address, api_key=api_key, compression=compression)
 
 
 class Stream:
@@ -40,7 +44,7 @@ class Stream:
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._collector = core.Collector()
+        self._collector = Collector()
 
     def __iter__(self) -> Self:
         return self
@@ -53,7 +57,7 @@ class Stream:
             raise
         except grpc.RpcError as error:
             self._collector.ended(self._call.trailing_metadata())
-            raise _error(error) from None
+            raise wire.error_of(error) from None
 
     def cancel(self) -> None:
         """Ends the request, from any thread; the iteration then raises Cancelled. No effect after the end."""
@@ -82,9 +86,12 @@ class Stream:
 class Client:
     """A blocking client. Safe to share between threads; close it, or use it as a context manager."""
 
-    def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT of the gRPC front door."""
-        self._channel = grpc.insecure_channel(address, options=core.CHANNEL_OPTIONS)
+    def __init__(self, address: str, *, api_key: str = "", compression: bool = False) -> None:
+        """`address`: HOST:PORT of the gRPC front door. `compression`: gzip what is sent, for slow networks."""
+        self._metadata = wire.credentials(api_key)
+        self._channel = grpc.insecure_channel(
+            address, options=wire.CHANNEL_OPTIONS, compression=wire.compression(compression)
+        )
 
     def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
@@ -94,9 +101,9 @@ class Client:
             return stream.completion()
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], *, timeout: float | None = None, **options: Unpack[Options]
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
     ) -> Completion:
-        """The assistant's answer to messages with `role` and `content`."""
+        """The assistant's answer to a chat."""
         with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return stream.completion()
 
@@ -104,25 +111,35 @@ class Client:
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Stream:
         """As `generate`, piece by piece."""
-        return self._start(core.text_prompt(prompt), options, timeout)
+        return self._start(text_prompt(prompt), options, timeout)
 
     def stream_chat(
-        self, messages: Sequence[Mapping[str, str]], *, timeout: float | None = None, **options: Unpack[Options]
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
     ) -> Stream:
         """As `chat`, piece by piece."""
-        return self._start(core.chat_prompt(messages), options, timeout)
+        return self._start(chat_prompt(messages, options), options, timeout)
 
     def tokenize(
-        self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout: float | None = None
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """The token ids that `generate` sees for a text, `chat` for messages."""
-        request = core.tokenize_request(prompt, model)
+        """The token ids that `generate` sees for a text, `chat` for messages with the same options of the template."""
+        request = tokenize_request(prompt, model, options)
         return list(self._ask(core.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, model)
+        return self._ask(core.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout).text
 
     def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """The names under which the service answers."""
         request = inference_pb2.ListModelsRequest()
-        return core.model_infos(self._ask(core.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
+        return model_infos(self._ask(core.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Whether the service can be reached and says that it can answer."""
@@ -144,15 +161,17 @@ class Client:
     ) -> None:
         self.close()
 
-    def _start(self, prompt: inference_pb2.Prompt, options: Options, timeout: float | None) -> Stream:
-        start = self._channel.unary_stream(core.GENERATE, core.serialize, inference_pb2.GenerateResponse.FromString)
-        return Stream(start(core.build_request(prompt, options), timeout=timeout))
+    def _start(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None) -> Stream:
+        start = self._channel.unary_stream(core.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
+        return Stream(start(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
 
-    def _ask(self, method: str, request: Message, answer: type[_R], timeout: float | None) -> _R:
+    def _ask(self, method: str, request: ProtobufMessage, answer: type[_R], timeout: float | None) -> _R:
         try:
-            return self._channel.unary_unary(method, core.serialize, answer.FromString)(request, timeout=timeout)
+            return self._channel.unary_unary(method, wire.serialize, answer.FromString)(
+                request, timeout=timeout, metadata=self._metadata
+            )
         except grpc.RpcError as error:
-            raise _error(error) from None
+            raise wire.error_of(error) from None
 
 
 class AsyncStream:
@@ -161,7 +180,7 @@ class AsyncStream:
     def __init__(self, call: Any) -> None:
         self._call = call
         self._cancelled = False
-        self._collector = core.Collector()
+        self._collector = Collector()
 
     def __aiter__(self) -> Self:
         return self
@@ -173,7 +192,7 @@ class AsyncStream:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
             self._collector.ended(error.trailing_metadata())
-            raise _error(error) from None
+            raise wire.error_of(error) from None
         except asyncio.CancelledError:
             if self._cancelled:  # while it waited
                 raise Cancelled("the client cancelled the request") from None
@@ -210,9 +229,12 @@ class AsyncStream:
 class AsyncClient:
     """The same for asyncio. Make it and use it in one event loop; close it, or use it as a context manager."""
 
-    def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT of the gRPC front door."""
-        self._channel = grpc.aio.insecure_channel(address, options=core.CHANNEL_OPTIONS)
+    def __init__(self, address: str, *, api_key: str = "", compression: bool = False) -> None:
+        """`address`: HOST:PORT of the gRPC front door. `compression`: gzip what is sent, for slow networks."""
+        self._metadata = wire.credentials(api_key)
+        self._channel = grpc.aio.insecure_channel(
+            address, options=wire.CHANNEL_OPTIONS, compression=wire.compression(compression)
+        )
 
     async def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
@@ -222,9 +244,9 @@ class AsyncClient:
             return await stream.completion()
 
     async def chat(
-        self, messages: Sequence[Mapping[str, str]], *, timeout: float | None = None, **options: Unpack[Options]
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
     ) -> Completion:
-        """The assistant's answer to messages with `role` and `content`."""
+        """The assistant's answer to a chat."""
         async with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return await stream.completion()
 
@@ -232,25 +254,35 @@ class AsyncClient:
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
         """As `generate`, piece by piece."""
-        return self._start(core.text_prompt(prompt), options, timeout)
+        return self._start(text_prompt(prompt), options, timeout)
 
     def stream_chat(
-        self, messages: Sequence[Mapping[str, str]], *, timeout: float | None = None, **options: Unpack[Options]
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
     ) -> AsyncStream:
         """As `chat`, piece by piece."""
-        return self._start(core.chat_prompt(messages), options, timeout)
+        return self._start(chat_prompt(messages, options), options, timeout)
 
     async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout: float | None = None
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """The token ids that `generate` sees for a text, `chat` for messages."""
-        request = core.tokenize_request(prompt, model)
+        """The token ids that `generate` sees for a text, `chat` for messages with the same options of the template."""
+        request = tokenize_request(prompt, model, options)
         return list((await self._ask(core.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, model)
+        return (await self._ask(core.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout)).text
 
     async def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """The names under which the service answers."""
         request = inference_pb2.ListModelsRequest()
-        return core.model_infos(await self._ask(core.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
+        return model_infos(await self._ask(core.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
 
     async def health(self, *, timeout: float | None = None) -> bool:
         """Whether the service can be reached and says that it can answer."""
@@ -273,17 +305,16 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _start(self, prompt: inference_pb2.Prompt, options: Options, timeout: float | None) -> AsyncStream:
-        start = self._channel.unary_stream(core.GENERATE, core.serialize, inference_pb2.GenerateResponse.FromString)
-        return AsyncStream(start(core.build_request(prompt, options), timeout=timeout))
+    def _start(
+        self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None
+    ) -> AsyncStream:
+        start = self._channel.unary_stream(core.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
+        return AsyncStream(start(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
 
-    async def _ask(self, method: str, request: Message, answer: type[_R], timeout: float | None) -> _R:
+    async def _ask(self, method: str, request: ProtobufMessage, answer: type[_R], timeout: float | None) -> _R:
         try:
-            return await self._channel.unary_unary(method, core.serialize, answer.FromString)(request, timeout=timeout)
+            return await self._channel.unary_unary(method, wire.serialize, answer.FromString)(
+                request, timeout=timeout, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
-            raise _error(error) from None
-
-
-def _error(error: Any) -> TandemError:
-    """`error`: grpc's, sync or async; both have the same methods, but no type says so."""
-    return core.to_error(error.code(), error.details() or "", error.trailing_metadata())
+            raise wire.error_of(error) from None

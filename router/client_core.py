@@ -1,54 +1,122 @@
-"""What the sync and the async client share: requests, results, errors. Does no I/O."""
+"""The words of both clients: the service's methods, and what callers give and get."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypedDict
 
-import grpc
-from google.protobuf.message import Message
-
-from ..proto import errors, inference_pb2, limits
+from ..proto import inference_pb2
 
 GENERATE: Final = "/tandem.v1.Inference/Generate"
 TOKENIZE: Final = "/tandem.v1.Inference/Tokenize"
+DETOKENIZE: Final = "/tandem.v1.Inference/Detokenize"
 LIST_MODELS: Final = "/tandem.v1.Inference/ListModels"
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 
-CHANNEL_OPTIONS: Final = (
-    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),  # a router whose machine is gone is noticed within half a minute
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
-
-_TIMELINE_KEY = "tandem-timeline-bin"
-_PUSHBACK_KEY = "grpc-retry-pushback-ms"
-
 Timeline = inference_pb2.Timeline
-FinishReason = Literal["stop", "length"]
-Metadata = Iterable[tuple[str, str | bytes]]
+FinishReason = Literal["stop", "length", "tool_calls"]
+Message = Mapping[str, object]
+"""A message of a chat: `role` and `content`, and where they apply `name`, `tool_calls` and `tool_call_id`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may ask the caller to call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, object] = field(default_factory=dict)  # JSON schema of the arguments; empty: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """What the model asks for."""
+
+    id: str  # the message with the result names it as its `tool_call_id`
+    name: str
+    arguments: str  # a JSON object
+
+
+class TemplateOptions(TypedDict, total=False):
+    """How the messages of a chat become a prompt."""
+
+    tools: Sequence[Tool | Mapping[str, object]]  # mappings in OpenAI's form
+    tool_choice: str  # "auto", "none", "required" or a tool's name; absent: "auto"
+    template_kwargs: Mapping[str, object]  # further variables of the chat template
+    continue_final_message: bool  # goes on with the last message, the assistant's
 
 
 class Options(TypedDict, total=False):
     """How to generate; what is absent takes the service's default."""
 
     model: str  # absent: the only model served
+    request_id: str  # names the request in logs and timelines
+    priority: int  # of those that wait the greatest goes first
+    truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
+
+    n: int  # completions; choice i draws as a request of its own with seed + i would
+    best_of: int  # completions to generate, of which the n likeliest are answered
+    beam_width: int  # searches instead of sampling; goes with no option of the block below
+    length_penalty: float  # of the beam search; absent: 1
+    early_stopping: bool  # of the beam search: as soon as beam_width hypotheses are complete
+
     temperature: float  # 0 is greedy; absent: 1
     top_k: int  # 0 keeps all
     top_p: float
     min_p: float
+    typical_p: float
+    repetition_penalty: float  # of tokens in prompt or completion; absent: 1
+    presence_penalty: float  # of tokens in the completion
+    frequency_penalty: float  # the same, for each time
+    logit_bias: Mapping[int, float]  # token id: what is added to its logit
+    bad_words: Sequence[str]  # texts that the completion will not have
     seed: int  # same seed, same tokens; absent: a random one
+
     max_tokens: int  # absent: to the end of the context
+    min_tokens: int  # before so many nothing ends a completion
     stop: str | Sequence[str]  # the text ends before the first of these
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
-    request_id: str  # names the request in logs and timelines
+
+    logprobs: int  # reports each generated token's log probability and so many alternatives; absent: none
+    prompt_logprobs: int  # the same for the prompt; max_tokens may then be 0
+    echo: bool  # repeats the prompt before each completion; not in a chat
+
+    json_schema: Mapping[str, object] | str  # of these five at most one: what the completion looks like
+    json_object: bool
+    regex: str
+    choice: Sequence[str]  # one of these texts, word for word
+    grammar: str  # in the Lark format of llguidance
+
+
+class ChatOptions(Options, TemplateOptions, total=False):
+    """How to answer a chat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """A token and its log probability under the model's own distribution."""
+
+    token_id: int
+    token_bytes: bytes  # several tokens may make one character
+    logprob: float | None  # natural logarithm; None for the first token of a prompt
+
+    @property
+    def text(self) -> str:
+        """The bytes as text, with replacement characters for parts of characters."""
+        return self.token_bytes.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """One token of a text, and what else could have stood there."""
+
+    token: Logprob
+    top: tuple[Logprob, ...]  # the likeliest first; the token itself may be among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one request."""
+    """Tokens of one request, all choices together."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -57,25 +125,71 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """A piece of a completion."""
+    """A piece of a completion; pieces of several choices come as they are made."""
 
     text: str  # whole characters; empty while they are incomplete
     token_ids: tuple[int, ...]
-    first_index: int  # of token_ids[0] among the generated tokens
-    finish_reason: FinishReason | None  # set in the last piece only
-    usage: Usage | None  # set in the last piece only
+    first_index: int  # of token_ids[0] among the choice's generated tokens
+    finish_reason: FinishReason | None  # set in the choice's last piece only
+    usage: Usage | None  # set in the very last piece only
+    choice: int = 0  # whose piece it is
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token of the prompt, in the first piece
+    tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`
+    score: float = 0.0  # in the choice's last piece after a beam search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the completions of a prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
+    tool_calls: tuple[ToolCall, ...] = ()
+    score: float = 0.0  # of a beam search
+
+    @property
+    def message(self) -> dict[str, object]:
+        """The choice as the assistant's message, for the chat to go on with."""
+        message: dict[str, object] = {"role": "assistant", "content": self.text}
+        return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole completion."""
+    """The whole answer to a request. What a choice has, the completion has of the first choice."""
 
     request_id: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
+    choices: tuple[Choice, ...]  # after best_of and beam search the best first
     usage: Usage
     timeline: Timeline  # where the time went
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token of the prompt, if asked for
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, object]:
+        return self.choices[0].message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,150 +198,3 @@ class ModelInfo:
 
     id: str
     context_tokens: int  # the longest prompt plus completion
-
-
-def text_prompt(prompt: str | Sequence[int]) -> inference_pb2.Prompt:
-    """A prompt of text or token ids. Raises InvalidArgument if the ids are no 32-bit numbers."""
-    try:
-        if isinstance(prompt, str):
-            return inference_pb2.Prompt(text=prompt)
-        return inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
-    except (TypeError, ValueError) as error:  # UnicodeEncodeError, for a lone surrogate, is a ValueError
-        raise errors.InvalidArgument("must be text or token ids from 0 to 2**32 - 1", "prompt") from error
-
-
-def chat_prompt(messages: Sequence[Mapping[str, str]]) -> inference_pb2.Prompt:
-    """A prompt of messages with `role` and `content`. Raises InvalidArgument."""
-    try:
-        chat = [inference_pb2.ChatMessage(role=each["role"], content=each["content"]) for each in messages]
-    except (KeyError, TypeError, ValueError) as error:
-        raise errors.InvalidArgument("each message must have a role and a content, both text", "messages") from error
-    return inference_pb2.Prompt(chat=inference_pb2.Chat(messages=chat))
-
-
-def build_request(prompt: inference_pb2.Prompt, options: Options) -> inference_pb2.GenerateRequest:
-    """The message for these options. Raises InvalidArgument if a value does not fit its field at all."""
-    stop = options.get("stop", ())
-    try:
-        return inference_pb2.GenerateRequest(
-            model=options.get("model"),
-            prompt=prompt,
-            sampling=inference_pb2.SamplingParams(
-                temperature=options.get("temperature"),
-                top_k=options.get("top_k"),
-                top_p=options.get("top_p"),
-                min_p=options.get("min_p"),
-                seed=options.get("seed"),
-            ),
-            stopping=inference_pb2.StoppingParams(
-                max_tokens=options.get("max_tokens"),
-                stop=(stop,) if isinstance(stop, str) else stop,
-                stop_token_ids=options.get("stop_token_ids"),
-                ignore_eos=options.get("ignore_eos"),
-            ),
-            truncate_prompt=options.get("truncate_prompt"),
-            request_id=options.get("request_id"),
-        )
-    except (TypeError, ValueError) as error:
-        raise errors.InvalidArgument(f"an option does not fit its field: {error}") from error
-
-
-def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str) -> inference_pb2.TokenizeRequest:
-    """The message for a text or for messages. Raises InvalidArgument."""
-    kind = text_prompt(prompt) if isinstance(prompt, str) else chat_prompt(prompt)
-    return inference_pb2.TokenizeRequest(model=model, prompt=kind)
-
-
-def serialize(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-class Collector:
-    """Follows one stream: makes deltas of messages, and of all of them the completion."""
-
-    def __init__(self) -> None:
-        self.timeline: Timeline | None = None  # set by `ended`
-        self._request_id = ""
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._last: Delta | None = None
-
-    def delta(self, message: inference_pb2.GenerateResponse) -> Delta:
-        self._request_id = message.request_id
-        delta = Delta(
-            text=message.text,
-            token_ids=tuple(message.token_ids),
-            first_index=message.first_index,
-            finish_reason=_finish_reason(message.finish_reason),
-            usage=_usage(message.usage) if message.HasField("usage") else None,
-        )
-        self._texts.append(delta.text)
-        self._ids.extend(delta.token_ids)
-        self._last = delta
-        return delta
-
-    def ended(self, trailing: Metadata | None) -> None:
-        """Takes the trailing metadata; call it however the stream ended."""
-        for key, value in trailing or ():
-            if key == _TIMELINE_KEY and isinstance(value, bytes):
-                self.timeline = Timeline.FromString(value)
-
-    def completion(self) -> Completion:
-        """The whole. Raises InternalError if the stream ended without its last message."""
-        last = self._last
-        if last is None or last.finish_reason is None or last.usage is None:
-            raise errors.InternalError("the service ended the stream without a finish reason")
-        return Completion(
-            request_id=self._request_id,
-            text="".join(self._texts),
-            token_ids=tuple(self._ids),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            timeline=self.timeline or Timeline(),
-        )
-
-
-def model_infos(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
-    return [ModelInfo(id=model.id, context_tokens=model.context_tokens) for model in response.models]
-
-
-def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> errors.TandemError:
-    """The error that the service raised, from what arrived of it."""
-    pushback = dict(trailing or ()).get(_PUSHBACK_KEY)
-    retry_after = float(pushback) / 1_000 if isinstance(pushback, str) and pushback.isdecimal() else None
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.TooLarge(details) if retry_after is None else errors.Overloaded(details, retry_after)
-    if code is grpc.StatusCode.UNAVAILABLE:  # without pushback the router itself could not be reached
-        return errors.Unavailable(details, 1.0 if retry_after is None else retry_after)
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return _invalid(details)
-    return _BY_CODE.get(code, errors.InternalError)(details)
-
-
-_BY_CODE: Final[dict[grpc.StatusCode, type[errors.TandemError]]] = {
-    grpc.StatusCode.NOT_FOUND: errors.NotFound,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
-}
-
-
-def _invalid(details: str) -> errors.InvalidArgument:
-    field, colon, message = details.partition(": ")
-    named = bool(colon) and " " not in field
-    return errors.InvalidArgument(message, field) if named else errors.InvalidArgument(details)
-
-
-def _finish_reason(reason: "inference_pb2.FinishReason") -> FinishReason | None:
-    if reason == inference_pb2.FINISH_REASON_STOP:
-        return "stop"
-    return "length" if reason == inference_pb2.FINISH_REASON_LENGTH else None
-
-
-def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )

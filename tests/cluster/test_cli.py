@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_line_loads_neither_ray_nor_torch() -> None:
-    code = "import sys, tandem.cluster.cli; print({'ray', 'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, tandem.cluster.cli; print({'ray', 'torch', 'transformers', 'sacrebleu'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n", done.stderr
 
@@ -46,7 +46,7 @@ def test_the_command_line_loads_neither_ray_nor_torch() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("serve", "generate", "chat", "status", "model", "plan", "check-config"):
+    for command in ("serve", "generate", "chat", "status", "model", "plan", "eval", "check-config"):
         assert re.search(rf"^  {command}\b", done.stdout, re.MULTILINE), command
 
 

@@ -77,6 +77,20 @@ def test_flags_alone_are_enough() -> None:
         ("model: m\nkv_transports: gloo", "kv_transports: must be a list, got 'gloo'"),
         ("model: m\nprefill: 3", "prefill: must hold keys and values, got 3"),
         ("model: m\nrouter: {grpc_port: 65536}", "router.grpc_port: must be at most 65535, got 65536"),
+        (
+            "model: m\nrouter: {local_prefill_tokens: -1}",
+            "router.local_prefill_tokens: must be at least 0, got -1",
+        ),
+        ("model: m\nrouter: {max_queued_tokens: 0}", "router.max_queued_tokens: must be at least 1, got 0"),
+        (
+            "model: m\nrouter: {max_queued_requests: 1048577}",
+            "router.max_queued_requests: must be at most 1048576, got 1048577",
+        ),
+        ("model: m\nrouter: {max_queue_seconds: 0}", "router.max_queue_seconds: must be at least 0.01, got 0"),
+        (
+            "model: m\nrouter: {compression: deflate}",
+            "router.compression: must be one of 'none' or 'gzip', got 'deflate'",
+        ),
         ("model: m\nlease_seconds: .nan", "lease_seconds: must be a finite number"),
         ("model: m\ndtype: int8", "dtype: must be one of 'float32', 'bfloat16' or 'float16', got 'int8'"),
         ("model: m\nname: No Spaces", "name: must match ^[a-z][a-z0-9-]{0,62}$, got 'No Spaces'"),

@@ -6,7 +6,8 @@ import pytest
 
 from tandem.proto import errors
 from tandem.router.client import AsyncClient, Client, connect
-from tandem.router.client_core import Options, to_error
+from tandem.router.client_core import Options
+from tandem.router.client_wire import to_error
 from tandem.router.fake import EOS_ID
 from tandem.tests.router.conftest import Service
 
@@ -70,6 +71,39 @@ async def test_every_option_reaches_the_service(grpc_service: Service) -> None:
     assert (seen.sampling.temperature, seen.sampling.top_k, seen.sampling.top_p) == (0.0, 5, 0.5)
     assert (seen.sampling.min_p, seen.sampling.seed) == (0.25, 2**64 - 1)
     assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (6, (1,), True, 506)
+
+
+async def test_choices_and_logprobs(grpc_service: Service) -> None:
+    grpc_service.source.answers = [b"one", b"zwei"]
+    options: Options = {"n": 2, "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 8}
+    async with AsyncClient(grpc_service.grpc) as client:
+        found = await client.generate("hi", **options)
+    assert [choice.text for choice in found.choices] == ["one", "zwei"]
+    for choice in found.choices:
+        assert [each.token.token_id for each in choice.logprobs] == list(choice.token_ids)
+        assert b"".join(each.token.token_bytes for each in choice.logprobs).decode() == choice.text
+        assert all(len(each.top) == 1 for each in choice.logprobs)
+    assert [each.token.text for each in found.prompt_logprobs] == ["h", "i"]
+    assert [each.token.logprob is None for each in found.prompt_logprobs] == [True, False]
+    assert found.usage.completion_tokens == 7
+
+    def use_client() -> None:
+        with Client(grpc_service.grpc) as client:
+            again = client.generate("hi", **options)
+            assert (again.choices, again.prompt_logprobs) == (found.choices, found.prompt_logprobs)
+            assert client.detokenize(client.tokenize("né")) == "né"
+
+    await asyncio.to_thread(use_client)
+
+
+async def test_beam_search(grpc_service: Service) -> None:
+    async with AsyncClient(grpc_service.grpc) as client:
+        found = await client.generate("hi", beam_width=3, n=2, max_tokens=4)
+    assert len(found.choices) == 2
+    assert all(choice.score < 0 for choice in found.choices)
+    (request,) = grpc_service.source.requests
+    assert request.beam_search is not None
+    assert request.beam_search.width == 3
 
 
 async def test_stream(grpc_service: Service) -> None:
@@ -195,7 +229,7 @@ async def test_invalid_argument_has_its_field(grpc_service: Service) -> None:
         with pytest.raises(errors.InvalidArgument) as caught:
             await client.generate("hi", temperature=-1.0)
         assert caught.value.field == "sampling.temperature"
-        assert caught.value.message == "sampling.temperature: must be from 0 to 2.0"
+        assert caught.value.message == "sampling.temperature: must be from 0 to 2"
         with pytest.raises(errors.NotFound):
             await client.tokenize("hi", model="nope")
         with pytest.raises(errors.TooLarge):
@@ -209,8 +243,8 @@ async def test_values_that_no_message_holds_are_refused_here(grpc_service: Servi
                 await client.generate(prompt)  # type: ignore[arg-type]
         for messages in ([{"role": "user"}], [{"role": "user", "content": 3}]):
             with pytest.raises(errors.InvalidArgument, match="messages"):
-                await client.chat(messages)  # type: ignore[arg-type]
-        with pytest.raises(errors.InvalidArgument, match="option"):
+                await client.chat(messages)
+        with pytest.raises(errors.InvalidArgument, match="seed"):
             await client.generate("hi", seed=-1)
     assert grpc_service.source.requests == []
 

@@ -1,0 +1,49 @@
+"""Lines from a terminal, with editing and a history that outlives the process, or from a pipe."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+
+HISTORY_LINES: Final = 1_000
+
+
+@contextmanager
+def open_keyboard() -> Iterator[Callable[[str], str]]:
+    """A function that shows a prompt, on a terminal only, and returns the next line; it raises EOFError at the end and
+    KeyboardInterrupt for Ctrl-C. The history is written when the block ends."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with _history(platformdirs.user_state_path("tandem") / "chat_history"):
+            yield input
+    else:
+        yield _read_line
+
+
+def _read_line(prompt: str) -> str:
+    if sys.stdin.isatty():  # the answers go to a file: the prompt must not
+        print(prompt, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+@contextmanager
+def _history(path: Path) -> Iterator[None]:
+    """Keeps what `input` reads in a file that is the user's own. Without one that can be read and written, the history
+    is that of the process."""
+    import readline  # changes `input` and the terminal, so not where nobody types
+
+    readline.set_history_length(HISTORY_LINES)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            readline.write_history_file(path)

@@ -1,0 +1,95 @@
+"""How both clients speak to the service: channel, credentials, and errors as they come back. Does no I/O."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from ..proto import errors, limits
+
+MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024  # the log probabilities of a long prompt come in one message
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),  # a router whose machine is gone is noticed within half a minute
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+_PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+_STATUS_KEY: Final = "grpc-status-details-bin"
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that every call bears. Raises InvalidArgument for a key that no header can hold."""
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise errors.InvalidArgument("must be printable ASCII", "api_key")
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def compression(compressed: bool) -> grpc.Compression:
+    return grpc.Compression.Gzip if compressed else grpc.Compression.NoCompression
+
+
+def serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def error_of(call: Any) -> errors.TandemError:
+    """`call`: grpc's error, sync or async; both have the same methods, but no type says so."""
+    return to_error(call.code(), call.details() or "", call.trailing_metadata())
+
+
+def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> errors.TandemError:
+    """The error that the service raised, from what arrived of it."""
+    metadata = dict(trailing or ())
+    status = _status(metadata.get(_STATUS_KEY))
+    retry_after = _retry_after(status, metadata.get(_PUSHBACK_KEY))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.TooLarge(details) if retry_after is None else errors.Overloaded(details, retry_after)
+    if code is grpc.StatusCode.UNAVAILABLE:  # without a hint the router itself could not be reached
+        return errors.Unavailable(details, 1.0 if retry_after is None else retry_after)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return _invalid(status, details)
+    return _BY_CODE.get(code, errors.InternalError)(details)
+
+
+_BY_CODE: Final[dict[grpc.StatusCode, type[errors.TandemError]]] = {
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
+}
+
+
+def _status(packed: str | bytes | None) -> status_pb2.Status:
+    """The details of an error (google.rpc.Status); empty if none came."""
+    try:
+        return status_pb2.Status.FromString(packed) if isinstance(packed, bytes) else status_pb2.Status()
+    except DecodeError:  # a proxy's own idea of the key: the text of the error says enough
+        return status_pb2.Status()
+
+
+def _retry_after(status: status_pb2.Status, pushback: str | bytes | None) -> float | None:
+    """Seconds to wait before another try; None if the service does not say that one is worth while."""
+    retry = error_details_pb2.RetryInfo()
+    for detail in status.details:
+        if detail.Unpack(retry):
+            return float(retry.retry_delay.ToMilliseconds()) / 1_000
+    return float(pushback) / 1_000 if isinstance(pushback, str) and pushback.isdecimal() else None
+
+
+def _invalid(status: status_pb2.Status, details: str) -> errors.InvalidArgument:
+    """Names the field: by the first violation if the service tells of one, else as its text begins."""
+    request = error_details_pb2.BadRequest()
+    for detail in status.details:
+        if detail.Unpack(request) and request.field_violations:
+            field = request.field_violations[0].field
+            return errors.InvalidArgument(details.removeprefix(f"{field}: "), field)
+    field, colon, message = details.partition(": ")
+    named = bool(colon) and " " not in field
+    return errors.InvalidArgument(message, field) if named else errors.InvalidArgument(details)

@@ -1,0 +1,137 @@
+"""The examples of README.md and docs/clients.md run, against a service whose model says what it is told to."""
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.router.completion import Completions
+from tandem.router.fake import FakeTokenSource, byte_tokenizer
+from tandem.router.prepare import ServedModel
+from tandem.router.request import TokenDelta, TokenRequest
+from tandem.router.server import RouterServer
+
+ROOT: Final = Path(__file__).parents[1]
+PAGES: Final = ("README.md", "docs/clients.md")
+_BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+_TEMPLATE = (
+    "{% if tools %}{{ '<tools>' + (tools | tojson) + '</tools>' }}{% endif %}"
+    "{% for message in messages %}{{ '[' + message['role'] + '] ' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + (call | tojson) + '</tool_call>' }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+)
+_ANSWERS = (  # what the prompt has, what the model says
+    ("[tool]", "It is sunny in Rome."),
+    ("<tools>", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'),
+    ("Extract the person", '{"name": "Ada Lovelace", "age": 36}'),
+    ("This review is", " positive"),
+    ("A date in ISO form", "1843-09-05"),
+)
+
+
+class Script:
+    """A TokenSource that says what a model would, where an example needs that."""
+
+    async def generate(
+        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """See TokenSource."""
+        prompt = bytes(token for token in request.prompt if token < 256).decode()
+        answer = next((said.encode() for words, said in _ANSWERS if words in prompt), None)
+        async with aclosing(FakeTokenSource(answer=answer).generate(request, timeline, ended)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+
+@dataclass(frozen=True)
+class Example:
+    page: str
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def examples() -> list[Example]:
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for match in _BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Example(page=page, line=line, language=match[1], code=match[2]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[dict[str, str]]:
+    """The real addresses of the doors, by those that the pages name. The service runs in a thread of its own."""
+    started: dict[str, str] = {}
+    ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        model = ServedModel(name="smollm2-135m-instruct", tokenizer=byte_tokenizer(_TEMPLATE), context_tokens=2048)
+        server = await RouterServer.start(Completions([model], Script()))
+        await server.set_serving(True)
+        started.update({"127.0.0.1:50051": server.grpc_address, "127.0.0.1:8080": server.http_address})
+        ready.set()
+        await stop.wait()
+        await server.stop(0)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(30)
+    yield started
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+    assert not thread.is_alive()
+    loop.close()
+
+
+def test_the_pages_have_their_examples() -> None:
+    pages = [each.page for each in examples() if each.language == "python"]
+    assert pages.count("README.md") >= 1
+    assert pages.count("docs/clients.md") >= 15
+
+
+@pytest.mark.parametrize("example", examples(), ids=str)
+def test_example(example: Example, addresses: dict[str, str], tmp_path: Path) -> None:
+    if example.language == "bash" and shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    code = example.code
+    for written, real in addresses.items():
+        code = code.replace(written, real)
+    command = [sys.executable, "-W", "error", "-c", code] if example.language == "python" else ["bash", "-c", code]
+    environment: dict[str, Any] = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    if expected := _EXPECTED.get(next((words for words in _EXPECTED if words in code), "")):
+        for words in expected:
+            assert words in done.stdout
+
+
+_EXPECTED = {  # what an example has, what it prints
+    "functions[call.name]": ["It is sunny in Rome."],
+    "mood = client": ["Ada Lovelace", "positive", "1843-09-05"],
+    "error.field": ["sampling.temperature | sampling.temperature: must be from 0 to 2", "True"],
+    "BadRequestError": ["400 temperature"],
+    "response_format": ["36", "It is sunny in Rome."],
+    "client.detokenize": ["The capital of France is", "smollm2-135m-instruct 2048"],
+}
