@@ -23,6 +23,7 @@ from transformers import (
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 BOS, EOS = "<|begin|>", "<|end|>"
+EOS_ID = 1
 VOCAB_SIZE = 512
 
 _CHAT_TEMPLATE = (

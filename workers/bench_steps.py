@@ -13,7 +13,7 @@ from .bench_floor import synchronize
 from .engine.config import EngineConfig
 from .engine.engine import Engine
 from .engine.events import Event, Token
-from .engine.plan import Executor, OnLayers, SamplingParams, StepPlan
+from .engine.plan import Executor, OnLayers, Opening, Samples, SamplingParams, StepPlan
 from .engine.sequence import SequenceSpec, Task
 from .model.config import ModelConfig
 from .model.decoder import Decoder
@@ -97,7 +97,7 @@ class Bed(Executor):
         self._plans: list[StepPlan] = []
         self._sampled: list[list[int]] = []
 
-    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], list[int]]:
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`."""
         self._watch.marks = {}
         self._watch.mark("prepare")
@@ -106,11 +106,11 @@ class Bed(Executor):
             return wait
         self._plans.append(plan)
 
-        def collect() -> list[int]:
-            tokens = wait()
+        def collect() -> Samples:
+            samples = wait()
             self._watch.mark("emit")
-            self._sampled.append(tokens)
-            return tokens
+            self._sampled.append(samples.tokens)
+            return samples
 
         return collect
 
@@ -127,7 +127,7 @@ class Bed(Executor):
             engine.submit(self._spec(index, Task.DECODE, prompt, max_tokens=WARMUP_STEPS + steps + 2))
         engine.step()  # admits them, as imports
         for index in range(batch):
-            engine.commit_import(index, index % self._vocab_size)
+            engine.commit_import(index, Opening(tokens=(index % self._vocab_size,)))
         times = [self._step(engine) for _ in range(WARMUP_STEPS + steps)]
         for index in range(batch):
             engine.cancel(index)

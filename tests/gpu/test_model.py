@@ -11,6 +11,7 @@ import torch
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.spans import span
 from tandem.workers import bench
 from tandem.workers.engine.config import EngineConfig
@@ -84,7 +85,23 @@ def test_an_engine_that_overlaps_gives_the_tokens_of_one_that_does_not(folder: P
     assert engine_tokens(runner, overlap=False) == expected
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=9, top_p=0.8, seed=1)])
+EVERYTHING = SamplingParams(
+    top_k=9,
+    typical_p=0.9,
+    repetition_penalty=1.3,
+    frequency_penalty=0.5,
+    logit_bias=((3, 2.0),),
+    bad_words=((4,), (5, 6)),
+    stop_ids=(1,),
+    min_length=35,
+    logprobs=3,
+    prompt_logprobs=2,
+)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=9, top_p=0.8, seed=1), EVERYTHING]
+)
 def test_a_launch_waits_for_nothing(folder: Path, sampling: SamplingParams) -> None:
     runner = load(folder, device="cuda")
     runner.warmup()
@@ -103,6 +120,18 @@ def test_a_launch_waits_for_nothing(folder: Path, sampling: SamplingParams) -> N
     assert len(collects) == 11
 
 
+def test_every_feature_gives_the_tokens_of_the_cpu(folder: Path) -> None:
+    prompts = [prompt(7 + 9 * row, row) for row in range(len(ALL_KINDS))]
+    expected = generate(Driver(load(folder, num_blocks=256)), prompts, ALL_KINDS, 24)
+    runner = load(folder, num_blocks=256, device="cuda")
+    runner.warmup()
+    for ours, theirs in zip(generate(Driver(runner), prompts, ALL_KINDS, 24), expected, strict=True):
+        assert ours[0] == theirs[0]
+        for place in (1, 2):
+            values = [one.logprob for one in theirs[place]]
+            assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-2)
+
+
 def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) -> None:
     """Others hear then that its KV cache may be read."""
     runner = load(folder, device="cuda")
@@ -111,7 +140,7 @@ def test_whoever_collects_a_step_without_tokens_has_waited_for_it(folder: Path) 
     chunks = [driver.step(1, prompt(600)[at : at + 150], at) for at in range(0, 600, 150)]
     collects = [runner.launch(StepPlan(sequences=(replace(step, num_samples=0),), dropped=())) for step in chunks]
     for collect in collects:
-        assert collect() == []
+        assert collect().tokens == []
     assert torch.cuda.current_stream().query()
 
 
@@ -149,6 +178,7 @@ def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
         assert gpu.read(blocks, part) == data
         for kv in (gpu, cpu):
             kv.write((4, 8, 6), part, data)
+            kv.copy(((4, 1), (6, 5)))
         assert gpu.data.cpu().view(torch.uint8).equal(cpu.data.view(torch.uint8))
 
 

@@ -44,12 +44,21 @@ class Decoder:
 
     def __call__(self, batch: StepBatch, on_layers: OnLayers | None = None) -> torch.Tensor:
         """Returns the logits of the sampled rows: [num_sampled, vocab_size]."""
+        x = self.hidden(batch, on_layers)
+        return self.logits(x if batch.sampled_rows is None else x[batch.sampled_rows])
+
+    def hidden(self, batch: StepBatch, on_layers: OnLayers | None = None) -> torch.Tensor:
+        """What the layers make of all tokens: [num_tokens, hidden]."""
         x = self._shard.embed(self._embedding, batch.token_ids)  # [num_tokens, hidden]
         for number, layer in enumerate(self._layers):
             if on_layers and number and number % self._layers_at_once == 0:
                 on_layers(number)
             x = layer(x, batch)
-        return self._shard.join(self._head(self._norm(x if batch.sampled_rows is None else x[batch.sampled_rows])))
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [num_rows, hidden] of `hidden` to [num_rows, vocab_size]."""
+        return self._shard.join(self._head(self._norm(x)))
 
 
 class _Layer:

@@ -28,18 +28,29 @@ def ship(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     return [flat[begin : begin + len(array)] for array, begin in zip(arrays, begins, strict=False)]
 
 
-def to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
-    """Queues the copy of tokens [n]; the result waits for it, and for all work queued before it."""
-    if not tokens.is_cuda:
-        return tokens.tolist
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
+def column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """[num_rows, 1], float32, where `like` is."""
+    return to_device(torch.tensor(values, dtype=torch.float32), like.device)[:, None]
+
+
+def indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [len(values)]."""
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
+
+
+def to_host(*tensors: torch.Tensor) -> Callable[[], list[Any]]:
+    """Queues the copy of tensors; the result waits for it, and for all work queued before it, and gives them as lists
+    of numbers."""
+    if not tensors[0].is_cuda:
+        return lambda: [tensor.tolist() for tensor in tensors]
+    hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for host, tensor in zip(hosts, tensors, strict=True):
+        host.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
 
-    def wait() -> list[int]:
+    def wait() -> list[Any]:
         done.synchronize()
-        values: list[int] = host.tolist()
-        return values
+        return [host.tolist() for host in hosts]
 
     return wait

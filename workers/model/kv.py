@@ -14,7 +14,7 @@ import torch
 from ..engine.plan import SAMPLE_BYTES, TAIL_BYTES, KvLayout, KvSpan, SharedMemory
 from ..engine.sharding import kv_heads
 from .config import ModelConfig
-from .device import to_device
+from .device import indices, to_device
 from .footprint import kv_bytes_per_token
 from .kernels.build import kernel, library
 from .weights import DTYPES
@@ -119,6 +119,11 @@ class PagedKv:
         """Keys and values of a layer as rows of (block, slot, token): each [rows, head_dim]."""
         keys, values = self._scatter[layer]
         return keys, values
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks whole, from and to, in order with the steps. No target may be a source."""
+        sources, targets = (indices(blocks, self.data.device) for blocks in zip(*pairs, strict=True))
+        self.data.index_copy_(2, targets, self.data.index_select(2, sources))
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """See `KvStore.read`."""

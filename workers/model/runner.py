@@ -3,7 +3,6 @@
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,24 +16,18 @@ from .checkpoint import check_checkpoint, fingerprint
 from .config import ModelConfig
 from .decoder import Decoder, StepBatch
 from .device import ship, to_host
+from .grammar import Grammars
 from .kv import PagedKv, kv_bytes_per_block, kv_layout
+from .logprobs import Measured, following, measure_prompts
 from .parallel import Group, Shard
 from .rope import RotaryTable
-from .sampler import sample
+from .sampler import Sampler
 from .weights import DTYPES, Weights
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs
 
 __all__ = ["ModelRunner", "kv_bytes_per_block"]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sequence:
-    """What a rank remembers of a sequence between steps."""
-
-    blocks: "array[int]"
-    sampling: SamplingParams
 
 
 class ModelRunner(Executor):
@@ -44,9 +37,15 @@ class ModelRunner(Executor):
     on the device."""
 
     def __init__(
-        self, config: ModelConfig, decoder: Decoder, kv: PagedKv, on_stage: Callable[[str], None] | None = None
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        kv: PagedKv,
+        on_stage: Callable[[str], None] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """`on_stage` hears when a step comes to "model" and to "sample"; benchmarks listen there."""
+        """`on_stage` hears when a step comes to "model" and to "sample"; benchmarks listen there. `folder` is the
+        model's, without which there are no grammars."""
         self.config = config
         self.kv = kv
         self._decoder = decoder
@@ -55,9 +54,12 @@ class ModelRunner(Executor):
         self._rotary = RotaryTable(config.rope, config.head_dim, dtype=kv.data.dtype, device=self._device)
         self._attention = _attention(kv, config)
         self._graphs: DecodeGraphs | None = None
-        self._sequences: dict[int, _Sequence] = {}
-        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # what the last step sampled,
-        self._last_rows: dict[int, int] = {}  # and where, by sequence
+        self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
+        self._grammars = Grammars(folder, config.vocab_size, config.eos_token_ids)
+        self._sampler = Sampler(config.vocab_size, config.eos_token_ids, self._grammars, self._device)
+        self._num_top: dict[int, int] = {}  # alternatives of each prompt token, where they are wanted, by sequence
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # what the last step drew,
+        self._last_draws: dict[int, int] = {}  # and where, by sequence
 
     @classmethod
     def load(
@@ -84,31 +86,39 @@ class ModelRunner(Executor):
         kv = PagedKv(
             layout, num_blocks=num_blocks, block_size=block_size, device=place, shared=shared, tp=tp, rank=rank
         )
-        return cls(shard.config, decoder, kv)
+        return cls(shard.config, decoder, kv, folder=folder)
 
     @property
     def launches_ahead(self) -> bool:
         """Whether `launch` returns before the step has run."""
         return self.kv.data.is_cuda
 
+    def check_grammar(self, grammar: str) -> None:
+        """Compiles a grammar of `SamplingParams`, which the sequences that come with it then find compiled. Raises
+        ValueError if it cannot be followed. From any thread; may take a second."""
+        self._grammars.check(grammar)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling parameters."""
         for sequence_id in plan.dropped:
-            self._sequences.pop(sequence_id, None)
+            self._release(sequence_id)
+        if plan.copies:
+            self.kv.copy(plan.copies)
         for step in plan.sequences:
             self._admit(step)
         sampled = [step for step in plan.sequences if step.num_samples]
         on_layers = None if self.launches_ahead else on_layers
-        logits = self._logits(plan, on_layers) if plan.sequences else None  # [num_sampled, vocab_size]
+        logits, prompts = self._logits(plan, on_layers) if plan.sequences else (None, None)
         if logits is None or not sampled:
-            return _collect(self._last_tokens[:0])  # no token, but its end is to be waited for all the same
+            return _collect(
+                self._last_tokens[:0], None, prompts
+            )  # no token, but its end is to be waited for all the same
         self._on_stage("sample")
-        params = [self._sequences[step.sequence_id].sampling for step in sampled]
-        positions = [step.start + len(step.token_ids) for step in sampled]
-        self._last_tokens = sample(logits, params, positions)
-        self._last_rows = {step.sequence_id: row for row, step in enumerate(sampled)}
-        return _collect(self._last_tokens)
+        drawn = self._sampler(logits, sampled)
+        self._last_tokens = drawn.tokens
+        self._last_draws = drawn.places
+        return _collect(drawn.tokens, drawn.logprobs, prompts)
 
     def warmup(self) -> None:
         """Runs small steps, so that the first request does not pay for first-use set-up, and captures graphs on a GPU.
@@ -141,10 +151,15 @@ class ModelRunner(Executor):
         assert isinstance(self._attention, GpuAttention)
         self._graphs = DecodeGraphs(self._forward, self._attention, capture, batches)
 
+    def _release(self, sequence_id: int) -> None:
+        self._tables.pop(sequence_id, None)
+        self._num_top.pop(sequence_id, None)
+        self._sampler.release(sequence_id)
+
     def _admit(self, step: SequenceStep) -> None:
         if step.sampling is not None:
-            self._sequences[step.sequence_id] = _Sequence(blocks=array("i"), sampling=step.sampling)
-        blocks = self._sequences[step.sequence_id].blocks
+            self._introduce(step, step.sampling)
+        blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
         # A mask hides any number but no NaN or infinity that the block's last owner may have left, so where attention
         # masks what it has read, the rest of a block is cleared when the sequence enters it.
@@ -153,12 +168,20 @@ class ModelRunner(Executor):
         if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
             self.kv.data[:, :, blocks[last], :, first_in_last:] = 0
 
-    def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> torch.Tensor:
-        """[num_sampled, vocab_size]"""
+    def _introduce(self, step: SequenceStep, params: SamplingParams) -> None:
+        self._release(step.sequence_id)
+        self._tables[step.sequence_id] = array("i")
+        if params.prompt_logprobs is not None:
+            self._num_top[step.sequence_id] = params.prompt_logprobs
+        self._sampler.admit(step, params)
+        if step.token_ids[0] == PENDING_TOKEN:
+            last = self._last_draws[step.sequence_id]
+            self._sampler.append(step.sequence_id, self._last_tokens[last : last + 1])
+
+    def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> tuple[torch.Tensor, Measured | None]:
+        """[num_sampled, vocab_size], and what is wanted of prompts."""
         spans = [
-            SequenceSpan(
-                blocks=self._sequences[step.sequence_id].blocks, start=step.start, num_tokens=len(step.token_ids)
-            )
+            SequenceSpan(blocks=self._tables[step.sequence_id], start=step.start, num_tokens=len(step.token_ids))
             for step in plan.sequences
         ]
         token_ids = self._token_ids(plan)
@@ -167,7 +190,7 @@ class ModelRunner(Executor):
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
             if logits is not None:
-                return logits
+                return logits, None
         counts = np.array([span.num_tokens for span in spans])
         ends = counts.cumsum()
         firsts = np.array([span.start for span in spans]) - ends + counts
@@ -176,9 +199,14 @@ class ModelRunner(Executor):
         positions_there, rows_there = ship([positions, sampled_rows], self._device)
         attention = self._attention.plan(spans)
         self._on_stage("model")
-        return self._forward(
-            token_ids, positions_there, attention, None if num_sampled == len(token_ids) else rows_there, on_layers
-        )
+        rows = None if num_sampled == len(token_ids) else rows_there
+        if not self._num_top or not any(
+            step.sequence_id in self._num_top and following(step) for step in plan.sequences
+        ):
+            return self._forward(token_ids, positions_there, attention, rows, on_layers), None
+        hidden = self._decoder.hidden(self._batch(token_ids, positions_there, attention, rows), on_layers)
+        prompts = measure_prompts(hidden, self._decoder.logits, plan.sequences, self._num_top)
+        return self._decoder.logits(hidden if rows is None else hidden[rows]), prompts
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
         """The step's tokens on the device, [num_tokens]; those that the step before samples never leave it."""
@@ -188,7 +216,7 @@ class ModelRunner(Executor):
         index = np.arange(len(known)) + len(self._last_tokens)
         places = np.flatnonzero(known == PENDING_TOKEN)
         pending = [step.sequence_id for step in plan.sequences if step.token_ids[0] == PENDING_TOKEN]
-        index[places] = [self._last_rows[sequence_id] for sequence_id in pending]
+        index[places] = [self._last_draws[sequence_id] for sequence_id in pending]
         known_there, index_there = ship([known, index], self._device)
         return torch.cat((self._last_tokens, known_there)).index_select(0, index_there)
 
@@ -201,17 +229,36 @@ class ModelRunner(Executor):
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor:
         """Implements `graphs.Forward`."""
+        return self._decoder(self._batch(token_ids, positions, attention, sampled_rows), on_layers)
+
+    def _batch(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        sampled_rows: torch.Tensor | None,
+    ) -> StepBatch:
         cos, sin = self._rotary(positions)
-        return self._decoder(
-            StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows),
-            on_layers,
+        return StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows)
+
+
+def _collect(tokens: torch.Tensor, logprobs: Measured | None, prompts: Measured | None) -> Callable[[], Samples]:
+    """tokens [num_draws]"""
+    measured = [each for each in (logprobs, prompts) if each is not None]
+    wait = to_host(tokens, *(tensor for each in measured for tensor in each.tensors))
+    if not measured:
+        return lambda: Samples(tokens=wait()[0])
+
+    def collect() -> Samples:
+        drawn, *rest = wait()
+        read = iter(each.read(*rest[3 * place : 3 * place + 3]) for place, each in enumerate(measured))
+        return Samples(
+            tokens=drawn,
+            logprobs=next(read) if logprobs is not None else {},
+            prompt_logprobs=next(read) if prompts is not None else {},
         )
 
-
-def _collect(tokens: torch.Tensor) -> Callable[[], Samples]:
-    """tokens [num_samples]"""
-    wait = to_host(tokens)
-    return lambda: Samples(tokens=wait())
+    return collect
 
 
 def _attention(kv: PagedKv, config: ModelConfig) -> AttentionBackend:

@@ -4,15 +4,16 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import Samples, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.model.draw import draw
 from tandem.workers.model.runner import ModelRunner
-from tandem.workers.model.sampler import sample
 
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -60,7 +61,7 @@ def reference_logits(model: torch.nn.Module, token_ids: Sequence[int]) -> torch.
 def reference_greedy(model: torch.nn.Module, token_ids: Sequence[int], num_tokens: int) -> list[int]:
     ids = torch.tensor([list(token_ids)])
     output = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_num_samples=0, eos_token_id=None
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
     )
     tokens: list[int] = output[0, len(token_ids) :].tolist()
     return tokens
@@ -76,25 +77,32 @@ class Driver:
         self.tables: dict[int, list[int]] = {}
 
     def step(
-        self, sequence_id: int, token_ids: Sequence[int], start: int, sampling: SamplingParams = GREEDY
+        self, sequence_id: int, token_ids: Sequence[int], start: int, sampling: SamplingParams = GREEDY, **fields: Any
     ) -> SequenceStep:
-        """The plan of one sequence's next tokens; the sequence is new if it has no block yet."""
+        """The plan of one sequence's next tokens; the sequence is new if it has no block yet, and then the tokens are
+        its whole prompt, unless `fields` of the step say otherwise."""
         is_new = sequence_id not in self.tables
         table = self.tables.setdefault(sequence_id, [])
         num_blocks = -(-(start + len(token_ids)) // self.runner.kv.block_size)
         new = [self.free.pop() for _ in range(num_blocks - len(table))]
         table += new
+        if is_new and sampling.needs_history:
+            fields = {"history": tuple(token_ids), "num_prompt": len(token_ids)} | fields
+        values: dict[str, Any] = {"sampling": sampling if is_new else None, "num_samples": 1}
         return SequenceStep(
             sequence_id=sequence_id,
             token_ids=tuple(token_ids),
             start=start,
             new_blocks=tuple(new),
-            sampling=sampling if is_new else None,
-            num_samples=1,
+            **(values | fields),
         )
 
+    def sample(self, *steps: SequenceStep, **fields: Any) -> Samples:
+        """Carries out a plan of these steps."""
+        return self.runner.launch(StepPlan(sequences=steps, **({"dropped": ()} | fields)))()
+
     def run(self, *steps: SequenceStep, dropped: Sequence[int] = ()) -> list[int]:
-        return self.runner.execute(StepPlan(sequences=steps, dropped=tuple(dropped)))
+        return self.sample(*steps, dropped=tuple(dropped)).tokens
 
     def drop(self, sequence_id: int) -> None:
         self.free += self.tables.pop(sequence_id)
@@ -119,10 +127,10 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tens
 
     def record(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
         recorded.append(logits.clone())
-        return sample(logits, params, positions)
+        return draw(logits, params, positions)
 
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.workers.model.runner.sample", record)
+        patch.setattr("tandem.workers.model.sampler.draw", record)
         yield recorded
 
 

@@ -8,7 +8,8 @@ import torch
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
-from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
+from tandem.workers.engine.plan import PENDING_TOKEN, Samples, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model import graphs, kernels, paged_attention
 from tandem.workers.model.kernels import gpu
 
@@ -86,7 +87,7 @@ def test_pending_tokens_never_leave_the_device(tmp_path: Path, on_gpu: None, cap
         runner.capture_graphs(record, (2, 1))
     driver = Driver(runner)
 
-    def launch(*steps: SequenceStep) -> Callable[[], list[int]]:
+    def launch(*steps: SequenceStep) -> Callable[[], Samples]:
         return runner.launch(StepPlan(sequences=steps, dropped=()))
 
     collects = [launch(driver.step(1, prompt(20), 0))]
@@ -94,6 +95,24 @@ def test_pending_tokens_never_leave_the_device(tmp_path: Path, on_gpu: None, cap
     for index in range(4):
         steps = (driver.step(1, [PENDING_TOKEN], 21 + index), driver.step(2, [PENDING_TOKEN], 9 + index))
         collects.append(launch(*(steps if index % 2 else steps[::-1])))
-    tokens = [collect() for collect in collects]
+    tokens = [collect().tokens for collect in collects]
     assert [tokens[0][0], tokens[1][1], *(step[index % 2 == 0] for index, step in enumerate(tokens[2:]))] == expected[0]
     assert [tokens[1][0], *(step[index % 2] for index, step in enumerate(tokens[2:]))] == expected[1]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_every_feature_gives_the_tokens_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    prompts = [prompt(3 + 2 * row, row) for row in range(len(ALL_KINDS))]
+    expected = generate(Driver(load(folder)), prompts, ALL_KINDS, 6)
+    monkeypatch.setattr(kernels, "of", lambda tensor: gpu)
+    runner = load(folder)
+    if captured:
+        runner.capture_graphs(record, (8, 4))
+    for ours, theirs in zip(generate(Driver(runner), prompts, ALL_KINDS, 6), expected, strict=True):
+        assert ours[0] == theirs[0]
+        for place in (1, 2):
+            values = [one.logprob for one in theirs[place]]
+            assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-3)

@@ -181,3 +181,16 @@ def test_threads_on_different_blocks_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(copy, range(0, 256, 16)))
     assert torch.equal(source.data.view(torch.int16), target.data.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copied_blocks_are_whole_and_others_stay(dtype: str) -> None:
+    kv = store(block_size=4, dtype=dtype, seed=3)
+    before = kv.data.view(torch.uint8).clone()  # of noise, which as numbers may be NaN
+    pairs = ((5, 9), (5, 0), (63, 30), (7, 62))
+    with torch.inference_mode():
+        kv.copy(pairs)
+    after = kv.data.view(torch.uint8)
+    sources = {target: source for source, target in pairs}
+    for block in range(64):
+        assert torch.equal(after[:, :, block], before[:, :, sources.get(block, block)])

@@ -11,6 +11,8 @@ import torch
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.model.test_generation import ALL_KINDS
+from tandem.tests.workers.model.test_generation import generate as generate_all
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.model.checkpoint import check_checkpoint
@@ -83,6 +85,21 @@ def test_every_split_gives_the_tokens_of_the_whole(tmp_path: Path, family: str, 
 def test_three_ranks_with_uneven_parts_and_biases(tmp_path: Path, overrides: dict[str, Any]) -> None:
     folder = make_tiny_model(tmp_path, **overrides)
     assert on_ranks(folder, 3, generate) == [generate(load(folder))] * 3
+
+
+def test_every_rank_chooses_and_scores_as_the_whole(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    prompts = [prompt(7 + 9 * row, row) for row in range(len(ALL_KINDS))]
+
+    def work(runner: ModelRunner) -> list[Any]:
+        return generate_all(Driver(runner), prompts, ALL_KINDS, 16)
+
+    whole = work(load(folder))
+    for part in on_ranks(folder, 2, work):
+        for (tokens, of_tokens, of_prompt), expected in zip(part, whole, strict=True):
+            assert tokens == expected[0]
+            for ours, theirs in ((of_tokens, expected[1]), (of_prompt, expected[2])):
+                assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-3)
 
 
 def test_query_heads_that_straddle_kv_heads(tmp_path: Path) -> None:

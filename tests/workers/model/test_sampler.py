@@ -1,56 +1,70 @@
-"""The sampler against exact softmax definitions and transformers' warpers."""
+"""The sampler over a batch: distributions under every parameter, several draws of one row, log probabilities."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.model import sampler
-from tandem.workers.model.sampler import exponential_noise, filter_scores, sample
+from tandem.tests.workers.model.test_draw import logits_row, warped
+from tandem.tests.workers.model.test_shaping import expected_scores
+from tandem.workers.engine.plan import SamplingParams, SequenceStep, TokenLogprobs
+from tandem.workers.model.draw import draw
+from tandem.workers.model.grammar import Grammars
+from tandem.workers.model.logprobs import Measured, measure
+from tandem.workers.model.sampler import Drawn, Sampler
 
 DRAWS = 20_000
+HISTORY = (3, 9, 9, 4, 9, 5, 3)
+CPU = torch.device("cpu")
 
 
-def logits_row(vocab_size: int = 64, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
-    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+def make_sampler(vocab_size: int) -> Sampler:
+    return Sampler(vocab_size, (1,), Grammars(None, vocab_size, (1,)), CPU)
 
 
-def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """transformers' scores after all warpers, -inf for what is not kept; [1, vocab_size]."""
-    scores: torch.Tensor = TemperatureLogitsWarper(params.temperature)(
-        torch.zeros(1, 1, dtype=torch.long), logits[None]
+def step(sequence_id: int, params: SamplingParams, num_samples: int = 1, **fields: Any) -> SequenceStep:
+    values: dict[str, Any] = {"token_ids": HISTORY, "start": 0, "history": HISTORY, "num_prompt": 2}
+    return SequenceStep(
+        sequence_id=sequence_id, new_blocks=(), sampling=params, num_samples=num_samples, **(values | fields)
     )
-    warpers: list[object] = []
-    if params.top_k > 0:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p > 0:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    for warper in warpers:
-        scores = warper(torch.zeros(1, 1, dtype=torch.long), scores)  # type: ignore[operator]
-    return scores
+
+
+def draw_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep]) -> Drawn:
+    with torch.inference_mode():
+        for each in steps:
+            assert each.sampling is not None
+            sampler.admit(each, each.sampling)
+        return sampler(logits, steps)
+
+
+def read(measured: Measured | None) -> dict[int, list[TokenLogprobs]]:
+    assert measured is not None
+    chosen, values, ids = (tensor.tolist() for tensor in measured.tensors)
+    return measured.read(chosen, values, ids)
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(),
-        SamplingParams(temperature=0.6, seed=1),
-        SamplingParams(temperature=2.0, seed=2**64 - 1),
-        SamplingParams(top_k=5, seed=3),
-        SamplingParams(top_p=0.7, seed=4),
-        SamplingParams(min_p=0.1, seed=5),
-        SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, seed=6),
+        SamplingParams(seed=1),
+        SamplingParams(repetition_penalty=1.8, seed=2),
+        SamplingParams(presence_penalty=1.5, frequency_penalty=-0.5, seed=3),
+        SamplingParams(logit_bias=((0, 2.0), (9, -1.0), (63, 1.5), (5, -100.0)), seed=4),
+        SamplingParams(bad_words=((8,), (5, 3, 17), (4, 18)), seed=5),
+        SamplingParams(stop_ids=(2, 30), min_length=8, seed=6),
+        SamplingParams(repetition_penalty=0.7, min_p=0.1, temperature=1.4, seed=7),
+        SamplingParams(logit_bias=((1, 3.0),), typical_p=0.7, seed=8),
+        SamplingParams(frequency_penalty=0.6, top_k=30, top_p=0.9, temperature=0.8, seed=2**64 - 1),
     ],
 )
 def test_distribution(params: SamplingParams) -> None:
-    """Chi-square of 20,000 draws against the exact softmax of what is kept; five standard deviations."""
+    """Chi-square of 20,000 draws of one row, each by a seed of its own; five standard deviations."""
     logits = logits_row(spread=1.0)
-    tokens = sample(logits.expand(DRAWS, -1), [params] * DRAWS, range(DRAWS))
-    expected = warped(logits, params)[0].double().softmax(-1) * DRAWS
+    tokens = draw_once(make_sampler(64), logits[None], [step(1, params, DRAWS)]).tokens
+    scores = expected_scores(logits, params, HISTORY, 2)
+    expected = warped(scores, params)[0].double().softmax(-1) * DRAWS
     counts = torch.bincount(tokens, minlength=64).double()
     assert not counts[expected == 0].any()
     common = expected >= 5
@@ -60,102 +74,92 @@ def test_distribution(params: SamplingParams) -> None:
     assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def test_seeds_draw_independently() -> None:
-    """Pairs drawn with two seeds at the same positions fall as the product of the distributions."""
-    logits = logits_row(4, spread=1.0).expand(DRAWS, -1)
-    first, second = (sample(logits, [SamplingParams(seed=seed)] * DRAWS, range(DRAWS)) for seed in (7, 8))
-    expected = logits[0].double().softmax(-1).outer(logits[0].double().softmax(-1)).flatten() * DRAWS
-    chi_square = ((torch.bincount(first * 4 + second, minlength=16) - expected).square() / expected).sum()
-    assert abs(chi_square.item() - 15) < 5 * math.sqrt(30)
-    following = (sample(logits, [SamplingParams(seed=7)] * DRAWS, range(1, DRAWS + 1))).roll(1)
-    assert torch.equal(first[1:], following[1:])
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=2**64 - 2),
+    SamplingParams(top_p=0.8, seed=11, logprobs=0),
+    SamplingParams(repetition_penalty=1.5, seed=12, logprobs=5),
+    SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=1.0),
+    SamplingParams(logit_bias=((3, 5.0), (700, 4.0)), seed=13, typical_p=0.9),
+    SamplingParams(bad_words=((3, 40), (41,)), seed=14, logprobs=20),
+    SamplingParams(stop_ids=(5, 6), min_length=100, temperature=0.0),
+    SamplingParams(seed=15, logprobs=1000, typical_p=0.3, min_p=0.01, top_k=50),
+]
 
 
-def test_greedy_rows_are_argmax_in_any_company() -> None:
-    logits = torch.stack([logits_row(1000, seed) for seed in range(6)])
-    greedy, hot = SamplingParams(temperature=0.0, top_k=3, seed=9), SamplingParams(temperature=2.0, seed=9)
-    assert torch.equal(sample(logits, [greedy] * 6, range(6)), logits.argmax(-1))
-    mixed = sample(logits, [greedy, hot, hot, greedy, hot, greedy], range(6))
-    assert torch.equal(mixed[[0, 3, 5]], logits[[0, 3, 5]].argmax(-1))
-    assert not torch.equal(mixed[[1, 2, 4]], logits[[1, 2, 4]].argmax(-1))
-    assert torch.equal(sample(logits, [SamplingParams(temperature=1e-6)] * 6, range(6)), logits.argmax(-1)), (
-        "a temperature next to 0 is greedy, not NaN"
-    )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixed_batch_equals_each_alone(dtype: torch.dtype) -> None:
+    params = KINDS * 3
+    logits = torch.stack([logits_row(1000, row) for row in range(len(params))]).to(dtype)
+    steps = [step(10 * row, own, 1 + row % 4) for row, own in enumerate(params)]
+    together = draw_once(make_sampler(1000), logits, steps)
+    tokens, logprobs = together.tokens.tolist(), read(together.logprobs)
+    begin = 0
+    for row, own in enumerate(steps):
+        alone = draw_once(make_sampler(1000), logits[row : row + 1], [own])
+        assert alone.tokens.tolist() == tokens[begin : begin + own.num_samples]
+        places = {10 * row + number: number for number in range(own.num_samples)}
+        assert alone.places == places
+        assert {key: together.places[key] - begin for key in places} == places
+        if params[row].logprobs is None:
+            assert 10 * row not in logprobs
+        else:
+            assert read(alone.logprobs)[10 * row] == logprobs[10 * row]
+        begin += own.num_samples
+    assert begin == len(tokens)
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
-    params = [
-        SamplingParams(temperature=0.5 + 0.1 * row, top_k=(0, 3, 40)[row % 3], top_p=(1.0, 0.8)[row % 2], seed=row // 2)
-        for row in range(24)
-    ]
-    logits = torch.stack([logits_row(3000, row) for row in range(24)])
-    positions = [100 + row % 5 for row in range(24)]
-    together = sample(logits, params, positions)
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
-    assert torch.equal(shuffled, together[order])
-    for row in range(24):
-        assert sample(logits[row : row + 1], params[row : row + 1], positions[row : row + 1])[0] == together[row]
+@pytest.mark.parametrize("params", KINDS)
+def test_n_draws_are_those_of_n_seeds(params: SamplingParams) -> None:
+    logits = logits_row(1000, 3)[None]
+    together = draw_once(make_sampler(1000), logits, [step(1, params, 6)])
+    for number in range(6):
+        own = replace(params, seed=(params.seed + number) % 2**64)
+        alone = draw_once(make_sampler(1000), logits, [step(1, own)])
+        assert together.tokens[number] == alone.tokens[0]
+        if params.logprobs is not None:
+            assert read(together.logprobs)[1][number] == read(alone.logprobs)[1][0]
 
 
-def test_seed_and_position_change_the_draw() -> None:
-    logits = logits_row(5000, spread=0.1)[None]
-    draws = [
-        sample(logits, [SamplingParams(seed=seed)], [position]).item()
-        for seed in (0, 1, 2**31, 2**32, 2**63, 2**64 - 1)
-        for position in (0, 1, 2, 1000)
-    ]
-    assert len(set(draws)) >= len(draws) - 1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
+    params = [own for own in KINDS if own.logprobs is not None]
+    logits = torch.stack([logits_row(1000, row) for row in range(len(params))]).to(dtype)
+    drawn = draw_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)])
+    expected = logits.float().log_softmax(-1)
+    for row, (token, own) in enumerate(zip(drawn.tokens.tolist(), params, strict=True)):
+        (said,) = read(drawn.logprobs)[row]
+        assert said.logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
+        assert len(said.top) == own.logprobs
+        values = expected[row].topk(own.logprobs or 0).values
+        assert [value for _, value in said.top] == pytest.approx(values.tolist(), abs=1e-5)
+        ids = logits[row].float().sort(dim=-1, descending=True, stable=True).indices[: own.logprobs]
+        assert [token for token, _ in said.top] == ids.tolist()
 
 
-@pytest.mark.parametrize("num_candidates", [sampler.NUM_CANDIDATES, 8])
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(top_k=1),
-        SamplingParams(top_k=7),
-        SamplingParams(top_k=10_000),
-        SamplingParams(top_p=0.001),
-        SamplingParams(top_p=0.5),
-        SamplingParams(top_p=0.99),
-        SamplingParams(min_p=0.3),
-        SamplingParams(min_p=1.0),
-        SamplingParams(temperature=0.3, top_k=30, top_p=0.8, min_p=0.05),
-    ],
-)
-def test_kept_sets_equal_transformers(
-    monkeypatch: pytest.MonkeyPatch, params: SamplingParams, num_candidates: int
-) -> None:
-    """Also when the candidates sorted first do not reach down to the threshold."""
-    monkeypatch.setattr(sampler, "NUM_CANDIDATES", num_candidates)
-    for seed in range(5):
-        logits = logits_row(2000, seed)
-        values, ids = filter_scores(logits[None] / params.temperature, [params])
-        kept = set(ids[values > -torch.inf].tolist())
-        assert kept == set(warped(logits, params)[0].isfinite().nonzero().flatten().tolist())
+def test_more_alternatives_than_tokens_are_all_tokens() -> None:
+    _, values, ids = measure(torch.zeros(2, 5), torch.tensor([1, 2]), 9)
+    assert values.tolist() == [[pytest.approx(-math.log(5))] * 5] * 2
+    assert sorted(ids[0].tolist()) == list(range(5))
 
 
-def test_ties_are_kept_together() -> None:
-    scores = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
-    for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.6)):
-        values, ids = filter_scores(scores, [params])
-        assert set(ids[values > -torch.inf].tolist()) == {1, 2, 3, 4}
+def test_rows_without_features_are_drawn_as_ever() -> None:
+    logits = torch.stack([logits_row(1000, row) for row in range(12)]).bfloat16()
+    plain = [SamplingParams(temperature=row % 3 / 2, top_k=row % 2 * 9, seed=row) for row in range(12)]
+    params = [replace(own, presence_penalty=1.0) if row % 4 == 1 else own for row, own in enumerate(plain)]
+    expected = draw(logits, plain, [len(HISTORY)] * 12)
+    drawn = draw_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)]).tokens
+    rows = [row for row in range(12) if row % 4 != 1]
+    assert torch.equal(drawn[rows], expected[rows])
 
 
-def test_noise_is_pinned() -> None:
-    """The bits of the noise are a promise: a resumed request must draw what it would have drawn elsewhere."""
-    ids = torch.tensor([[0, 1, 2, 49_151, 151_935]])
-    noise = exponential_noise(ids, [sampler._keys(0, 0), sampler._keys(2**64 - 1, 123)])
-    assert noise[0].tolist() == pytest.approx([1.19936085, 0.39770985, 0.15685970, 0.28319451, 1.08868730], rel=1e-6)
-    assert noise[1].tolist() == pytest.approx([0.60631740, 0.68995154, 2.86496162, 0.07441084, 1.64984047], rel=1e-6)
-
-
-def test_noise_is_exponential() -> None:
-    """Kolmogorov-Smirnov over 200,000 token ids of one key, and over 20,000 positions of one token id."""
-    by_id = exponential_noise(torch.arange(200_000)[None], [sampler._keys(1, 5)])[0]
-    by_position = exponential_noise(torch.tensor([[17]]), [sampler._keys(1, i) for i in range(20_000)])[:, 0]
-    for noise in (by_id, by_position):
-        assert noise.min() > 0
-        ordered = 1 - noise.double().sort().values.neg().exp()
-        steps = torch.arange(1, len(noise) + 1, dtype=torch.float64) / len(noise)
-        assert (ordered - steps).abs().max() < 2 / math.sqrt(len(noise))
+def test_a_sequence_past_its_min_length_is_special_no_more() -> None:
+    sampler = make_sampler(64)
+    params = SamplingParams(stop_ids=(3,), min_length=9, temperature=0.0)
+    logits = torch.zeros(1, 64).index_fill_(1, torch.tensor([3]), 5.0)
+    assert draw_once(sampler, logits, [step(1, params)]).tokens.item() != 3
+    for start, is_free in ((7, False), (8, True), (9, True)):
+        with torch.inference_mode():
+            drawn = sampler(logits, [step(1, params, token_ids=(3,), start=start)])
+        assert (drawn.tokens.item() == 3) == is_free
+        assert (1 in sampler._special) != is_free

@@ -198,7 +198,7 @@ def linear(
 
 
 def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The tokens of logits [rows, vocab_size], as sampler.py draws them: int64 [rows].
+    """The tokens of logits [rows, vocab_size], as draw.py draws them: int64 [rows].
 
     temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32."""
     rows, vocab_size = logits.shape

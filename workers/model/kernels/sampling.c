@@ -1,4 +1,4 @@
-// The choice of the next token without a filter: see sampler.py, of which this is the fused form.
+// The choice of the next token without a filter: see draw.py, of which this is the fused form.
 
 #include "common.h"
 
