@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import aiohttp
 import grpc.aio
@@ -210,7 +210,7 @@ class _Reader:
 class _GrpcReader(_Reader):
     def __init__(self, channel: grpc.aio.Channel, num_tokens: int) -> None:
         super().__init__(num_tokens)
-        self._call = channel.unary_stream(GENERATE, None, inference_pb2.GenerateResponse.FromString)
+        self._call: Any = channel.unary_stream(GENERATE, None, inference_pb2.GenerateResponse.FromString)
         request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text=_PROMPT))
         request.stopping.max_tokens = num_tokens
         request.stopping.ignore_eos = True

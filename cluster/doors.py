@@ -47,7 +47,7 @@ class Doors:
             context_tokens=min(config.context_tokens or longest, longest),
         )
         server = await RouterServer.start(
-            Completions([model], dispatcher),
+            Completions([model], dispatcher, admission),
             grpc_address=f"{host}:{router.grpc_port}",
             http_address=f"{host}:{router.http_port}",
             reflection=router.reflection,

@@ -147,19 +147,27 @@ class Piece:
 
 
 class Transcript:
-    """The text of one completion: detokenised, cut before the first stop string."""
+    """The text of one completion: detokenised, cut before the first stop string.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    The text of the first min_tokens tokens is shown at once, whatever it is; a stop string begins after it."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(stops)
         self._watches = bool(stops)
+        self._num_unwatched = min_tokens
 
     def push(self, ids: Sequence[int]) -> Piece:
         """Takes the next ids. After a stop string was found, push no more."""
         if not self._watches:
             return Piece(text=self._detokenizer.push(ids), num_tokens=len(ids), stopped=False)
         texts = []
-        for count, token in enumerate(ids, start=1):  # one by one, to know which of them ends the stop string
+        unwatched = ids[: self._num_unwatched]
+        if unwatched:
+            self._num_unwatched -= len(unwatched)
+            texts.append(self._detokenizer.push(unwatched))
+        # One by one, to know which of them ends the stop string.
+        for count, token in enumerate(ids[len(unwatched) :], start=len(unwatched) + 1):
             text, stopped = self._stops.push(self._detokenizer.push((token,)))
             texts.append(text)
             if stopped:
@@ -168,5 +176,8 @@ class Transcript:
 
     def finish(self) -> Piece:
         """The end of the completion: whatever was held back, unless it holds a stop string."""
-        text, stopped = self._stops.push(self._detokenizer.flush())
+        text = self._detokenizer.flush()
+        if self._num_unwatched:
+            return Piece(text=text, num_tokens=0, stopped=False)
+        text, stopped = self._stops.push(text)
         return Piece(text=text + self._stops.flush(), num_tokens=0, stopped=stopped)

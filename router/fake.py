@@ -3,15 +3,16 @@
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from ..proto import inference_pb2
+from ..proto import inference_pb2, worker_pb2
 from ..proto.errors import TandemError
+from .deadline import before
 from .request import TokenDelta, TokenRequest
 from .tokenizer import Tokenizer
 
@@ -51,10 +52,13 @@ class FakeTokenSource:
     """A TokenSource that generates `answer`, or else a walk through printable ASCII that prompt and seed determine.
 
     Ends with FINISH_REASON_STOP after EOS_ID or a stop token id, as a worker does, and with FINISH_REASON_LENGTH at
-    max_tokens or the end of the answer.
+    max_tokens or the end of the answer. Choices take turns; choice i has the i-th of `answers`, or the walk of seed
+    + i. The log probability of token t is `-(t + 1) / 1000`, its alternatives are 0, 1, 2, ...; the score
+    of a hypothesis is the sum.
     """
 
     answer: Sequence[int] | None = None
+    answers: Sequence[Sequence[int]] = ()  # in place of `answer`, one for each choice
     tokens_per_delta: int = 1
     error: TandemError | Exception | None = None  # raised after `error_after` tokens
     error_after: int = 0
@@ -66,22 +70,18 @@ class FakeTokenSource:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def generate(
-        self, request: TokenRequest, timeline: inference_pb2.Timeline
+        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
         await self._count(+1, request)
         finished = False
         try:
-            ids = self._tokens(request)
-            for start in range(0, len(ids), self.tokens_per_delta):
-                await self._obstacle(start)
-                end = start + self.tokens_per_delta
-                reason = inference_pb2.FINISH_REASON_UNSPECIFIED
-                if end >= len(ids):
-                    reason, finished = self._reason(ids[-1], request), True
-                timeline.completion_tokens = min(end, len(ids))
-                yield TokenDelta(first_index=start, ids=tuple(ids[start:end]), finish_reason=reason)
+            for delta in self._deltas(request, ended):
+                await before(request.deadline, self._obstacle(delta.first_index))
+                timeline.completion_tokens += len(delta.ids)
+                yield delta
                 await asyncio.sleep(0)  # as a network would, let others run
+            finished = True
         finally:
             timeline.request_id = request.request_id
             timeline.prompt_tokens = len(request.prompt)
@@ -108,18 +108,54 @@ class FakeTokenSource:
         if self.stall_after is not None and start >= self.stall_after:
             await asyncio.Event().wait()
 
-    def _tokens(self, request: TokenRequest) -> list[int]:
-        ids = list(self.answer) if self.answer is not None else self._walk(request)
+    def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
+        completions = [self._tokens(request, choice) for choice in range(request.num_choices)]
+        for start in range(0, max(map(len, completions)), self.tokens_per_delta):
+            for choice, ids in enumerate(completions):
+                part = ids[start : start + self.tokens_per_delta]
+                if not part or choice in ended:
+                    continue
+                is_last = start + len(part) == len(ids)
+                prompt: tuple[worker_pb2.TokenScores, ...] = ()
+                if not start and not choice and request.prompt_logprobs is not None:
+                    prompt = tuple(_scores(token, request.prompt_logprobs) for token in request.prompt[1:])
+                yield TokenDelta(
+                    first_index=start,
+                    ids=tuple(part),
+                    finish_reason=_reason(part[-1], request) if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED,
+                    choice=choice,
+                    logprobs=() if request.logprobs is None else tuple(_scores(t, request.logprobs) for t in part),
+                    prompt_logprobs=prompt,
+                    score=sum(_logprob(token) for token in ids) if is_last and request.beam_search else 0.0,
+                )
+
+    def _tokens(self, request: TokenRequest, choice: int) -> list[int]:
+        if self.answers:
+            ids = list(self.answers[choice])
+        else:
+            ids = list(self.answer) if self.answer is not None else _walk(request, choice)
         ids = ids[: request.max_tokens]
         ends = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
         stops = [i for i, token in enumerate(ids) if token in ends]
         return ids[: stops[0] + 1] if stops else ids
 
-    def _walk(self, request: TokenRequest) -> list[int]:
-        state = random.Random(zlib.crc32(repr(request.prompt).encode()) ^ request.sampling.seed)
-        return [state.randrange(0x20, 0x7F) for _ in range(min(request.max_tokens, 4_096))]
 
-    def _reason(self, last: int, request: TokenRequest) -> "inference_pb2.FinishReason":
-        if last in request.stop_token_ids or (last == EOS_ID and not request.ignore_eos):
-            return inference_pb2.FINISH_REASON_STOP
-        return inference_pb2.FINISH_REASON_LENGTH
+def _walk(request: TokenRequest, choice: int) -> list[int]:
+    state = random.Random(zlib.crc32(repr(request.prompt).encode()) ^ (request.sampling.seed + choice) % 2**64)
+    return [state.randrange(0x20, 0x7F) for _ in range(min(request.max_tokens, 4_096))]
+
+
+def _reason(last: int, request: TokenRequest) -> "inference_pb2.FinishReason":
+    if last in request.stop_token_ids or (last == EOS_ID and not request.ignore_eos):
+        return inference_pb2.FINISH_REASON_STOP
+    return inference_pb2.FINISH_REASON_LENGTH
+
+
+def _logprob(token: int) -> float:
+    return -(token + 1) / 1000
+
+
+def _scores(token: int, num_top: int) -> worker_pb2.TokenScores:
+    return worker_pb2.TokenScores(
+        logprob=_logprob(token), top_ids=range(num_top), top_logprobs=[_logprob(i) for i in range(num_top)]
+    )

@@ -7,7 +7,9 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -15,10 +17,13 @@ from ..proto import inference_pb2
 from ..proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
 from ..proto.limits import MAX_MESSAGE_BYTES
 from .completion import Completions, tandem_errors_only
+from .request import tenant_of
 
 SERVICE = "tandem.v1.Inference"
 TIMELINE_KEY = "tandem-timeline-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
+DETAILS_KEY = "grpc-status-details-bin"
+AUTHORIZATION_KEY = "authorization"
 
 _Context = grpc.aio.ServicerContext[bytes, Any]
 _M = TypeVar("_M", bound=Message)
@@ -36,10 +41,18 @@ _OPTIONS: list[tuple[str, int]] = [
 class GrpcDoor:
     """A gRPC server over Completions. Lives from `start` to `stop`, in one event loop."""
 
-    def __init__(self, completions: Completions, *, reflection: bool) -> None:
+    def __init__(
+        self,
+        completions: Completions,
+        *,
+        reflection: bool,
+        compression: grpc.Compression = grpc.Compression.NoCompression,
+    ) -> None:
+        """`compression`: of answers, to clients that accept it. Requests may come compressed in any way gRPC knows; the
+        bound of their size is that of the message unpacked."""
         self._completions = completions
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS, compression=compression)
         self._server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if reflection:
@@ -76,6 +89,7 @@ class GrpcDoor:
             SERVICE,
             {
                 "Generate": grpc.unary_stream_rpc_method_handler(self._generate, None, _serialize),
+                "Detokenize": grpc.unary_unary_rpc_method_handler(self._detokenize, None, _serialize),
                 "Tokenize": grpc.unary_unary_rpc_method_handler(self._tokenize, None, _serialize),
                 "ListModels": grpc.unary_unary_rpc_method_handler(self._list_models, None, _serialize),
             },
@@ -87,14 +101,14 @@ class GrpcDoor:
         timeline = inference_pb2.Timeline()
         try:
             with tandem_errors_only():
-                messages = self._completions.generate(
+                accepted = await self._completions.accept(
                     _parse(inference_pb2.GenerateRequest, body),
                     arrived=arrived,
                     deadline=None if remaining is None else arrived + remaining,
-                    timeline=timeline,
+                    tenant=_tenant(context),
                 )
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
-                async with aclosing(messages):
+                async with aclosing(self._completions.run(accepted, timeline)) as messages:
                     async for message in messages:
                         await context.write(message)
         except TandemError as error:
@@ -104,6 +118,12 @@ class GrpcDoor:
     async def _tokenize(self, body: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         async def answer() -> inference_pb2.TokenizeResponse:
             return await self._completions.tokenize(_parse(inference_pb2.TokenizeRequest, body))
+
+        return await _answered(answer, context)
+
+    async def _detokenize(self, body: bytes, context: _Context) -> inference_pb2.DetokenizeResponse:
+        async def answer() -> inference_pb2.DetokenizeResponse:
+            return await self._completions.detokenize(_parse(inference_pb2.DetokenizeRequest, body))
 
         return await _answered(answer, context)
 
@@ -124,10 +144,33 @@ async def _answered(answer: Callable[[], Awaitable[_M]], context: _Context) -> _
 
 
 async def _abort(context: _Context, error: TandemError, timeline: inference_pb2.Timeline) -> NoReturn:
-    metadata = list(_timeline_metadata(timeline))
+    code = grpc.StatusCode[error.code]
+    metadata = [*_timeline_metadata(timeline), (DETAILS_KEY, _status(code, error).SerializeToString())]
     if isinstance(error, Overloaded | Unavailable):
         metadata.append((PUSHBACK_KEY, str(round(error.retry_after * 1_000))))
-    await context.abort(grpc.StatusCode[error.code], error.message, tuple(metadata))
+    await context.abort(code, error.message, tuple(metadata))
+
+
+def _status(code: grpc.StatusCode, error: TandemError) -> status_pb2.Status:
+    """The error in the form that Google's APIs give details in."""
+    status = status_pb2.Status(code=code.value[0], message=error.message)
+    if isinstance(error, InvalidArgument) and error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message.removeprefix(f"{error.field}: ")
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    elif isinstance(error, Overloaded | Unavailable):
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def _tenant(context: _Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == AUTHORIZATION_KEY:
+            return tenant_of(value if isinstance(value, str) else value.decode("latin-1"))
+    return ""
 
 
 def _timeline_metadata(timeline: inference_pb2.Timeline) -> tuple[tuple[str, str | bytes], ...]:

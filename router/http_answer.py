@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
@@ -10,11 +11,22 @@ from starlette.types import Receive, Scope, Send
 
 from ..proto import inference_pb2
 from ..proto.errors import TandemError
-from .completion import Accepted, Completions, tandem_errors_only
+from .completion import Completions, tandem_errors_only
 from .http_reply import DONE, Replies, error_event, error_response
 from .http_schema import Job
+from .prepare import Accepted
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """What a request says outside its body."""
+
+    request_id: str
+    arrived: float  # time.monotonic() when the request came
+    deadline: float | None  # time.monotonic() at which the answer must have ended
+    tenant: str
 
 
 class Answer(Response):
@@ -25,14 +37,12 @@ class Answer(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, completions: Completions, job: Job, request_id: str, arrived: float) -> None:
+    def __init__(self, completions: Completions, job: Job, caller: Caller) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]  # not known yet
         self._completions = completions
         self._job = job
-        self._arrived = arrived
-        model = job.requests[0].model or completions.models[0].name
-        self._replies = Replies(chat=job.chat, request_id=request_id, model=model)
+        self._caller = caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._stream(scope, receive, send) if self._job.stream else self._whole(scope, receive, send)
@@ -43,7 +53,7 @@ class Answer(Response):
             try:
                 event: bytes | None = await anext(events)
             except TandemError as error:
-                await self._send_other(error_response(error), scope, receive, send)
+                await self._send_other(error_response(error, self._job.field), scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while event is not None:
@@ -56,43 +66,55 @@ class Answer(Response):
             await send({"type": "http.response.body", "body": b""})
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        texts: list[list[str]] = [[] for _ in self._job.requests]
-        last = [inference_pb2.GenerateResponse() for _ in self._job.requests]
+        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._job.requests]
         try:
-            async with aclosing(self._messages()) as messages:
-                async for index, message in messages:
-                    texts[index].append(message.text)
-                    last[index] = message
+            with tandem_errors_only():
+                accepted = await self._accept()
+                async with aclosing(self._messages(accepted)) as messages:
+                    async for prompt, message in messages:
+                        answers[prompt].append(message)
+                body = self._replies(accepted).whole(answers)
         except TandemError as error:
-            await self._send_other(error_response(error), scope, receive, send)
+            await self._send_other(error_response(error, self._job.field), scope, receive, send)
             return
-        body = self._replies.whole([("".join(parts), end) for parts, end in zip(texts, last, strict=True)])
         await self._send_other(JSONResponse(body), scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         usages = []
-        async with aclosing(self._messages()) as messages:
-            async for index, message in messages:
-                if message.HasField("usage"):
-                    usages.append(message.usage)
-                yield self._replies.chunk(index, message)
-        if self._job.include_usage:
-            yield self._replies.usage_chunk(usages)
-        yield DONE
-
-    async def _messages(self) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
         with tandem_errors_only():
-            # All are checked before the first runs: no part of a body that is refused is carried out.
-            accepted = [await self._accept(request) for request in self._job.requests]
-            streams = [self._completions.run(each, inference_pb2.Timeline()) for each in accepted]
-            async with aclosing(_interleave(streams)) as messages:
-                async for entry in messages:
-                    yield entry
+            accepted = await self._accept()
+            replies = self._replies(accepted)
+            async with aclosing(self._messages(accepted)) as messages:
+                async for prompt, message in messages:
+                    if message.HasField("usage"):
+                        usages.append(message.usage)
+                    yield replies.chunk(prompt, message)
+            if self._job.include_usage:
+                yield replies.usage_chunk(usages)
+            yield DONE
 
-    async def _accept(self, request: inference_pb2.GenerateRequest) -> Accepted:
-        return await self._completions.accept(
-            request, arrived=self._arrived, deadline=None, default_max_tokens=self._job.default_max_tokens
-        )
+    async def _accept(self) -> list[Accepted]:
+        """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
+        return [
+            await self._completions.accept(
+                request,
+                arrived=self._caller.arrived,
+                deadline=self._caller.deadline,
+                default_max_tokens=self._job.default_max_tokens,
+                tenant=self._caller.tenant,
+            )
+            for request in self._job.requests
+        ]
+
+    def _messages(
+        self, accepted: Sequence[Accepted]
+    ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
+        return _interleave([self._completions.run(each, inference_pb2.Timeline()) for each in accepted])
+
+    def _replies(self, accepted: Sequence[Accepted]) -> Replies:
+        model = self._job.requests[0].model or self._completions.models[0].name
+        prompt_tokens = sum(len(each.tokens.prompt) for each in accepted)
+        return Replies(self._job, self._caller.request_id, model, prompt_tokens)
 
     async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         response.headers.update({name: self.headers[name] for name in ("x-request-id",) if name in self.headers})

@@ -1,127 +1,31 @@
-"""The bodies of OpenAI's completion requests, translated to the messages of tandem.v1.
+"""OpenAI's requests, translated to the messages of tandem.v1.
 
 A field that Tandem cannot honour is refused by name unless its value asks for nothing.
 """
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument
+from .http_body import (
+    Body,
+    ChatBody,
+    ChatParts,
+    ChatTokenizeBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    NamedTool,
+    TextTokenizeBody,
+    Tool,
+)
+from .http_parse import MAX_NAME, http_field, json_text, parse
 
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's, for /v1/completions only
-
-_HARMLESS: Final[dict[str, tuple[Any, ...] | None]] = {
-    "user": None,
-    "metadata": None,
-    "safety_identifier": None,
-    "prompt_cache_key": None,
-    "parallel_tool_calls": None,
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-}
-"""Fields without support and the values, besides null, that change nothing; None where no value does."""
-
-_MAX_NAME: Final = 64  # characters of an unknown name that an error repeats
-
-_B = TypeVar("_B", bound="_Body")
-
-
-def _strings(value: object) -> object:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
-
-
-def _prompts(value: object) -> object:
-    """A list of prompts from any of the four forms; each prompt is a string or a list of token ids."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if isinstance(prompts, list) and all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
-        if 1 <= len(prompts) <= limits.MAX_PROMPTS:
-            return prompts
-        raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {limits.MAX_PROMPTS} are taken")
-    raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of these")
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int and 0 <= i < 2**32 for i in value)
-
-
-def _content(value: object) -> object:
-    """The text of a message, given as a string or as parts of text."""
-    if value is None:
-        return ""
-    if not isinstance(value, list):
-        return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise PydanticCustomError("content", 'takes parts of the form {{"type": "text", "text": ...}} only')
-    return "".join(part["text"] for part in value)
-
-
-_Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-
-
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-    include_usage: bool | None = None
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: str
-    content: Annotated[str, BeforeValidator(_content)] = ""
-
-
-class _Body(BaseModel):
-    """What both endpoints take. null is as good as absent."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    model: str | None = None
-    max_tokens: _Int32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: _Int32 | None = None
-    min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=limits.MAX_SEED)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_strings)] = []
-    stop_token_ids: list[_TokenId] | None = None
-    ignore_eos: bool | None = None
-    truncate_prompt: bool | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-
-
-class _CompletionBody(_Body):
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
-
-
-class _ChatBody(_Body):
-    messages: list[_Message]
-    max_completion_tokens: _Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,115 +33,273 @@ class Job:
     """What one body asks for."""
 
     chat: bool
-    requests: tuple[inference_pb2.GenerateRequest, ...]  # one per prompt
-    default_max_tokens: int | None  # where the body names no number; None: any
-    stream: bool
-    include_usage: bool
+    requests: tuple[inference_pb2.GenerateRequest, ...]  # one per prompt, equal but for prompt and id
+    default_max_tokens: int | None = None  # where the body names no number; None: any
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    parallel_tool_calls: bool = True
+    prompt_logprobs: bool = False  # asked for by themselves, not by echo
+    names: Mapping[str, str] = field(default_factory=dict)  # of fields that this body names otherwise than most
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt."""
+        return max(self.requests[0].n, 1)
+
+    def field(self, path: str) -> str:
+        """The name in this body of a field of GenerateRequest."""
+        if self.chat and path == "prompt":
+            return "messages"
+        found = next((name for start, name in self.names.items() if path.startswith(start)), None)
+        return http_field(path) if found is None else found
 
 
 def completion_job(body: bytes, request_id: str) -> Job:
     """Translates the body of POST /v1/completions. Raises InvalidArgument that names the field."""
-    parsed = _parse(_CompletionBody, body)
+    parsed = parse(CompletionBody, body)
     prompts = [
         inference_pb2.Prompt(text=prompt)
         if isinstance(prompt, str)
         else inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
         for prompt in parsed.prompt
     ]
-    return _job(parsed, prompts, parsed.max_tokens, request_id, default_max_tokens=_DEFAULT_COMPLETION_TOKENS)
+    common, names = _common(parsed)
+    if parsed.logprobs is not None:
+        common.logprobs = parsed.logprobs
+    common.echo = bool(parsed.echo)
+    if parsed.echo and parsed.logprobs is not None and parsed.prompt_logprobs is None:
+        common.prompt_logprobs = parsed.logprobs
+    if parsed.max_tokens is not None:
+        common.stopping.max_tokens = parsed.max_tokens
+    requests = _requests(common, prompts, request_id)
+    return _job(parsed, requests, names, default_max_tokens=_DEFAULT_COMPLETION_TOKENS)
 
 
 def chat_job(body: bytes, request_id: str) -> Job:
     """Translates the body of POST /v1/chat/completions. Raises InvalidArgument that names the field."""
-    parsed = _parse(_ChatBody, body)
-    for i, message in enumerate(parsed.messages):
-        _refuse_extras(message, {"name": None}, f"messages[{i}].")
-    messages = [inference_pb2.ChatMessage(role=m.role, content=m.content) for m in parsed.messages]
-    prompt = inference_pb2.Prompt(chat=inference_pb2.Chat(messages=messages))
-    limit = parsed.max_tokens if parsed.max_completion_tokens is None else parsed.max_completion_tokens
-    return _job(parsed, [prompt], limit, request_id, default_max_tokens=None)
+    parsed = parse(ChatBody, body)
+    common, names = _common(parsed)
+    if parsed.logprobs:
+        common.logprobs = parsed.top_logprobs or 0
+        names["logprobs"] = "top_logprobs"
+    elif parsed.top_logprobs:
+        raise InvalidArgument("goes with logprobs only", "top_logprobs")
+    if parsed.max_completion_tokens is not None:
+        common.stopping.max_tokens = parsed.max_completion_tokens
+        names["stopping.max_tokens"] = "max_completion_tokens"
+    elif parsed.max_tokens is not None:
+        common.stopping.max_tokens = parsed.max_tokens
+    chat = _chat(parsed)
+    chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
+    return _job(parsed, _requests(common, [inference_pb2.Prompt(chat=chat)], request_id), names)
 
 
-def http_field(field: str) -> str:
-    """The name in a body of a field of GenerateRequest: `stopping.stop[3]` is `stop[3]`."""
-    if field == "prompt.chat":
-        return "messages"
-    for prefix in ("prompt.chat.", "sampling.", "stopping."):
-        if field.startswith(prefix):
-            return field.removeprefix(prefix)
-    return field.partition(".")[0] if field.startswith("prompt.") else field
+def tokenize_request(body: bytes) -> tuple[inference_pb2.TokenizeRequest, TextTokenizeBody | ChatTokenizeBody]:
+    """Translates the body of POST /tokenize, and returns it, too. Raises InvalidArgument."""
+    try:
+        is_chat = "messages" in json.loads(body)
+    except (ValueError, TypeError, RecursionError):
+        is_chat = False  # whatever it is, the parser below says what is wrong
+    if is_chat:
+        chat = parse(ChatTokenizeBody, body)
+        prompt = inference_pb2.Prompt(chat=_chat(chat))
+        return inference_pb2.TokenizeRequest(model=chat.model or "", prompt=prompt), chat
+    text = parse(TextTokenizeBody, body)
+    return inference_pb2.TokenizeRequest(model=text.model or "", prompt=inference_pb2.Prompt(text=text.prompt)), text
+
+
+def detokenize_request(body: bytes) -> inference_pb2.DetokenizeRequest:
+    """Translates the body of POST /detokenize. Raises InvalidArgument."""
+    parsed = parse(DetokenizeBody, body)
+    return inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
+
+
+def _common(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str]]:
+    """What both endpoints have, and the names of fields that depend on the body."""
+    constraint, name = _constraint(body)
+    names = {"constraint": name}
+    request = inference_pb2.GenerateRequest(
+        model=body.model or "",
+        sampling=_sampling(body),
+        stopping=inference_pb2.StoppingParams(
+            stop=body.stop,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=body.min_tokens or 0,
+        ),
+        truncate_prompt=bool(body.truncate_prompt),
+        n=body.n or 0,
+        best_of=body.best_of or 0,
+        prompt_logprobs=body.prompt_logprobs,
+        constraint=constraint,
+        priority=-(body.priority or 0),  # as in vLLM, the lower number goes first
+    )
+    if _searches(body):
+        if body.beam_width is None:
+            names["beam_search.width"] = "n"
+        request.beam_search.CopyFrom(
+            inference_pb2.BeamSearch(
+                width=body.beam_width or body.n or 1,
+                length_penalty=body.length_penalty,
+                early_stopping=bool(body.early_stopping),
+            )
+        )
+    elif body.length_penalty not in (None, 1) or body.early_stopping:
+        name = "early_stopping" if body.early_stopping else "length_penalty"
+        raise InvalidArgument("goes with use_beam_search only", name)
+    return request, names
+
+
+def _searches(body: Body) -> bool:
+    return bool(body.use_beam_search) or body.beam_width is not None
+
+
+def _sampling(body: Body) -> inference_pb2.SamplingParams:
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_k": body.top_k,
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        "seed": None if body.seed is None else body.seed % (limits.MAX_SEED + 1),
+        "typical_p": body.typical_p,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": _logit_bias(body.logit_bias or {}),
+        "bad_words": body.bad_words,
+    }
+    if _searches(body):  # a search takes none of these; values that ask for nothing are common in clients
+        nothing: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, -1), "seed": (given["seed"] or 0,)}
+        nothing |= dict.fromkeys(("top_p", "typical_p", "repetition_penalty"), (1,))
+        nothing |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), (0,))
+        given = {name: value for name, value in given.items() if value not in nothing.get(name, ())}
+    return inference_pb2.SamplingParams(**given)
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    for key in given:
+        if not re.fullmatch(r"[0-9]{1,9}", key):
+            raise InvalidArgument(f"{key[:MAX_NAME]!r} is not a token id", "logit_bias")
+    return {int(key): value for key, value in given.items()}
+
+
+def _constraint(body: Body) -> tuple[inference_pb2.Constraint | None, str]:
+    """What the completion must look like, and the field that says so."""
+    found = [*_format(body), *_structured(body)]
+    found += [
+        (inference_pb2.Constraint(**value), f"guided_{name}")
+        for name, value in _kinds(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    ]
+    if len(found) > 1:
+        raise InvalidArgument(f"does not go together with {found[0][1]}", found[1][1])
+    return found[0] if found else (None, "response_format")
+
+
+def _format(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str]]:
+    form = body.response_format
+    if form is None:
+        return
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        raise InvalidArgument("goes together with type json_schema, and only with it", "response_format.json_schema")
+    if form.json_schema is not None:
+        schema = json_text(form.json_schema.schema_, "response_format.json_schema.schema")
+        yield inference_pb2.Constraint(json_schema=schema), "response_format"
+    elif form.type == "json_object":
+        yield inference_pb2.Constraint(json_object=True), "response_format"
+
+
+def _structured(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str]]:
+    wanted = body.structured_outputs
+    if wanted is None:
+        return
+    for name, value in _kinds(wanted.json_, wanted.regex, wanted.choice, wanted.grammar):
+        yield inference_pb2.Constraint(**value), f"structured_outputs.{name}"
+    if wanted.json_object:
+        yield inference_pb2.Constraint(json_object=True), "structured_outputs.json_object"
+
+
+def _kinds(
+    schema: str | dict[str, Any] | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    if schema is not None:
+        yield "json", {"json_schema": schema if isinstance(schema, str) else json_text(schema, "guided_json")}
+    if regex is not None:
+        yield "regex", {"regex": regex}
+    if choice is not None:
+        yield "choice", {"choice": inference_pb2.Choices(texts=choice)}
+    if grammar is not None:
+        yield "grammar", {"grammar": grammar}
+
+
+def _chat(body: ChatParts) -> inference_pb2.Chat:
+    if body.add_generation_prompt is False and not body.continue_final_message:
+        raise InvalidArgument("false goes with continue_final_message only", "add_generation_prompt")
+    if body.add_generation_prompt and body.continue_final_message:
+        raise InvalidArgument("true does not go with continue_final_message", "add_generation_prompt")
+    kwargs = body.chat_template_kwargs
+    return inference_pb2.Chat(
+        messages=[_message(message) for message in body.messages],
+        tools=[_tool(tool, f"tools[{i}].function.parameters") for i, tool in enumerate(body.tools or ())],
+        template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+        continue_final_message=bool(body.continue_final_message),
+    )
+
+
+def _message(message: Message) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        name=message.name or "",
+        tool_call_id=message.tool_call_id or "",
+        tool_calls=[
+            inference_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+        ],
+    )
+
+
+def _tool(tool: Tool, path: str) -> inference_pb2.Tool:
+    function = tool.function
+    parameters = json_text(function.parameters, path) if function.parameters else ""
+    return inference_pb2.Tool(name=function.name, description=function.description or "", parameters=parameters)
+
+
+def _tool_choice(choice: str | NamedTool | None) -> inference_pb2.ToolChoice:
+    modes = inference_pb2.ToolChoice
+    if isinstance(choice, NamedTool):
+        return modes(mode=modes.MODE_NAMED, name=choice.function.name)
+    return modes(mode={"none": modes.MODE_NONE, "required": modes.MODE_REQUIRED}.get(choice or "auto"))
+
+
+def _requests(
+    common: inference_pb2.GenerateRequest, prompts: list[inference_pb2.Prompt], request_id: str
+) -> tuple[inference_pb2.GenerateRequest, ...]:
+    requests = []
+    for i, prompt in enumerate(prompts):
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(common)
+        request.prompt.CopyFrom(prompt)
+        request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+        requests.append(request)
+    return tuple(requests)
 
 
 def _job(
-    body: _Body,
-    prompts: list[inference_pb2.Prompt],
-    max_tokens: int | None,
-    request_id: str,
-    *,
-    default_max_tokens: int | None,
+    body: Body,
+    requests: tuple[inference_pb2.GenerateRequest, ...],
+    names: Mapping[str, str],
+    default_max_tokens: int | None = None,
 ) -> Job:
-    _refuse_extras(body, _HARMLESS, "")
     options = body.stream_options
-    if options is not None:
-        _refuse_extras(
-            options, {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}, "stream_options."
-        )
-    ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
     return Job(
-        chat=isinstance(body, _ChatBody),
-        requests=tuple(_request(body, *each, max_tokens) for each in zip(prompts, ids, strict=True)),
+        chat=isinstance(body, ChatBody),
+        requests=requests,
         default_max_tokens=default_max_tokens,
         stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        parallel_tool_calls=not isinstance(body, ChatBody) or body.parallel_tool_calls is not False,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        names=names,
     )
-
-
-def _request(
-    body: _Body, prompt: inference_pb2.Prompt, request_id: str, max_tokens: int | None
-) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(
-        model=body.model or "",
-        prompt=prompt,
-        sampling=inference_pb2.SamplingParams(
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            seed=None if body.seed is None else body.seed % (limits.MAX_SEED + 1),
-        ),
-        stopping=inference_pb2.StoppingParams(
-            max_tokens=max_tokens, stop=body.stop, stop_token_ids=body.stop_token_ids, ignore_eos=bool(body.ignore_eos)
-        ),
-        truncate_prompt=bool(body.truncate_prompt),
-        request_id=request_id,
-    )
-
-
-def _parse(kind: type[_B], body: bytes) -> _B:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        raise InvalidArgument("the body is not valid JSON")
-    raise InvalidArgument(_sentence(first["msg"]), _path(first["loc"]))
-
-
-def _sentence(message: str) -> str:
-    return message[:1].lower() + message[1:]
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    return re.sub(r"\.(\d+)", r"[\1]", ".".join(map(str, loc)))
-
-
-def _refuse_extras(model: BaseModel, accepted: Mapping[str, tuple[Any, ...] | None], prefix: str) -> None:
-    """Raises InvalidArgument for a field that is unknown, or known and asks for something (None accepts any value)."""
-    for name, value in (model.model_extra or {}).items():
-        if value is None:
-            continue
-        if name not in accepted:
-            raise InvalidArgument("is not a field that is known here", f"{prefix}{name[:_MAX_NAME]}")
-        harmless = accepted[name]
-        if harmless is not None and value not in harmless:
-            raise InvalidArgument("is not supported with this value", f"{prefix}{name}")

@@ -15,43 +15,104 @@ logger = logging.getLogger(__name__)
 AttemptKey = tuple[str, int]  # request id, attempt
 
 
-class LinkBroken(Exception):
-    """The stream to the worker has ended; whatever was asked of it is lost there."""
-
-
 class Attempt:
-    """One submit and the worker's answers to it, in order."""
+    """One submit and the worker's answers to it, in order, until somebody takes them.
 
-    def __init__(self, link: "WorkerLink", key: AttemptKey) -> None:
-        self._link = link
-        self._key = key
-        self._outputs: asyncio.Queue[worker_pb2.Output | None] = asyncio.Queue()
+    Tokens of one choice that wait are one answer: who reads slowly gets fewer and longer ones, and never do more
+    answers wait than the submit has choices, but for the few that are not tokens.
+    """
+
+    def __init__(self, link: "WorkerLink", submit: worker_pb2.Submit, wake: asyncio.Event) -> None:
+        """`wake` is set whenever there is something new."""
         self.admitted = False  # the worker has begun with it
+        self._broken = False
+        self._link = link
+        self._key = (submit.request_id, submit.attempt)
+        self._wake = wake
+        first, count = submit.first_choice, max(submit.num_choices, 1)
+        self._only = first if count == 1 else None
+        self._is_beam = submit.HasField("beam_search")
+        self._open = set(range(first, first + count))  # choices that the worker has not ended
+        self._waiting: list[worker_pb2.Output] = []
+        self._growing: dict[int, worker_pb2.Output] = {}  # by choice: what waits and can take more tokens
 
-    async def next(self) -> worker_pb2.Output:
-        """The next answer. Raises LinkBroken when none can come any more."""
-        output = await self._outputs.get()
-        if output is None:
-            self._outputs.put_nowait(None)
-            raise LinkBroken
-        return output
+    @property
+    def broken(self) -> bool:
+        """The link has ended, and no answer waits."""
+        return self._broken and not self._waiting
 
-    def put(self, output: worker_pb2.Output | None) -> None:
-        """An answer from the link; None is its end."""
-        self.admitted |= output is not None and output.HasField("admitted")
-        self._outputs.put_nowait(output)
+    def take(self) -> list[worker_pb2.Output]:
+        """All answers that wait now; nothing is merged into them any more."""
+        taken, self._waiting = self._waiting, []
+        self._growing.clear()
+        return taken
+
+    def put(self, output: worker_pb2.Output) -> bool:
+        """An answer from the link. Returns whether the worker holds nothing for the attempt any more."""
+        if self._only is not None:
+            output.choice = self._only
+        kind = output.WhichOneof("event")
+        if kind == "tokens":
+            if output.choice not in self._open:  # was cancelled meanwhile
+                return False
+            if output.tokens.finish_reason:
+                self._open.discard(output.choice)
+            self._add_tokens(output)
+        else:
+            self._growing.clear()  # order counts
+            self._waiting.append(output)
+            if kind == "admitted":
+                self.admitted = True
+            elif kind == "failure":
+                self._close(output)
+        self._wake.set()
+        return not self._open
+
+    def break_off(self) -> None:
+        """The link's last word."""
+        self._broken = True
+        self._wake.set()
 
     def end(self) -> None:
         """No more answers are wanted: the worker frees what it still holds. Idempotent, at once, and safe when the
         link is broken, since the worker then has freed it by itself."""
         self._link.end(self._key)
 
+    def end_choice(self, choice: int) -> None:
+        """Of one choice no more answers are wanted; the others go on, unless it was the last."""
+        if choice not in self._open:
+            return
+        self._open.discard(choice)
+        if self._open:
+            self._link.cancel_choice(self._key, choice)
+        else:
+            self.end()
+
+    def _add_tokens(self, output: worker_pb2.Output) -> None:
+        waiting = self._growing.get(output.choice)
+        if waiting is None or not _merge(waiting.tokens, output.tokens):
+            self._waiting.append(output)
+            self._growing[output.choice] = output
+
+    def _close(self, output: worker_pb2.Output) -> None:
+        if output.failure.kind == worker_pb2.FAILURE_KIND_PREEMPTED and not self._is_beam:
+            self._open.discard(output.choice)
+        else:
+            self._open.clear()
+
 
 class WorkerLink:
     """Opens with the first submit; once broken it stays so, and the dispatcher makes another."""
 
-    def __init__(self, address: str, on_load: Callable[[worker_pb2.Load], None]) -> None:
-        self._on_load = on_load
+    def __init__(
+        self,
+        address: str,
+        on_report: Callable[[worker_pb2.SessionResponse], None],
+        on_break: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_report` sees every message of the worker before the requests do; `on_break` is called once."""
+        self._on_report = on_report
+        self._on_break = on_break
         self._attempts: dict[AttemptKey, Attempt] = {}
         self._broken = False
         self._commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
@@ -62,20 +123,24 @@ class WorkerLink:
     def broken(self) -> bool:
         return self._broken
 
-    def submit(self, submit: worker_pb2.Submit) -> Attempt:
-        """Sends a submit. Its failures come out of the attempt."""
-        key = (submit.request_id, submit.attempt)
-        attempt = self._attempts[key] = Attempt(self, key)
+    def submit(self, submit: worker_pb2.Submit, wake: asyncio.Event) -> Attempt:
+        """Sends a submit. Its failures come out of the attempt, which sets `wake` when there is something to take."""
+        attempt = Attempt(self, submit, wake)
+        self._attempts[submit.request_id, submit.attempt] = attempt
         if self.broken:
-            attempt.put(None)
+            attempt.break_off()
         self._commands.put_nowait(worker_pb2.SessionRequest(submit=submit))
         return attempt
 
     def end(self, key: AttemptKey) -> None:
         """Forgets an attempt and tells the worker, unless the worker ended it itself."""
         if self._attempts.pop(key, None) is not None:
-            cancel = worker_pb2.Cancel(request_id=key[0], attempt=key[1])
-            self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
+            self._cancel(worker_pb2.Cancel(request_id=key[0], attempt=key[1]))
+
+    def cancel_choice(self, key: AttemptKey, choice: int) -> None:
+        """Tells the worker that one of several choices is not wanted any more."""
+        if key in self._attempts:
+            self._cancel(worker_pb2.Cancel(request_id=key[0], attempt=key[1], choice=choice))
 
     async def close(self) -> None:
         """Ends the stream; the worker cancels all that came over it."""
@@ -90,7 +155,7 @@ class WorkerLink:
         writer = asyncio.create_task(self._write(call))
         try:
             while isinstance(response := await call.read(), worker_pb2.SessionResponse):
-                self._on_load(response.load)
+                self._on_report(response)
                 for output in response.outputs:
                     self._route(output)
         except grpc.aio.AioRpcError as error:
@@ -103,9 +168,11 @@ class WorkerLink:
             await self._channel.close()
 
     def _break(self) -> None:
-        self._broken = True
+        if not self._broken:
+            self._broken = True
+            self._on_break()
         for attempt in self._attempts.values():
-            attempt.put(None)
+            attempt.break_off()
 
     async def _write(
         self, call: grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
@@ -114,12 +181,25 @@ class WorkerLink:
         while True:
             await call.write(await self._commands.get())
 
+    def _cancel(self, cancel: worker_pb2.Cancel) -> None:
+        self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
+
     def _route(self, output: worker_pb2.Output) -> None:
         """Answers to attempts that have ended meanwhile are dropped: that is the fence against late ones."""
         key = (output.request_id, output.attempt)
         attempt = self._attempts.get(key)
-        if attempt is None:
-            return
-        if output.HasField("failure") or (output.HasField("tokens") and output.tokens.finish_reason):
-            del self._attempts[key]
-        attempt.put(output)
+        if attempt is not None and attempt.put(output):
+            self._attempts.pop(key, None)
+
+
+def _merge(waiting: worker_pb2.Tokens, more: worker_pb2.Tokens) -> bool:
+    """Appends the tokens that follow; returns False, having done nothing, where they do not: a gap stays one."""
+    if more.first_index != waiting.first_index + len(waiting.ids) or waiting.finish_reason:
+        return False
+    waiting.ids.extend(more.ids)
+    waiting.logprobs.extend(more.logprobs)
+    waiting.prompt_logprobs.extend(more.prompt_logprobs)
+    waiting.prefill_seconds = waiting.prefill_seconds or more.prefill_seconds
+    waiting.finish_reason = more.finish_reason
+    waiting.score = more.score
+    return True

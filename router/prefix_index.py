@@ -1,42 +1,151 @@
-"""A router's guess at which worker's prefix cache holds what: a memory of what it sent where, the oldest forgotten."""
+"""Which worker's prefix cache holds which blocks: what this router has sent there, and what the workers report.
+
+Blocks go by their hashes (proto/hashing.py), at each worker's own block size. Knows nothing of load or of time.
+"""
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ..proto.hashing import hash_chain
 
-_BLOCK: Final = 64
-"""Tokens a step of the index; coarser than the workers' blocks, since a guess need not be exact."""
+DEFAULT_CAPACITY: Final = 65_536
+"""Blocks remembered of a worker that has not said how many it has."""
+
+
+class Prefix:
+    """A prompt as caches know it: its hash chain at any block size, each computed once."""
+
+    def __init__(self, tokens: Sequence[int], salt: bytes = b"") -> None:
+        self._tokens = tokens
+        self._salt = salt
+        self._chains: dict[int, list[bytes]] = {}
+
+    def chain(self, block_size: int) -> list[bytes]:
+        """The hashes of the prompt's full blocks."""
+        found = self._chains.get(block_size)
+        if found is None:
+            found = self._chains[block_size] = hash_chain(self._tokens, block_size, self._salt)
+        return found
+
+
+class _Cache:
+    """One worker's blocks, those first that are forgotten first."""
+
+    def __init__(self, bit: int, block_size: int, capacity: int) -> None:
+        self.bit = bit
+        self.block_size = block_size
+        self.capacity = capacity
+        self.blocks: OrderedDict[bytes, bool] = OrderedDict()  # whether the worker has said so itself
+        self.reports = False
 
 
 class PrefixIndex:
-    """Maps prefixes to the workers that have seen them. Holds at most `capacity` prefixes of 64-token steps."""
+    """Maps block hashes to the workers that hold them, a bit for each. At most `capacity` blocks of each worker."""
 
-    def __init__(self, capacity: int = 100_000) -> None:
-        self._capacity = capacity
-        self._workers: OrderedDict[bytes, set[str]] = OrderedDict()
+    def __init__(self) -> None:
+        self._caches: dict[str, _Cache] = {}
+        self._names: dict[int, str] = {}  # by bit
+        self._sizes: dict[int, int] = {}  # the bits of the workers of a block size
+        self._holders: dict[bytes, int] = {}
 
-    def match(self, tokens: tuple[int, ...], salt: bytes) -> dict[str, int]:
-        """For each worker that has seen a prefix of `tokens`, how many tokens of it."""
-        found: dict[str, int] = {}
-        for index, digest in enumerate(hash_chain(tokens, _BLOCK, salt), start=1):
-            workers = self._workers.get(digest)
-            if workers is None:
-                break
-            found.update(dict.fromkeys(workers, index * _BLOCK))
-        return found
+    @property
+    def num_blocks(self) -> int:
+        """Blocks known, each counted at every worker that holds it."""
+        return sum(len(cache.blocks) for cache in self._caches.values())
 
-    def record(self, worker_id: str, tokens: tuple[int, ...], salt: bytes) -> None:
-        """`worker_id` now has the KV cache of `tokens`."""
-        for digest in reversed(hash_chain(tokens, _BLOCK, salt)):  # what only longer prefixes need is forgotten first
-            self._workers.setdefault(digest, set()).add(worker_id)
-            self._workers.move_to_end(digest)
-        while len(self._workers) > self._capacity:
-            self._workers.popitem(last=False)
+    def add(self, worker_id: str, block_size: int, capacity: int = 0) -> None:
+        """A worker begins with an empty cache of `capacity` blocks; 0 takes DEFAULT_CAPACITY."""
+        self.forget(worker_id)
+        bit = next(1 << index for index in range(len(self._names) + 1) if 1 << index not in self._names)
+        self._caches[worker_id] = _Cache(bit, block_size, capacity or DEFAULT_CAPACITY)
+        self._names[bit] = worker_id
+        self._sizes[block_size] = self._sizes.get(block_size, 0) | bit
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone, and its cache with it."""
-        for digest in [digest for digest, workers in self._workers.items() if worker_id in workers]:
-            self._workers[digest].discard(worker_id)
-            if not self._workers[digest]:
-                del self._workers[digest]
+        cache = self._caches.pop(worker_id, None)
+        if cache is None:
+            return
+        self._drop(cache, list(cache.blocks))
+        del self._names[cache.bit]
+        self._sizes[cache.block_size] ^= cache.bit
+        if not self._sizes[cache.block_size]:
+            del self._sizes[cache.block_size]
+
+    def match(self, prefix: Prefix) -> dict[str, int]:
+        """For each worker that holds the prompt's first block, how many of the prompt's tokens it holds in a row."""
+        found: dict[str, int] = {}
+        for block_size, bits in self._sizes.items():
+            num_tokens = 0
+            for digest in prefix.chain(block_size):
+                holding = bits & self._holders.get(digest, 0)
+                self._note(bits ^ holding, num_tokens, found)
+                bits = holding
+                if not bits:
+                    break
+                num_tokens += block_size
+            self._note(bits, num_tokens, found)
+        return found
+
+    def expect(self, worker_id: str, prefix: Prefix) -> None:
+        """The prompt was sent to the worker, which will hold it soon."""
+        cache = self._caches.get(worker_id)
+        if cache is None:
+            return
+        for digest in reversed(prefix.chain(cache.block_size)):  # a prefix outlives what follows it
+            if not cache.blocks.get(digest, False):
+                self._put(cache, digest, reported=False)
+        self._trim(cache)
+
+    def settle(self, worker_id: str, prefix: Prefix) -> None:
+        """The prompt's request has left the worker: what it has not reported by now, it does not hold. Of a worker that
+        has never reported anything, the expectation stays."""
+        cache = self._caches.get(worker_id)
+        if cache is not None and cache.reports:
+            chain = prefix.chain(cache.block_size)
+            self._drop(cache, [digest for digest in chain if cache.blocks.get(digest) is False])
+
+    def report(self, worker_id: str, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+        """What the worker says has come into its cache, and what has gone."""
+        cache = self._caches.get(worker_id)
+        if cache is None:
+            return
+        cache.reports = True
+        for digest in stored:
+            self._put(cache, digest, reported=True)
+        self._drop(cache, [digest for digest in evicted if digest in cache.blocks])
+        self._trim(cache)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the two directions of the map disagree."""
+        held: dict[bytes, int] = {}
+        for cache in self._caches.values():
+            assert len(cache.blocks) <= cache.capacity
+            for digest in cache.blocks:
+                held[digest] = held.get(digest, 0) | cache.bit
+        assert held == self._holders
+        assert self._names == {cache.bit: worker_id for worker_id, cache in self._caches.items()}
+
+    def _note(self, bits: int, num_tokens: int, found: dict[str, int]) -> None:
+        while bits and num_tokens:
+            lowest = bits & -bits
+            found[self._names[lowest]] = num_tokens
+            bits ^= lowest
+
+    def _put(self, cache: _Cache, digest: bytes, *, reported: bool) -> None:
+        cache.blocks[digest] = reported
+        cache.blocks.move_to_end(digest)
+        self._holders[digest] = self._holders.get(digest, 0) | cache.bit
+
+    def _drop(self, cache: _Cache, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            del cache.blocks[digest]
+            if holders := self._holders[digest] & ~cache.bit:
+                self._holders[digest] = holders
+            else:
+                del self._holders[digest]
+
+    def _trim(self, cache: _Cache) -> None:
+        while len(cache.blocks) > cache.capacity:
+            self._drop(cache, [next(iter(cache.blocks))])

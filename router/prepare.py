@@ -2,11 +2,14 @@
 
 import secrets
 import uuid
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument
+from . import tools
+from .chat import check_chat
+from .constraint import compile_constraint
+from .params import check_beam_search, check_count, check_ids, check_range, check_sampling, check_stopping, num_choices
 from .request import TokenRequest
 from .tokenizer import Tokenizer
 
@@ -20,6 +23,21 @@ class ServedModel:
     context_tokens: int  # the longest prompt plus completion
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A request that was found good."""
+
+    request_id: str  # as the client knows it
+    tokens: TokenRequest
+    num_answers: int  # completions to answer, the best of those generated
+    tokenizer: Tokenizer
+    stop: tuple[str, ...] = ()
+    wants_logprobs: bool = False  # the caller; the service may want them, too
+    echo: str = ""  # the prompt's text, if it is to be repeated
+    is_empty: bool = False  # max_tokens is 0: the one token that is generated is not answered
+    chat: inference_pb2.Chat | None = None
+
+
 async def prepare(
     request: inference_pb2.GenerateRequest,
     model: ServedModel,
@@ -27,32 +45,32 @@ async def prepare(
     arrived: float,
     deadline: float | None,
     default_max_tokens: int | None = None,
-) -> tuple[TokenRequest, tuple[str, ...]]:
-    """Checks and tokenises `request`; returns what the dispatcher needs and the stop strings.
+    tenant: str = "",
+) -> Accepted:
+    """Checks and tokenises `request`.
 
     Without `stopping.max_tokens` the completion may have `default_max_tokens` tokens (None: any number) as far as the
     context goes. `arrived` and `deadline` are times of time.monotonic(). Raises InvalidArgument, which names the field
     by its path in the message (`sampling.temperature`) and the bound.
     """
-    check_request_id(request.request_id)
-    sampling = _sampling(request.sampling)
-    stop, stop_token_ids = _stopping(request.stopping, model.tokenizer.vocab_size)
+    accepted = _checked(request, model, arrived=arrived, deadline=deadline, tenant=tenant)
     ids = await encode_prompt(request.prompt, model.tokenizer)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
+    bad_words = await _bad_words(request.sampling, model.tokenizer)
+    grammar = await _grammar(request, model.tokenizer)
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
     prompt, max_tokens = _fit(ids, explicit, default_max_tokens, request.truncate_prompt, model.context_tokens)
-    tokens = TokenRequest(
-        request_id=_unique(request.request_id),
-        prompt=tuple(prompt),
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=request.stopping.ignore_eos,
-        arrived=arrived,
-        deadline=deadline,
+    if request.stopping.min_tokens > max_tokens:
+        raise InvalidArgument(f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens")
+    tokens = replace(
+        accepted.tokens, prompt=tuple(prompt), max_tokens=max(max_tokens, 1), bad_words=bad_words, grammar=grammar
     )
-    return tokens, stop
+    echo = ""
+    if request.echo:
+        is_text = request.prompt.WhichOneof("kind") == "text" and len(prompt) == len(ids)
+        echo = request.prompt.text if is_text else model.tokenizer.decode(prompt)
+    return replace(accepted, tokens=tokens, echo=echo, is_empty=max_tokens == 0)
 
 
 def check_request_id(request_id: str) -> None:
@@ -67,85 +85,100 @@ async def encode_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> l
     """The token ids of a prompt of any kind. Raises InvalidArgument."""
     kind = prompt.WhichOneof("kind")
     if kind == "text":
-        _check_characters(len(prompt.text), "prompt.text")
+        check_count(len(prompt.text), limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
         return await tokenizer.encode(prompt.text)
     if kind == "token_ids":
-        _check_ids(prompt.token_ids.ids, tokenizer.vocab_size, "prompt.token_ids")
+        check_ids(prompt.token_ids.ids, tokenizer.vocab_size, "prompt.token_ids")
         return list(prompt.token_ids.ids)
     if kind == "chat":
-        return await tokenizer.encode_chat(_messages(prompt.chat))
+        check_chat(prompt.chat)
+        return await tokenizer.encode_chat(prompt.chat)
     raise InvalidArgument("one of text, token_ids and chat must be set", "prompt")
+
+
+def _checked(
+    request: inference_pb2.GenerateRequest,
+    model: ServedModel,
+    *,
+    arrived: float,
+    deadline: float | None,
+    tenant: str,
+) -> Accepted:
+    """All that needs no tokens; the rest is not in it yet."""
+    check_request_id(request.request_id)
+    is_chat = request.prompt.WhichOneof("kind") == "chat"
+    if request.echo and is_chat:
+        raise InvalidArgument("does not go with a chat", "echo")
+    may_be_empty = request.echo or request.HasField("prompt_logprobs")
+    answered, generated = num_choices(request)
+    beam_search = check_beam_search(request)
+    check_range(request.logprobs, 0, limits.MAX_LOGPROBS, "logprobs")
+    check_range(request.prompt_logprobs, 0, limits.MAX_LOGPROBS, "prompt_logprobs")
+    check_range(request.priority, -limits.MAX_PRIORITY, limits.MAX_PRIORITY, "priority")
+    sampling = check_sampling(request.sampling, model.tokenizer.vocab_size)
+    check_stopping(request.stopping, model.tokenizer.vocab_size, may_be_empty=may_be_empty)
+    wants_logprobs = request.HasField("logprobs")
+    tokens = TokenRequest(
+        request_id=_unique(request.request_id),
+        prompt=(),
+        max_tokens=1,
+        sampling=sampling,
+        num_choices=generated,
+        beam_search=beam_search,
+        stop_token_ids=tuple(request.stopping.stop_token_ids),
+        ignore_eos=request.stopping.ignore_eos,
+        min_tokens=request.stopping.min_tokens,
+        logprobs=request.logprobs if wants_logprobs or generated > answered else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        priority=request.priority,
+        tenant=tenant,
+        cache_salt=tenant.encode(),
+        arrived=arrived,
+        deadline=deadline,
+    )
+    return Accepted(
+        request_id=request.request_id or tokens.request_id,
+        tokens=tokens,
+        num_answers=answered,
+        tokenizer=model.tokenizer,
+        stop=tuple(request.stopping.stop),
+        wants_logprobs=wants_logprobs,
+        chat=request.prompt.chat if is_chat else None,
+    )
+
+
+async def _grammar(request: inference_pb2.GenerateRequest, tokenizer: Tokenizer) -> str:
+    """What the caller wants of the completion or, where the checked chat demands tool calls, what makes it such."""
+    constraint, field = request.constraint if request.HasField("constraint") else None, ""
+    is_chat = request.prompt.WhichOneof("kind") == "chat"
+    if is_chat and (calls := tools.constraint_for(request.prompt.chat, tokenizer)):
+        for name in ("constraint", "beam_search"):
+            if request.HasField(name):
+                raise InvalidArgument("does not go with a tool_choice that demands a call", name)
+        constraint, field = calls, "prompt.chat.tools"
+    if constraint is None:
+        return ""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request.stopping, name):
+            raise InvalidArgument("does not go with a constraint, which says itself when it ends", f"stopping.{name}")
+    return await compile_constraint(constraint, field)
+
+
+async def _bad_words(sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each text with and without a space before: tokenizers tell the first word of a text from the others."""
+    found: dict[tuple[int, ...], None] = {}
+    for i, word in enumerate(sampling.bad_words):
+        for text in (word, f" {word.lstrip()}"):
+            ids = tuple(await tokenizer.encode(text, add_special_tokens=False))
+            check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i}]")
+            if ids:
+                found[ids] = None
+    return tuple(found)
 
 
 def _unique(request_id: str) -> str:
     """Clients may use one id twice at the same time; dispatcher and workers tell requests apart by it."""
     return f"{request_id}.{secrets.token_hex(8)}" if request_id else uuid.uuid4().hex
-
-
-def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
-    if not 1 <= len(chat.messages) <= limits.MAX_CHAT_MESSAGES:
-        raise InvalidArgument(
-            f"has {len(chat.messages)} messages; 1 to {limits.MAX_CHAT_MESSAGES} are taken", "prompt.chat.messages"
-        )
-    for i, message in enumerate(chat.messages):
-        if not 1 <= len(message.role) <= limits.MAX_ROLE_CHARACTERS:
-            raise InvalidArgument(
-                f"must have 1 to {limits.MAX_ROLE_CHARACTERS} characters", f"prompt.chat.messages[{i}].role"
-            )
-    _check_characters(sum(len(message.content) for message in chat.messages), "prompt.chat")
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
-
-
-def _check_characters(count: int, field: str) -> None:
-    if count > limits.MAX_PROMPT_CHARACTERS:
-        raise InvalidArgument(f"has {count} characters; at most {limits.MAX_PROMPT_CHARACTERS} are taken", field)
-
-
-def _check_ids(ids: Collection[int], vocab_size: int, field: str) -> None:
-    if ids and max(ids) >= vocab_size:
-        raise InvalidArgument(f"{max(ids)} is not a token id; the vocabulary has {vocab_size} tokens", field)
-
-
-def _sampling(given: inference_pb2.SamplingParams) -> inference_pb2.SamplingParams:
-    """Checks every field and sets every field. NaN fails each comparison and so each check."""
-    temperature = given.temperature if given.HasField("temperature") else 1.0
-    top_p = given.top_p if given.HasField("top_p") else 1.0
-    if not 0.0 <= temperature <= limits.MAX_TEMPERATURE:
-        raise InvalidArgument(f"must be from 0 to {limits.MAX_TEMPERATURE}", "sampling.temperature")
-    if not -1 <= given.top_k <= limits.MAX_TOP_K:
-        raise InvalidArgument(f"must be from -1 to {limits.MAX_TOP_K}", "sampling.top_k")
-    if not 0.0 < top_p <= 1.0:
-        raise InvalidArgument("must be greater than 0 and at most 1", "sampling.top_p")
-    if not 0.0 <= given.min_p <= 1.0:
-        raise InvalidArgument("must be from 0 to 1", "sampling.min_p")
-    return inference_pb2.SamplingParams(
-        temperature=temperature,
-        top_k=max(given.top_k, 0),
-        top_p=top_p,
-        min_p=given.min_p,
-        seed=given.seed if given.HasField("seed") else secrets.randbits(64),
-    )
-
-
-def _stopping(given: inference_pb2.StoppingParams, vocab_size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    if given.HasField("max_tokens") and not 1 <= given.max_tokens <= limits.MAX_TOKENS:
-        raise InvalidArgument(f"must be from 1 to {limits.MAX_TOKENS}", "stopping.max_tokens")
-    if len(given.stop) > limits.MAX_STOP_STRINGS:
-        raise InvalidArgument(
-            f"has {len(given.stop)} strings; at most {limits.MAX_STOP_STRINGS} are taken", "stopping.stop"
-        )
-    for i, stop in enumerate(given.stop):
-        if not 1 <= len(stop) <= limits.MAX_STOP_STRING_CHARACTERS:
-            raise InvalidArgument(
-                f"must have 1 to {limits.MAX_STOP_STRING_CHARACTERS} characters", f"stopping.stop[{i}]"
-            )
-    if len(given.stop_token_ids) > limits.MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument(
-            f"has {len(given.stop_token_ids)} ids; at most {limits.MAX_STOP_TOKEN_IDS} are taken",
-            "stopping.stop_token_ids",
-        )
-    _check_ids(given.stop_token_ids, vocab_size, "stopping.stop_token_ids")
-    return tuple(given.stop), tuple(given.stop_token_ids)
 
 
 def _fit(
@@ -158,7 +191,7 @@ def _fit(
         raise InvalidArgument(
             f"{explicit} leaves no room for a prompt in the context of {context} tokens", "stopping.max_tokens"
         )
-    wanted = explicit if explicit is not None else 1
+    wanted = max(explicit, 1) if explicit is not None else 1
     if len(ids) + wanted > context:
         if not truncate:
             raise InvalidArgument(

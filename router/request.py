@@ -1,5 +1,6 @@
 """One generation request as the dispatcher sees it: token ids in, token ids out."""
 
+import hashlib
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,5 +56,14 @@ class TokenSource(Protocol):
         The caller may add to `ended` choices of which it wants no more; they are cancelled as soon as they have
         something new to say, and say nothing more. Ends when all choices have. Closing the generator early cancels the
         request everywhere. When it has ended, whichever way, the caller's `timeline` is filled in. Raises a TandemError
-        if the request cannot be carried through."""
+        if the request cannot be carried through, DeadlineExceeded at its deadline."""
         ...
+
+
+def tenant_of(authorization: str | None) -> str:
+    """The name of whoever has the API key of an `Authorization: Bearer KEY`, from which the key cannot be told; "" for
+    all who have none."""
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ""
+    return hashlib.blake2b(key.strip().encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

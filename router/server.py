@@ -2,6 +2,8 @@
 
 import asyncio
 
+import grpc
+
 from .completion import Completions
 from .grpc_door import GrpcDoor
 from .http_door import HttpDoor
@@ -24,11 +26,12 @@ class RouterServer:
         grpc_address: str = "127.0.0.1:0",
         http_address: str = "127.0.0.1:0",
         reflection: bool = False,
+        compression: grpc.Compression = grpc.Compression.NoCompression,
     ) -> "RouterServer":
-        """Listens on both addresses, HOST:PORT; port 0 takes a free one.
+        """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC answers.
 
         Raises OSError or RuntimeError if a port is taken; then neither door is open."""
-        grpc_door = GrpcDoor(completions, reflection=reflection)
+        grpc_door = GrpcDoor(completions, reflection=reflection, compression=compression)
         http_door = HttpDoor(completions)
         bound_http = await http_door.start(http_address)
         try:

@@ -16,6 +16,7 @@ class Stopwatch:
 
     def __init__(self, request: TokenRequest, timeline: inference_pb2.Timeline) -> None:
         self._arrived = request.arrived
+        self._num_choices = request.num_choices
         self._timeline = timeline
         self._dispatched: float | None = None
         self._first: float | None = None
@@ -46,10 +47,11 @@ class Stopwatch:
             self._first = now
             self._timeline.prefill_seconds = output.tokens.prefill_seconds
         elif output.HasField("joined"):
+            joined = output.joined
             self._joined = self._joined or now
-            self._timeline.kv_transfer_bytes += output.joined.transfer_bytes
-            self._timeline.kv_transfer_active_seconds += output.joined.transfer_active_seconds
-            self._timeline.kv_transport = output.joined.transport
+            self._timeline.kv_transfer_bytes += joined.transfer_bytes
+            self._timeline.kv_transfer_active_seconds += joined.transfer_active_seconds
+            self._timeline.kv_transport = joined.transport
 
     def tokens(self, count: int) -> None:
         """`count` tokens have reached the router."""
@@ -72,4 +74,5 @@ class Stopwatch:
         timeline.end_to_end_seconds = end - self._arrived
         timeline.ttft_seconds = first - self._arrived
         timeline.completion_tokens = self._num_tokens
-        timeline.tpot_seconds = (end - first) / (self._num_tokens - 1) if self._num_tokens > 1 else 0.0
+        num_steps = self._num_tokens / self._num_choices - 1  # the choices go on at the same time
+        timeline.tpot_seconds = (end - first) / num_steps if num_steps > 0 else 0.0

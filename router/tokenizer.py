@@ -5,21 +5,43 @@ Imports neither torch nor code from the model's folder.
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import jinja2
 
 # Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same tokenizer.json.
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
+from ..proto import inference_pb2
 from ..proto.errors import InvalidArgument
 from ..proto.limits import MAX_PROMPT_CHARACTERS
+from .chat import active_tools, cut_after_final_message, template_variables
+from .template import TemplateTooLong, TemplateTooSlow, render
 
 _THREAD_FROM_CHARACTERS = 4_096
 """Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
 
 _MAX_TEMPLATE_MESSAGE = 200
+_TEMPLATE_SECONDS = 5.0
+
+CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
+"""What some models write around a call. Text even where a tokenizer has them as special tokens."""
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+_WORD_START = "\u2581"  # what SentencePiece writes for a space
+
+
+def _byte_of_characters() -> dict[str, int]:
+    """The byte for which byte-level tokenizers write each printable character (GPT-2)."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
+
+
+_BYTE_OF: Final = _byte_of_characters()
 
 
 class Tokenizer:
@@ -32,9 +54,18 @@ class Tokenizer:
         # The file may ask for truncation or padding of training batches; encode() alone obeys it, so switch it off.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
+        added = self._backend.get_added_tokens_decoder()
+        self._added = {token: text.content for token, text in added.items()}
+        special = {token for token, text in added.items() if text.special} | set(tokenizer.all_special_ids)
+        self.special_markup: frozenset[str] = frozenset(self._added.get(token, "") for token in special)
+        """Texts that are special tokens."""
+        self.special_ids: frozenset[int] = frozenset(
+            token for token in special if self._added.get(token) not in CALL_MARKUP
+        )
+        """Tokens without a text of their own."""
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.vocab_size: int = vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self._byte_level = _is_byte_level(self._backend.decoder)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -54,46 +85,81 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template.chat_template is not None
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer adds by itself."""
-        if len(text) < _THREAD_FROM_CHARACTERS:
-            return self._encode(text)
-        return await asyncio.to_thread(self._encode, text)
-
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of the rendered chat, with the opening of the assistant's answer.
-
-        Raises InvalidArgument if the model has no chat template or the template refuses the messages."""
+    def chat_template(self, tools: bool) -> str:
+        """The source of the chat template, of that for tools where the model has one of its own; "" if none."""
         if not self.has_chat_template:
-            raise InvalidArgument("the model has no chat template; send text or token ids", "prompt.chat")
-        if sum(len(message["content"]) for message in messages) < _THREAD_FROM_CHARACTERS:
-            return self._encode_chat(messages)
-        return await asyncio.to_thread(self._encode_chat, messages)
+            return ""
+        try:
+            return str(self._template.get_chat_template(None, [{}] if tools else None))
+        except ValueError:  # several templates, and none for this case
+            return ""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens; a cut character decodes to U+FFFD."""
-        text: str = self._backend.decode(ids, skip_special_tokens=True)
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens that the tokenizer adds by itself, if they are wanted."""
+        if len(text) < _THREAD_FROM_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    async def encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+        """Token ids of a checked chat as the model's template renders it, with the opening of the assistant's answer,
+        or up to the end of the last message where that is to be continued.
+
+        Raises InvalidArgument if the model has no chat template, or the template refuses the messages, makes too much
+        of them, or does not end within 5 seconds."""
+        # Always in a thread: a template is a program, and may run for as long as it is let.
+        return await asyncio.to_thread(self._encode_chat, chat)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`, by default without special tokens; a cut character decodes to U+FFFD."""
+        shown = [token for token in ids if token not in self.special_ids] if skip_special else list(ids)
+        text: str = self._backend.decode(shown, skip_special_tokens=False)
         return text
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of which the token is made; a special token's are its name, an unused id's none."""
+        if token in self._added:
+            return self._added[token].encode()
+        piece: str | None = self._backend.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            return b"".join(bytes((_BYTE_OF[c],)) if c in _BYTE_OF else c.encode() for c in piece)
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes((int(byte[1], 16),))
+        return piece.replace(_WORD_START, " ").encode()
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        text = self._render(messages)
-        if len(text) > MAX_PROMPT_CHARACTERS:
-            raise InvalidArgument(f"the rendered chat has more than {MAX_PROMPT_CHARACTERS} characters", "prompt.chat")
+    def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+        text = self._render(chat)
+        if chat.continue_final_message:
+            text = cut_after_final_message(text)
         return self._encode(text, add_special_tokens=False)  # the template writes them itself
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        chat = [dict(message) for message in messages]
+    def _render(self, chat: inference_pb2.Chat) -> str:
+        source = self.chat_template(tools=bool(active_tools(chat)))
+        if not source:
+            raise InvalidArgument("the model has no chat template; send text or token ids", "prompt.chat")
+        variables = {**self._template.special_tokens_map, **template_variables(chat)}
         try:
-            return str(self._template.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            return render(source, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
+        except TemplateTooLong:
+            reason = f"makes more than {MAX_PROMPT_CHARACTERS} characters of these messages"
+        except TemplateTooSlow:
+            reason = f"takes more than {_TEMPLATE_SECONDS:g} seconds for these messages"
         except Exception as error:  # a template is a program: it can raise anything
-            reason = ""
+            reason = "refuses these messages"
             if type(error) is jinja2.TemplateError:  # what templates raise on purpose, written for users
-                reason = f": {str(error)[:_MAX_TEMPLATE_MESSAGE]}"
-            raise InvalidArgument(f"the model's chat template refuses these messages{reason}", "prompt.chat") from error
+                reason += f": {str(error)[:_MAX_TEMPLATE_MESSAGE]}"
+        raise InvalidArgument(f"the model's chat template {reason}", "prompt.chat")
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if decoder is None:
+        return False
+    return b'"ByteLevel"' in decoder.__getstate__()  # its JSON, also of those in a sequence
 
 
 def _vocab_size(config: Path) -> int | None:

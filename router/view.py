@@ -1,56 +1,108 @@
-"""What a router knows of the workers: the directory's last word, and what it has sent since."""
+"""What a router knows of the workers: the directory's last word, what they report, what they were seen to do, and what
+was sent there since."""
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
 
 from ..proto import worker_pb2
-from .policy import Candidate, Placement, place
-from .prefix_index import PrefixIndex
+from .known_worker import KnownWorker, Room, Sent, growth_tokens, num_sequences, usage_of
+from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Demand, Placement, place
+from .prefix_index import Prefix, PrefixIndex
+from .rates import Linear, Rates
 from .request import TokenRequest
 
+_UNKNOWN_TOKEN_BYTES: Final = 32_768
+_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PREFILL: Final = worker_pb2.ROLE_PREFILL
+_DECODE: Final = worker_pb2.ROLE_DECODE
+_OTHER: Final = {_PREFILL: _DECODE, _DECODE: _PREFILL}
 
-@dataclass(slots=True, eq=False)
-class KnownWorker:
-    """One worker of the view."""
 
-    info: worker_pb2.WorkerInfo
-    load: worker_pb2.Load
-    sent_tokens: dict[str, int] = field(default_factory=dict)  # by request: dispatched here and not ended
+@dataclass(slots=True)
+class _Placing:
+    """A request on its way, whose prompt is hashed once and sought in the index once a placement."""
 
-    def candidate(self, matched: dict[str, int]) -> Candidate:
-        """What is sent and maybe not yet reported counts, too: a burst spreads before the first report comes."""
-        load = self.load
-        return Candidate(
-            worker_id=self.info.worker_id,
-            pending_tokens=max(load.waiting_tokens, sum(self.sent_tokens.values())),
-            num_requests=max(load.num_waiting + load.num_running, len(self.sent_tokens)),
-            free_blocks=load.free_blocks + load.cached_blocks,
-            block_size=self.info.block_size,
-            matched_tokens=matched.get(self.info.worker_id, 0),
-        )
+    request: TokenRequest
+    prefix: Prefix
+    matched: dict[str, int]  # tokens of the prompt that are cached, by worker
 
 
 class DirectoryView:
-    """The workers as this router sees them. The last view stays when the directory is away."""
+    """The workers as this router sees them. The last view stays when the directory is away.
 
-    def __init__(self) -> None:
+    Of a request the view is told in this order: `place`, `sent` for each worker, `computed`, `ended` for each worker;
+    whoever admitted it before it was placed says `reserve`, and `unreserve` when it is over.
+    """
+
+    def __init__(
+        self,
+        *,
+        local_prefill_tokens: int = 0,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`local_prefill_tokens`: prompts of which a decode worker lacks no more may be computed there."""
+        self._local_prefill_tokens = local_prefill_tokens
+        self._rng = rng or random.Random()
         self._workers: dict[str, KnownWorker] = {}
         self._prefixes = PrefixIndex()
-        self._turn = 0
+        self._prefill_rates = {role: Rates(NEUTRAL_PREFILL, typical=512, clock=clock) for role in (_PREFILL, _DECODE)}
+        self._transfer_rates = Rates(NEUTRAL_TRANSFER, typical=2**24, clock=clock)
+        self._rooms = {_PREFILL: Room(), _DECODE: Room()}
+        self._reserved: dict[str, Room] = {}
+        self._all_reserved = Room()
+        self._placing: _Placing | None = None  # the last one
+        self._on_room: Callable[[], object] = lambda: None
+
+    # --- what the directory and the workers say ----------------------------------------------------------------------
 
     def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Takes the directory's whole list. A worker of a new epoch begins anew."""
-        listed = {info.worker_id: info for info in workers}
+        listed = {info.worker_id: info for info in workers if info.role in self._rooms}
         for worker_id in list(self._workers):
             if worker_id not in listed or listed[worker_id].epoch != self._workers[worker_id].info.epoch:
-                del self._workers[worker_id]
-                self._prefixes.forget(worker_id)
+                self._forget(worker_id)
         for worker_id, info in listed.items():
-            known = self._workers.get(worker_id)
-            if known is None:
-                self._workers[worker_id] = KnownWorker(info, info.load)
-            else:
-                known.info, known.load = info, info.load
+            if worker_id not in self._workers:
+                self._workers[worker_id] = KnownWorker(info)
+                self._prefixes.add(worker_id, max(info.block_size, 1), info.load.total_blocks)
+            known = self._workers[worker_id]
+            known.info = info
+            known.report(info.load)
+            self._recount(known)
+        self._on_room()
+
+    def report_load(self, worker_id: str, load: worker_pb2.Load) -> None:
+        """A worker's session said how busy it is; newer than any heartbeat."""
+        if known := self._workers.get(worker_id):
+            known.report(load)
+            self._recount(known)
+
+    def report_cache(self, worker_id: str, epoch: int, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+        """A worker's session said what came into its prefix cache and what went. Of another life of it: ignored."""
+        if self._lives(worker_id, epoch):
+            self._prefixes.report(worker_id, stored, evicted)
+
+    def lost_session(self, worker_id: str, epoch: int) -> None:
+        """Nobody reports the worker's cache any more; the next session begins with the whole of it."""
+        if self._lives(worker_id, epoch):
+            info = self._workers[worker_id].info
+            self._prefixes.add(worker_id, max(info.block_size, 1), info.load.total_blocks)
+
+    def measured(self, worker_id: str, *, prefill_tokens: int, prefill_seconds: float) -> None:
+        """A worker computed so many tokens of a prompt, those it had cached not counted, in so long."""
+        if known := self._workers.get(worker_id):
+            self._prefill_rates[known.info.role].observe(worker_id, prefill_tokens, prefill_seconds)
+            self._recount(known)
+
+    def transferred(self, prefill_worker: str, decode_worker: str, num_bytes: int, seconds: float) -> None:
+        """KV cache went from one worker to another in so long. Counts for both: a pair is as fast as its slower end."""
+        for worker_id in (prefill_worker, decode_worker):
+            if worker_id in self._workers:
+                self._transfer_rates.observe(worker_id, num_bytes, seconds)
 
     def workers(self) -> list[worker_pb2.WorkerInfo]:
         """All workers known, as the directory last described them."""
@@ -61,43 +113,148 @@ class DirectoryView:
         known = self._workers.get(worker_id)
         return known.info if known else None
 
-    def report_load(self, worker_id: str, load: worker_pb2.Load) -> None:
-        """A worker's session said how busy it is; newer than any heartbeat."""
-        if known := self._workers.get(worker_id):
-            known.load = load
+    # --- the way of a request ----------------------------------------------------------------------------------------
 
     def place(self, request: TokenRequest, avoid: Collection[str] = ()) -> Placement | None:
         """Chooses the workers of an attempt, none of those in `avoid`. None if no decode worker is left."""
-        matched = self._prefixes.match(request.prompt, request.cache_salt)
-        self._turn += 1
-        return place(
-            len(request.prompt),
-            self._candidates(worker_pb2.ROLE_PREFILL, avoid, matched),
-            self._candidates(worker_pb2.ROLE_DECODE, avoid, matched),
-        )
+        placing = self._placing = self._look_up(request)
+        prefill = self._candidates(_PREFILL, avoid, placing.matched)
+        decode = self._candidates(_DECODE, avoid, placing.matched)
+        demand = Demand(num_tokens=len(request.prompt), num_sequences=num_sequences(request))
+        if decode:
+            demand = replace(demand, token_bytes=_token_bytes(self._workers[decode[0].worker_id].info.layout))
+        return place(demand, prefill, decode, self._rng, local_prefill_tokens=self._local_prefill_tokens)
 
     def sent(self, worker_id: str, request: TokenRequest, num_tokens: int) -> None:
-        """The request was dispatched; `num_tokens` of its prompt are to be computed there."""
-        if known := self._workers.get(worker_id):
-            known.sent_tokens[request.request_id] = num_tokens
-            self._prefixes.record(worker_id, request.prompt, request.cache_salt)
+        """The request was dispatched; `num_tokens` of its prompt are to be computed there, less what is cached. The
+        decode worker is told last: with it, what was reserved is spent."""
+        known = self._workers.get(worker_id)
+        decodes = known is None or known.info.role == _DECODE
+        if known is not None:
+            placing = self._placing
+            if placing is None or placing.request is not request:
+                placing = self._look_up(request)
+            cached = placing.matched.get(worker_id, 0)
+            usage = usage_of(request, num_tokens=num_tokens, cached_tokens=cached, decodes=decodes)
+            known.put(request.request_id, Sent(usage, placing.prefix))
+            self._prefixes.expect(worker_id, placing.prefix)
+            self._recount(known)
+        if decodes:
+            self.unreserve(request.request_id)
+            self._on_room()  # what was reserved did not count what is cached
 
     def computed(self, worker_id: str, request_id: str) -> None:
         """The prompt has been computed; the request is still there."""
-        known = self._workers.get(worker_id)
-        if known and request_id in known.sent_tokens:
-            known.sent_tokens[request_id] = 0
+        if known := self._workers.get(worker_id):
+            known.computed(request_id)
+            self._recount(known)
 
     def ended(self, worker_id: str, request_id: str) -> None:
         """The request has left the worker."""
-        if known := self._workers.get(worker_id):
-            known.sent_tokens.pop(request_id, None)
+        known = self._workers.get(worker_id)
+        if known and (sent := known.take(request_id)):
+            self._prefixes.settle(worker_id, sent.prefix)
+            self._recount(known)
 
-    def _candidates(self, role: "worker_pb2.Role", avoid: Collection[str], matched: dict[str, int]) -> list[Candidate]:
+    # --- room, for whoever admits requests ---------------------------------------------------------------------------
+
+    def room(self) -> Room | None:
+        """What all workers have left, less what is reserved. None without a decode worker that takes requests. The
+        prompts are computed by the decode workers if there is no prefill worker."""
+        prefill, decode = self._rooms[_PREFILL], self._rooms[_DECODE]
+        if not decode.workers:
+            return None
+        return (
+            replace(decode, prompt_tokens=(prefill if prefill.workers else decode).prompt_tokens) - self._all_reserved
+        )
+
+    def reserve(self, request: TokenRequest) -> None:
+        """The request takes its part of the room before it is sent; `sent` ends that, or `unreserve`."""
+        self.unreserve(request.request_id)
+        room = needed_room(request)
+        self._reserved[request.request_id] = room
+        self._all_reserved += room
+
+    def unreserve(self, request_id: str) -> None:
+        """Idempotent."""
+        if room := self._reserved.pop(request_id, None):
+            self._all_reserved -= room
+
+    def subscribe(self, on_room: Callable[[], object]) -> None:
+        """Calls `on_room` whenever there may be more room than before."""
+        self._on_room = on_room
+
+    def least_prefill_seconds(self) -> float:
+        """How long the fastest worker takes for the shortest prompt; 0 before anything was measured."""
+        rates = self._prefill_rates[_PREFILL]
+        return rates.best().seconds(1) if rates.known else 0.0
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _lives(self, worker_id: str, epoch: int) -> bool:
+        return worker_id in self._workers and self._workers[worker_id].info.epoch == epoch
+
+    def _forget(self, worker_id: str) -> None:
+        known = self._workers.pop(worker_id)
+        self._rooms[known.info.role] -= known.room
+        self._prefixes.forget(worker_id)
+        self._prefill_rates[known.info.role].forget(worker_id)
+        self._transfer_rates.forget(worker_id)
+
+    def _recount(self, known: KnownWorker) -> None:
+        before = known.room
+        known.room = known.measure_room(self._prefill_line(known).each)
+        self._rooms[known.info.role] += known.room - before
+        if known.room.exceeds(before):
+            self._on_room()
+
+    def _look_up(self, request: TokenRequest) -> _Placing:
+        prefix = Prefix(request.prompt, request.cache_salt)
+        return _Placing(request, prefix, self._prefixes.match(prefix))
+
+    def _prefill_line(self, known: KnownWorker) -> Linear:
+        """Of a pool that has never computed a prompt it is taken that it is as fast as the other."""
+        own, other = self._prefill_rates[known.info.role], self._prefill_rates[_OTHER[known.info.role]]
+        return own.line(known.info.worker_id) if own.known else other.best()
+
+    def _candidates(
+        self, role: "worker_pb2.Role", avoid: Collection[str], matched: Mapping[str, int]
+    ) -> list[Candidate]:
         found = [
-            known.candidate(matched)
-            for known in self._workers.values()
-            if known.info.role == role and not known.info.draining and known.info.worker_id not in avoid
+            known
+            for worker_id, known in self._workers.items()
+            if known.info.role == role and not known.info.draining and worker_id not in avoid
         ]
-        turn = self._turn % len(found) if found else 0
-        return found[turn:] + found[:turn]
+        steps = [known.load.step_seconds for known in found if known.load.step_seconds]
+        step_seconds = min(steps, default=NEUTRAL_STEP_SECONDS)
+        return [self._candidate(known, matched, step_seconds) for known in found]
+
+    def _candidate(self, known: KnownWorker, matched: Mapping[str, int], step_seconds: float) -> Candidate:
+        info = known.info
+        return Candidate(
+            worker_id=info.worker_id,
+            pending_tokens=known.pending_tokens,
+            num_pending=known.own.pending + known.others.pending,
+            num_requests=known.own.sequences + known.others.sequences,
+            free_tokens=known.free_tokens,
+            matched_tokens=matched.get(info.worker_id, 0),
+            max_sequences=info.max_sequences,
+            mixed_chunk_tokens=info.mixed_chunk_tokens,
+            prefill=self._prefill_line(known),
+            transfer=self._transfer_rates.line(info.worker_id),
+            step_seconds=known.load.step_seconds or step_seconds,
+        )
+
+
+def needed_room(request: TokenRequest) -> Room:
+    """What a request takes of the pools' room, if nothing of its prompt is cached."""
+    num_tokens = len(request.prompt)
+    return Room(
+        sequences=num_sequences(request), kv_tokens=num_tokens + growth_tokens(request), prompt_tokens=num_tokens
+    )
+
+
+def _token_bytes(layout: worker_pb2.KvLayout) -> int:
+    """Keys and values of one token, in all layers."""
+    heads = layout.num_layers * layout.num_kv_heads * layout.head_dim
+    return 2 * heads * _ITEM_BYTES.get(layout.dtype, 2) or _UNKNOWN_TOKEN_BYTES

@@ -28,6 +28,7 @@ def service(address: str, model: Path) -> Iterator[Any]:
         overrides[f"{name}.resources"] = {name: 1.0}
     overrides |= {"prefill.replicas": 2, "decode.replicas": 2, "prefill.kv_cache_gb": 0.05, "decode.kv_cache_gb": 0.05}
     overrides |= {"router.grpc_port": 0, "router.http_port": 0, "prefill.block_size": 8}
+    overrides["router.local_prefill_tokens"] = 0
     with start_service(load_config(None, overrides), str(model), address=address) as running:
         yield running
 

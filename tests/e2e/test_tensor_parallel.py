@@ -39,7 +39,7 @@ def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterat
     for name in NODES:
         overrides[f"{name}.resources"] = {name: 1.0}
     overrides |= {"prefill.kv_cache_gb": 0.05, "decode.kv_cache_gb": 0.05}
-    overrides |= {"router.grpc_port": 0, "router.http_port": 0}
+    overrides |= {"router.grpc_port": 0, "router.http_port": 0, "router.local_prefill_tokens": 0}
     with start_service(load_config(None, overrides | request.param), str(model), address=address) as running:
         yield running
         processes = processes_of("RankActor") | processes_of("DecodePool") | processes_of("PrefillPool")

@@ -1,8 +1,9 @@
 """Malformed requests through both doors: each gets the code of the status table, and the next good one its answer."""
 
+import gzip
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, limits
 from tandem.tests.router.conftest import Service
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
@@ -85,6 +86,9 @@ async def test_over_grpc(grpc_service: Service) -> None:
     assert len(grpc_service.source.requests) == len(GRPC_CASES)  # the good ones only
 
 
+Case = tuple[str, bytes, int, str | None, str]  # path, body, status, param, what the message must say
+
+
 def text(**fields: Any) -> bytes:
     return json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 4} | fields).encode()
 
@@ -93,72 +97,184 @@ def chat(**fields: Any) -> bytes:
     return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | fields).encode()
 
 
-# (path, body, status, param, what the message must say)
-HTTP_CASES: list[tuple[str, bytes, int, str | None, str]] = [
+def says(**message: Any) -> bytes:
+    """A chat of one message."""
+    return chat(messages=[{"role": "user", "content": "x"} | message])
+
+
+def offers(**function: Any) -> bytes:
+    """A chat with one tool."""
+    return chat(tools=[{"type": "function", "function": {"name": "f"} | function}])
+
+
+KINDS: dict[str, Any] = {"text": "x", "flag": True, "whole": 7, "number": 1.5, "list": [{}], "object": {"a": 1}}
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+
+# A field, the kinds of value that it takes, and values of these kinds out of its bounds.
+BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("model", "text", ("x" * 257,)),
+    ("n", "whole", (-1, 0, limits.MAX_CHOICES + 1, 10**30)),
+    ("best_of", "whole", (-1, 0, limits.MAX_CHOICES + 1, 2**32)),
+    ("max_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31, -(10**30))),
+    ("temperature", "whole number", (-0.001, 2.001, 1e300, *NOT_FINITE)),
+    ("top_p", "whole number", (0, -1, 1.001, *NOT_FINITE)),
+    ("top_k", "whole", (-2, limits.MAX_TOP_K + 1, 2**31)),
+    ("min_p", "whole number", (-0.001, 1.001, *NOT_FINITE)),
+    ("typical_p", "whole number", (0, 1.001, *NOT_FINITE)),
+    ("repetition_penalty", "whole number", (0, -1, 10.001, *NOT_FINITE)),
+    ("presence_penalty", "whole number", (-2.001, 2.001, *NOT_FINITE)),
+    ("frequency_penalty", "whole number", (-2.001, 2.001, *NOT_FINITE)),
+    ("logit_bias", "object", ({"x": 1}, {"-1": 1}, {"258": 1}, {"9" * 40: 1})),
+    ("logit_bias", "object", ({"1": 100.1}, {"1": math.nan}, {"1": "x"}, {str(i): 1 for i in range(1_025)})),
+    ("bad_words", "list", ([""], ["x" * 257], ["x"] * 129, [1], ["x" * 65])),
+    ("seed", "whole", (2**64, -(2**63) - 1)),
+    ("stop", "text list", ("", "x" * 1_025, ["x"] * 17, [1], ["a", ""])),
+    ("stop_token_ids", "list", ([258], [-1], [2**32], [1] * 65, ["x"], [1.5])),
+    ("min_tokens", "whole", (-1, 513, limits.MAX_TOKENS + 1)),
+    ("ignore_eos", "flag", ()),
+    ("truncate_prompt", "flag", ()),
+    ("beam_width", "whole", (-1, 0, limits.MAX_BEAM_WIDTH + 1)),
+    ("use_beam_search", "flag", ()),
+    ("length_penalty", "whole number", (2, -10.5, *NOT_FINITE)),
+    ("early_stopping", "flag", (True,)),
+    ("prompt_logprobs", "whole", (-1, limits.MAX_LOGPROBS + 1)),
+    ("response_format", "object", ({"type": "xml"}, {"type": "json_schema"}, {}, {"type": "text", "json_schema": 1})),
+    (
+        "structured_outputs",
+        "object",
+        ({"regex": "("}, {"choice": []}, {"choice": [""]}, {"grammar": "x"}, {"json": "{"}),
+    ),
+    ("guided_json", "text object", ("", "{", "[]", "false", {"type": "nothing"}, "9" * 400, {"a": math.nan})),
+    ("guided_regex", "text", ("", "(", "x" * (limits.MAX_GRAMMAR_CHARACTERS + 1))),
+    ("guided_choice", "list", ([], [""], [1], ["x"] * 1_025)),
+    ("guided_grammar", "text", ("", "x", "start: nothing")),
+    ("priority", "whole", (-101, 101, 2**31)),
+    ("stream_options", "object", ({"include_usage": 1}, {"include_usages": True}, {"include_obfuscation": True})),
+    ("user", "text", ()),
+    ("store", "flag", (True,)),
+    ("service_tier", "text", ("flex",)),
+    ("skip_special_tokens", "flag", (False,)),
+]
+FUNCTION = {"name": "f"}
+TEXT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("prompt", "text", ("", [], ["x"] * 129, [1, "x"], [-1], [2**32], [258], ["good", ""], [[]], "x" * 512, None)),
+    ("logprobs", "whole", (-1, limits.MAX_LOGPROBS + 1)),
+    ("echo", "flag", ()),
+    ("suffix", "text", ("more",)),
+]
+CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("messages", "list", ([], ["x"], [{"role": "user", "content": "x"}] * 1_025, None)),
+    ("max_completion_tokens", "whole", (-1, 0, 512)),
+    ("logprobs", "flag", ()),
+    ("top_logprobs", "whole", (-1, 5, limits.MAX_LOGPROBS + 1)),
+    ("tools", "list", ([{"type": "web"}], [{"type": "function"}], [{"type": "function", "function": FUNCTION}] * 2)),
+    ("tool_choice", "text object", ("x", "required", {"type": "function"}, {"type": "function", "function": FUNCTION})),
+    ("chat_template_kwargs", "object", ({"messages": []}, {"x": "x" * 4_096}, {"raise_exception": 1}, {"x": math.nan})),
+    ("continue_final_message", "flag", (True,)),
+    ("add_generation_prompt", "flag", (False,)),
+    ("parallel_tool_calls", "flag", ()),
+    ("modalities", "list", (["text", "audio"], [])),
+    ("echo", "flag", (True,)),
+]
+UNKNOWN = ("temprature", "functions", "function_call", "audio", "chat_template", "documents", "truncate_prompt_tokens")
+
+
+def by_field() -> Iterator[Case]:
+    """Each field with a value of each wrong kind, and with values out of bounds; each field that there is none of."""
+    for path, body, fields in ((TEXT, text, BOTH + TEXT_ONLY), (CHAT, chat, BOTH + CHAT_ONLY)):
+        for name, kinds, out_of_bounds in fields:
+            wrong = [value for kind, value in KINDS.items() if kind not in kinds.split()]
+            for value in (*wrong, *out_of_bounds):
+                yield path, body(**{name: value}), 400, name, ""
+        for name in UNKNOWN:
+            yield path, body(**{name: "x"}), 400, name, "is not a field that is known here"
+
+
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+WRONG_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}
+TOO_DEEP = json.loads('{"a":' * 180 + "1" + "}" * 180)
+HTTP_CASES: list[Case] = [
+    *by_field(),
     (TEXT, b"", 400, None, "not valid JSON"),
     (TEXT, b'{"prompt": "hi"', 400, None, "not valid JSON"),
+    (TEXT, b'{"prompt": "hi"} x', 400, None, "not valid JSON"),
     (TEXT, b'{"prompt": "\xff"}', 400, None, "not valid JSON"),
+    (TEXT, b'{"prompt": "\x00"}', 400, None, "not valid JSON"),
     (TEXT, b'{"prompt": "\\ud800"}', 400, None, "not valid JSON"),
+    (TEXT, b'{"prompt": "hi", "user": "\\udfff"}', 400, None, "not valid JSON"),
+    (TEXT, '{"prompt": "hi"}'.encode("utf-16"), 400, None, "not valid JSON"),
+    (TEXT, b"\xef\xbb\xbf" + text(), 400, None, "not valid JSON"),
+    (TEXT, gzip.compress(text()), 400, None, "not valid JSON"),
+    (TEXT, b"model=tiny&prompt=hi", 400, None, "not valid JSON"),
     (TEXT, b"[" * 100_000, 400, None, "not valid JSON"),
+    (TEXT, b'{"metadata": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001, 400, None, "not valid JSON"),
+    (TEXT, b'{"n": 1' + b"0" * 5_000 + b', "prompt": "hi"}', 400, None, ""),
     (TEXT, b"[1]", 400, None, "should be an object"),
+    (TEXT, b"null", 400, None, "should be an object"),
     (TEXT, b'{"model": "tiny"}', 400, "prompt", "required"),
-    (TEXT, text(prompt=None), 400, "prompt", "must be a string"),
-    (TEXT, text(prompt=""), 400, "prompt", "at least 1"),
-    (TEXT, text(prompt=[]), 400, "prompt", "1 to 128"),
-    (TEXT, text(prompt=["x"] * 129), 400, "prompt", "1 to 128"),
-    (TEXT, text(prompt=[1, "x"]), 400, "prompt", "must be a string"),
-    (TEXT, text(prompt=[-1]), 400, "prompt", "must be a string"),
-    (TEXT, text(prompt=[2**32]), 400, "prompt", "must be a string"),
-    (TEXT, text(prompt=[258]), 400, "prompt", "258 tokens"),
-    (TEXT, text(prompt=["good", ""]), 400, "prompt", "at least 1"),
-    (TEXT, text(prompt="x" * 512), 400, "prompt", "512 prompt tokens"),
     (TEXT, text(prompt="x" * 1_000_001), 400, "prompt", "at most 1000000"),
     (TEXT, text(prompt="x" * 10_000_000), 413, None, "4194304 bytes"),
     (TEXT, text(model="nope"), 404, None, "'nope'"),
-    (TEXT, text(model=7), 400, "model", "string"),
-    (TEXT, text(max_tokens=-5), 400, "max_tokens", "1 to 1048576"),
-    (TEXT, text(max_tokens=10**30), 400, "max_tokens", "less than"),
-    (TEXT, text(max_tokens="4"), 400, "max_tokens", "integer"),
-    (TEXT, text(max_tokens=4.5), 400, "max_tokens", "integer"),
     (TEXT, text(max_tokens=511), 400, "prompt", "511 to generate"),
-    (TEXT, text(temperature=math.nan), 400, "temperature", "0 to 2"),
-    (TEXT, text(temperature=1e300), 400, "temperature", "0 to 2"),
-    (TEXT, text(temperature="hot"), 400, "temperature", "number"),
-    (TEXT, text(top_p=0), 400, "top_p", "greater than 0"),
-    (TEXT, text(top_k=-2), 400, "top_k", "-1 to 1000000"),
-    (TEXT, text(min_p=2), 400, "min_p", "0 to 1"),
-    (TEXT, text(seed=2**64), 400, "seed", "less than"),
-    (TEXT, text(stop=["x"] * 10_000), 400, "stop", "at most 16"),
-    (TEXT, text(stop="x" * 1_025), 400, "stop[0]", "1 to 1024"),
-    (TEXT, text(stop=""), 400, "stop[0]", "1 to 1024"),
-    (TEXT, text(stop=[1]), 400, "stop[0]", "string"),
-    (TEXT, text(stop_token_ids=[-1]), 400, "stop_token_ids[0]", "greater than"),
-    (TEXT, text(stop_token_ids=[999]), 400, "stop_token_ids", "258 tokens"),
-    (TEXT, text(n=2), 400, "n", "not supported"),
-    (TEXT, text(echo=True), 400, "echo", "not supported"),
-    (TEXT, text(logprobs=5), 400, "logprobs", "not supported"),
-    (TEXT, text(repetition_penalty=1.1), 400, "repetition_penalty", "not supported"),
-    (TEXT, text(temprature=1), 400, "temprature", "not a field"),
-    (TEXT, text(stream="yes"), 400, "stream", "boolean"),
-    (TEXT, text(stream_options={"include_usages": True}), 400, "stream_options.include_usages", "not a field"),
+    (TEXT, text(n=4, best_of=2), 400, "best_of", ""),
+    (TEXT, text(n=20, use_beam_search=True), 400, "n", "1 to 16"),
+    (TEXT, text(beam_width=2, temperature=0.5), 400, "temperature", ""),
+    (TEXT, text(beam_width=2, n=3), 400, "n", ""),
+    (TEXT, text(guided_regex="a", guided_choice=["a"]), 400, "guided_choice", "guided_regex"),
+    (TEXT, text(structured_outputs={"regex": "a", "grammar": "b"}), 400, "structured_outputs.grammar", "together"),
+    (TEXT, text(guided_json=TOO_DEEP), 400, "guided_json", ""),
     (CHAT, text(), 400, "messages", "required"),
-    (CHAT, chat(messages=[]), 400, "messages", "1 to 1024"),
-    (CHAT, chat(messages="hi"), 400, "messages", "array"),
-    (CHAT, chat(messages=[{"content": "x"}]), 400, "messages[0].role", "required"),
-    (CHAT, chat(messages=[{"role": "", "content": "x"}]), 400, "messages[0].role", "1 to 64"),
-    (CHAT, chat(messages=[{"role": "user", "content": 7}]), 400, "messages[0].content", "string"),
-    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "messages[0].content", "parts"),
+    (CHAT, says(role=""), 400, "messages[0].role", "1 to 64"),
+    (CHAT, says(role="r" * 65), 400, "messages[0].role", "1 to 64"),
+    (CHAT, says(role="robot"), 400, "messages", "unknown role"),
+    (CHAT, says(role=None), 400, "messages[0].role", "string"),
+    (CHAT, says(content=7), 400, "messages[0].content", "string"),
+    (CHAT, says(content=[7]), 400, "messages[0].content", "parts"),
+    (CHAT, says(content=[{"type": "text"}]), 400, "messages[0].content", "parts"),
+    (CHAT, says(content=[{"type": "image_url", "image_url": {"url": "x"}}]), 400, "messages[0].content", "'image_url'"),
+    (CHAT, says(content=[{"type": "input_audio"}]), 400, "messages[0].content", "'input_audio'"),
+    (CHAT, says(content=[{"type": "{0}"}]), 400, "messages[0].content", "'{0}'"),
+    (CHAT, says(content="x" * 1_000_001), 400, "messages", "at most 1000000"),
+    (CHAT, says(content="x" * 512), 400, "messages", "prompt tokens"),
+    (CHAT, says(name="n" * 65), 400, "messages[0].name", "at most 64"),
+    (CHAT, says(weight=1), 400, "messages[0].weight", "not a field"),
+    (CHAT, says(refusal="no"), 400, "messages[0].refusal", ""),
+    (CHAT, says(tool_calls=[1]), 400, "messages[0].tool_calls[0]", "object"),
+    (CHAT, says(tool_calls=[CALL]), 400, "messages[0].tool_calls", "assistant"),
     (
         CHAT,
-        chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]),
+        says(role="assistant", tool_calls=[CALL, CALL | {"function": {"name": "f g", "arguments": "{}"}}]),
         400,
-        "messages[0].tool_calls",
-        "not a",
+        "messages[0].tool_calls[1].function.name",
+        "letters",
     ),
-    (CHAT, chat(messages=[{"role": "robot", "content": "x"}]), 400, "messages", "unknown role"),
-    (CHAT, chat(max_completion_tokens=0), 400, "max_tokens", "1 to 1048576"),
-    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools", "not supported"),
-    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", "not supported"),
+    (CHAT, says(role="tool", tool_call_id="c" * 65), 400, "messages[0].tool_call_id", "at most 64"),
+    (CHAT, offers(name=""), 400, "tools[0].function.name", "1 to 64"),
+    (CHAT, offers(name="f", parameters=[]), 400, "tools[0].function.parameters", "object"),
+    (CHAT, offers(parameters={"type": "array"}), 400, "tools[0].function.parameters", "object"),
+    (CHAT, offers(parameters={"a": math.inf}), 400, "tools[0].function.parameters", "JSON"),
+    (
+        CHAT,
+        offers(parameters={"a": "x" * 131_072}),
+        400,
+        "tools[0].function.parameters",
+        "at most",
+    ),
+    (CHAT, offers(body=1), 400, "tools[0].function.body", "not a field"),
+    (CHAT, chat(max_tokens=0), 400, "max_tokens", "1 to 1048576"),
+    (CHAT, chat(max_completion_tokens=0), 400, "max_completion_tokens", "1 to 1048576"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20"),
+    (CHAT, chat(response_format=WRONG_SCHEMA), 400, "response_format", ""),
+    ("/tokenize", b"{", 400, None, "not valid JSON"),
+    ("/tokenize", b"{}", 400, "prompt", "required"),
+    ("/tokenize", text(prompt=[1]), 400, "prompt", "string"),
+    ("/tokenize", b'{"messages": []}', 400, "messages", "1 to 1024"),
+    ("/tokenize", b'{"prompt": "x", "model": "nope"}', 404, None, "'nope'"),
+    ("/tokenize", b'{"prompt": "x", "more": 1}', 400, "more", "not a field"),
+    ("/detokenize", b'{"tokens": [258]}', 400, "tokens", "258 tokens"),
+    ("/detokenize", b'{"tokens": [-1]}', 400, "tokens[0]", "greater"),
+    ("/detokenize", b'{"tokens": "x"}', 400, "tokens", "array"),
+    ("/detokenize", b'{"tokens": [1], "model": "nope"}', 404, None, "'nope'"),
 ]
 
 
@@ -173,13 +289,29 @@ def _streamed(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("form", [_plain, _streamed])
 async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> None:
-    assert len(HTTP_CASES) >= 30
+    """No bad request breaks anything: each is answered for what it is, and a good one after it as one before it."""
+    assert len(HTTP_CASES) >= 300
+    good = text(seed=1)
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as http:
+        expected = (await http.post(TEXT, content=good)).json()["choices"]
         for path, body, status, param, said in HTTP_CASES:
-            answer = await http.post(path, content=form(body))
-            error = answer.json()["error"]
-            assert answer.status_code == status, (body[:80], answer.text)
-            assert (error["param"], said in error["message"]) == (param, True), (body[:80], error)
-            good = await http.post(TEXT, content=form(text()))
-            assert good.status_code == 200, body[:80]
-    assert len(service.source.requests) == len(HTTP_CASES)
+            answer = await http.post(path, content=body if path.endswith("tokenize") else form(body))
+            error = answer.json().get("error", {"param": None, "message": ""})
+            assert answer.status_code == status, (path, body[:200], answer.text[:200])
+            assert _names(error["param"], param), (path, body[:200], error)
+            assert said in error["message"], (path, body[:200], error)
+            assert (await http.post(TEXT, content=good)).json()["choices"] == expected, body[:200]
+    assert len(service.source.requests) == len(HTTP_CASES) + 1  # the good ones only
+
+
+def _names(found: str | None, field: str | None) -> bool:
+    """Whether the error is about the field or something in it."""
+    return found == field or (field is not None and found is not None and found.startswith((f"{field}.", f"{field}[")))
+
+
+@pytest.mark.parametrize("header", ["", "x", "0", "-1", "nan", "inf", "86400.5", "1e999", "1 s"])
+async def test_timeouts_that_are_none(service: Service, header: str) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as http:
+        answer = await http.post(TEXT, content=text(), headers={"x-request-timeout": header})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "x-request-timeout"

@@ -115,7 +115,7 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
                     len(worker._mover._channels),
                     worker._mover.exporter.num_exports,
                 ]
-            return counts + [len(known.sent_tokens) for known in running.view._workers.values()]
+            return counts + [len(known.sent) for known in running.view._workers.values()]
 
         async def num_objects(rounds: int) -> int:
             """After so many rounds of 25 requests, when all is quiet."""

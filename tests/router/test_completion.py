@@ -1,6 +1,6 @@
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -8,60 +8,12 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
+from tandem.router.admission import Admission
 from tandem.router.completion import Completions, tandem_errors_only
 from tandem.router.fake import EOS_ID, FakeTokenSource
 from tandem.router.prepare import ServedModel
-from tandem.router.request import TokenDelta, TokenRequest, TokenSource
-
-STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
-NONE = inference_pb2.FINISH_REASON_UNSPECIFIED
-Answers = list[inference_pb2.GenerateResponse]
-
-
-def request(**fields: Any) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(**({"prompt": {"text": "hi"}} | fields))
-
-
-def start(
-    model: ServedModel,
-    source: TokenSource,
-    message: inference_pb2.GenerateRequest | None = None,
-    timeline: inference_pb2.Timeline | None = None,
-    deadline: float | None = None,
-) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    return Completions([model], source).generate(
-        request() if message is None else message,
-        arrived=time.monotonic(),
-        deadline=deadline,
-        timeline=inference_pb2.Timeline() if timeline is None else timeline,
-    )
-
-
-async def collect(*args: Any, **kwargs: Any) -> Answers:
-    """All messages, after checking what holds for every stream."""
-    messages = [message async for message in start(*args, **kwargs)]
-    count = 0
-    for message in messages:
-        assert message.first_index == count
-        count += len(message.token_ids)
-    assert [message.finish_reason != NONE for message in messages] == [False] * (len(messages) - 1) + [True]
-    assert [message.HasField("usage") for message in messages] == [False] * (len(messages) - 1) + [True]
-    assert messages[-1].usage.completion_tokens == count
-    assert len({message.request_id for message in messages}) == 1
-    return messages
-
-
-async def fill(seen: Answers, messages: AsyncGenerator[inference_pb2.GenerateResponse, None]) -> None:
-    async for message in messages:
-        seen.append(message)
-
-
-def text(messages: Answers) -> str:
-    return "".join(message.text for message in messages)
-
-
-def ids(messages: Answers) -> list[int]:
-    return [i for message in messages for i in message.token_ids]
+from tandem.router.request import TokenDelta, TokenRequest, tenant_of
+from tandem.tests.router.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
@@ -174,14 +126,14 @@ class BrokenSource:
         self._deltas = deltas
 
     async def generate(
-        self, request: TokenRequest, timeline: inference_pb2.Timeline
+        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in self._deltas:
             yield delta
 
 
-def delta(first_index: int, finish_reason: "inference_pb2.FinishReason" = NONE) -> TokenDelta:
-    return TokenDelta(first_index=first_index, ids=(65,), finish_reason=finish_reason)
+def delta(first_index: int, finish_reason: "inference_pb2.FinishReason" = NONE, choice: int = 0) -> TokenDelta:
+    return TokenDelta(first_index=first_index, ids=(65,), finish_reason=finish_reason, choice=choice)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +146,69 @@ def delta(first_index: int, finish_reason: "inference_pb2.FinishReason" = NONE) 
         [delta(1, STOP)],
         [delta(0, STOP), delta(1)],
         [delta(0, STOP), delta(1, STOP)],
+        [delta(0, choice=1)],
     ],
-    ids=["empty", "no end", "repeat", "gap", "late start", "goes on", "two ends"],
+    ids=["empty", "no end", "repeat", "gap", "late start", "goes on", "two ends", "another choice"],
 )
 async def test_a_broken_stream_never_ends_well(model: ServedModel, deltas: list[TokenDelta]) -> None:
     seen: Answers = []
     with pytest.raises(InternalError):
         await fill(seen, start(model, BrokenSource(deltas)))
     assert all(message.finish_reason == NONE for message in seen)
+
+
+async def test_detokenize(model: ServedModel) -> None:
+    completions = Completions([model], FakeTokenSource())
+    for body in ("grüß", "x" * 5_000):
+        answer = await completions.detokenize(inference_pb2.DetokenizeRequest(token_ids=[*body.encode(), EOS_ID]))
+        assert answer.text == body
+    with pytest.raises(InvalidArgument, match="token_ids: 258 is not a token id"):
+        await completions.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]))
+    with pytest.raises(NotFound):
+        await completions.detokenize(inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]))
+
+
+class Full(Admission):
+    """Refuses whatever is larger than 100 tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str, int]] = []
+
+    def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
+        self.asked.append((estimated_tokens, tenant, priority))
+        if estimated_tokens > 100:
+            raise Overloaded("full")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"text": "x" * 380},
+        {"token_ids": {"ids": [1] * 95}},
+        {"chat": {"messages": [{"role": "user", "content": "x" * 380}]}},
+    ],
+)
+async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel, prompt: dict[str, Any]) -> None:
+    admission = Full()
+    completions = Completions([model], FakeTokenSource(), admission)
+    with pytest.raises(Overloaded):
+        await completions.accept(
+            request(prompt=prompt, n=2, stopping={"max_tokens": 3}, priority=4), arrived=0, deadline=None, tenant="t"
+        )
+    await completions.accept(request(stopping={"max_tokens": 3}), arrived=0, deadline=None)
+    assert admission.asked == [(101, "t", 4), (3, "", 0)]
+
+
+async def test_a_tenant_has_a_cache_of_its_own(model: ServedModel) -> None:
+    completions = Completions([model], FakeTokenSource())
+    tenants = [tenant_of(key) for key in ("Bearer one", "bearer  one ", "Bearer two", "Basic one", "Bearer ", "", None)]
+    assert tenants[0] == tenants[1] != tenants[2]
+    assert "one" not in tenants[0]
+    assert tenants[3:] == [""] * 4
+    found = [await completions.accept(request(), arrived=0.0, deadline=None, tenant=tenant) for tenant in tenants]
+    assert [accepted.tokens.tenant for accepted in found] == tenants
+    assert len({accepted.tokens.cache_salt for accepted in found}) == 3
+    assert found[-1].tokens.cache_salt == b""
 
 
 async def test_models(model: ServedModel, tokenizer: Any) -> None:

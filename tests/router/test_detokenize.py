@@ -114,7 +114,7 @@ def test_a_cut_character_shows_at_the_end_only() -> None:
 class CountingTokenizer(Tokenizer):
     decoded = 0
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         self.decoded += len(ids)
         return super().decode(ids)
 

@@ -4,14 +4,18 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
+from tandem.proto import inference_pb2
 from tandem.proto.errors import TandemError
-from tandem.router import dispatcher
-from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
-from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.router import run
+from tandem.router.request import TokenRequest
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
+from tandem.workers.engine.plan import Opening
 from tandem.workers.transfer import outlets, wire
 from tandem.workers.transfer.wire import Commit, Data, TransferError, TransferKey, decode, encode
 
@@ -100,7 +104,7 @@ async def test_a_thousand_faults_are_all_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(outlets, "FRAME_BYTES", 32 * 64)  # 32 tokens of one layer
-    monkeypatch.setattr(dispatcher, "MAX_TRANSFERS_LOST", 10**9)
+    monkeypatch.setattr(run, "MAX_TRANSFERS_LOST", 10**9)
     injector = Injector(seed=2, limit=NUM_INJECTIONS)
     chance = random.Random(3)
     noticed = attempts = 0
@@ -181,8 +185,8 @@ async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
             worker.check_health()
 
 
-def with_token(complete: Callable[[int, int], None], token: int) -> Callable[[object, int, int], None]:
-    return lambda exporter, sequence_id, first_token: complete(sequence_id, token)
+def with_token(complete: Callable[[int, Opening], None], token: int) -> Callable[[object, int, Opening], None]:
+    return lambda exporter, sequence_id, opening: complete(sequence_id, replace(opening, tokens=(token,)))
 
 
 async def test_requests_of_a_failed_decode_worker_end_on_the_other() -> None:
@@ -231,3 +235,59 @@ async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None
             return timeline.attempts
 
         assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
+
+
+async def choices_of(running: Fleet, request: TokenRequest) -> tuple[list[list[int]], int]:
+    """The tokens of each choice, checked to be contiguous, and the number of attempts."""
+    timeline = inference_pb2.Timeline()
+    ids: list[list[int]] = [[] for _ in range(request.num_choices)]
+    async with aclosing(running.dispatcher.generate(request, timeline)) as deltas:
+        async for delta in deltas:
+            assert delta.first_index == len(ids[delta.choice])
+            ids[delta.choice] += delta.ids
+    return ids, timeline.attempts
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_preempted_choices_get_exactly_their_tokens(prefill: int) -> None:
+    async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=30), growth_tokens=16) as running:
+
+        async def one(number: int) -> int:
+            prompt = range(number, number + 30)
+            ids, attempts = await choices_of(running, token_request(prompt, 70, num_choices=3))
+            assert ids == expected_choices(prompt, 3, 70, VOCAB)
+            return attempts
+
+        assert sum(await asyncio.gather(*(one(number) for number in range(6)))) > 6
+
+
+@pytest.mark.parametrize("beams", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 34])
+async def test_choices_outlive_their_worker_whenever_it_dies(steps: int, beams: bool) -> None:
+    ranks = [fake_rank(step_seconds=0.001) for _ in range(3)]
+    executor = ranks[1].executor
+    assert isinstance(executor, FakeExecutor)
+    executor.fail_after_steps = steps
+    left = iter(ranks)
+    search = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False) if beams else None
+    prompt = range(25)
+    async with fleet(0, 1) as alone:
+        request = token_request(prompt, 30, num_choices=4, beam_search=search)
+        expected, _ = await choices_of(alone, request)
+    async with fleet(1, 2, rank=lambda role: next(left)) as running:
+
+        async def one() -> int:
+            request = token_request(prompt, 30, num_choices=4, beam_search=search)
+            ids, attempts = await choices_of(running, request)
+            assert ids == expected
+            return attempts
+
+        attempts = await asyncio.gather(*(one() for _ in range(6)))
+        broken = running.workers[1]
+        if steps < 30:
+            assert max(attempts) > 1
+            running.workers.remove(broken)
+            with pytest.raises(RuntimeError, match="has failed"):
+                broken.check_health()
+    if not beams:
+        assert expected == expected_choices(prompt, 4, 30, VOCAB)

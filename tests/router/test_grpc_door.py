@@ -1,10 +1,13 @@
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -13,6 +16,7 @@ from tandem.router.completion import Completions
 from tandem.router.fake import FakeTokenSource
 from tandem.router.grpc_door import GrpcDoor
 from tandem.router.prepare import ServedModel
+from tandem.router.request import tenant_of
 from tandem.tests.router.conftest import Service
 
 WAIT = 5.0
@@ -40,6 +44,11 @@ def stub(channel: grpc.aio.Channel) -> inference_pb2_grpc.InferenceStub:
 def timeline(trailing: Any) -> inference_pb2.Timeline | None:
     found = dict(trailing or ()).get("tandem-timeline-bin")
     return None if found is None else inference_pb2.Timeline.FromString(found)
+
+
+def status_of(error: grpc.aio.AioRpcError) -> Any:
+    """The google.rpc.Status in the trailing metadata."""
+    return status_pb2.Status.FromString(dict(error.trailing_metadata() or ())["grpc-status-details-bin"])
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -104,6 +113,14 @@ async def test_errors_have_their_code_text_and_metadata(
     assert (caught.code(), caught.details()) == (code, error.message)
     trailing = dict(caught.trailing_metadata() or ())
     assert trailing.get("grpc-retry-pushback-ms") == pushback
+    status = status_of(caught)
+    assert (status.code, status.message) == (code.value[0], error.message)
+    if pushback is None:
+        assert not status.details
+    else:
+        retry = error_details_pb2.RetryInfo()
+        assert status.details[0].Unpack(retry)
+        assert retry.retry_delay.ToMilliseconds() == int(pushback)
     found = timeline(trailing.items())  # the request had been accepted
     assert found is not None
     assert found.completion_tokens == error_after
@@ -123,6 +140,96 @@ async def test_a_refused_request_has_no_timeline(stub: inference_pb2_grpc.Infere
     assert caught.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert caught.details() == "sampling.top_k: must be from -1 to 1000000"
     assert timeline(caught.trailing_metadata()) is None
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
+async def test_a_bad_field_is_named_in_the_details(stub: inference_pb2_grpc.InferenceStub, method: str) -> None:
+    bad_prompt = {"token_ids": {"ids": [258]}}
+    call: Any = {
+        "Generate": lambda: stub.Generate(request(prompt=bad_prompt)),
+        "Tokenize": lambda: stub.Tokenize(inference_pb2.TokenizeRequest(prompt=bad_prompt)),
+        "Detokenize": lambda: stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[258])),
+    }[method]()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if method == "Generate" else call)
+    bad = error_details_pb2.BadRequest()
+    assert status_of(caught.value).details[0].Unpack(bad)
+    (violation,) = bad.field_violations
+    assert violation.field == ("token_ids" if method == "Detokenize" else "prompt.token_ids")
+    assert violation.description == "258 is not a token id; the vocabulary has 258 tokens"
+
+
+async def test_choices_logprobs_and_usage(grpc_service: Service, stub: inference_pb2_grpc.InferenceStub) -> None:
+    grpc_service.source.answers = [b"abc", b"de"]
+    call = stub.Generate(request(n=2, logprobs=1))
+    messages = [message async for message in call]
+    texts = ["".join(m.text for m in messages if m.choice == choice) for choice in range(2)]
+    assert texts == ["abc", "de"]
+    assert all(m.logprobs[0].token.text == m.text.encode() for m in messages)
+    assert messages[-1].usage.completion_tokens == 5
+
+
+async def test_the_tenant_is_told_by_the_key(grpc_service: Service, stub: inference_pb2_grpc.InferenceStub) -> None:
+    for metadata in ((("authorization", "Bearer sk-1"),), ()):
+        async for _ in stub.Generate(request(), metadata=metadata):
+            pass
+    tenants = [(seen.tenant, seen.cache_salt) for seen in grpc_service.source.requests]
+    assert tenants == [(tenant_of("Bearer sk-1"), tenant_of("Bearer sk-1").encode()), ("", b"")]
+
+
+@pytest.mark.parametrize("method", ["Tokenize", "Generate"])
+async def test_a_request_that_unpacks_to_more_than_the_bound_is_refused(grpc_service: Service, method: str) -> None:
+    """A kilobyte on the wire for each megabyte of it. The text has too many characters, too, so the code tells that
+    nobody has read it."""
+    kind = inference_pb2.TokenizeRequest if method == "Tokenize" else inference_pb2.GenerateRequest
+    bomb = kind(prompt={"text": "x" * 64 * 2**20})
+    assert len(gzip.compress(bomb.SerializeToString())) < limits.MAX_MESSAGE_BYTES / 50
+    async with grpc.aio.insecure_channel(
+        grpc_service.grpc,
+        compression=grpc.Compression.Gzip,
+        options=[("grpc.max_send_message_length", -1)],
+    ) as channel:
+        stub = inference_stub(channel)
+        call: Any = stub.Tokenize(bomb) if method == "Tokenize" else stub.Generate(bomb).read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        answer = await stub.Tokenize(inference_pb2.TokenizeRequest(prompt={"text": "x" * 100_000}))
+        assert len(answer.token_ids) == 100_000  # compressed requests are welcome
+
+
+@asynccontextmanager
+async def counting_relay(target: str) -> AsyncIterator[tuple[str, list[int]]]:
+    """Another address of a server, and the sizes of what came from it."""
+    sizes: list[int] = []
+    host, _, port = target.rpartition(":")
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counts: list[int]) -> None:
+        while data := await reader.read(65_536):
+            counts.append(len(data))
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, upstream_writer, []), copy(upstream_reader, writer, sizes))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", sizes
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+async def test_answers_are_compressed_if_the_door_is_told_so(model: ServedModel, compression: grpc.Compression) -> None:
+    door = GrpcDoor(Completions([model], FakeTokenSource()), reflection=False, compression=compression)
+    async with counting_relay(await door.start("127.0.0.1:0")) as (address, sizes):
+        async with grpc.aio.insecure_channel(address) as channel:
+            request = inference_pb2.TokenizeRequest(prompt={"text": "x" * 200_000})
+            answer = await inference_stub(channel).Tokenize(request)
+            assert len(answer.token_ids) == 200_000
+        await door.stop(0)
+    assert (sum(sizes) < 20_000) == (compression == grpc.Compression.Gzip)
 
 
 @pytest.mark.parametrize("stall_after", [0, 3])

@@ -15,10 +15,9 @@ from tandem.router.fake import EOS_ID, FakeTokenSource
 from tandem.router.http_door import HttpDoor
 from tandem.router.prepare import ServedModel
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.http_bodies import CHAT, TEXT, body, events, streamed_text
 
 WAIT = 5.0
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "hello?"}]
 
 
 @pytest.fixture
@@ -31,23 +30,6 @@ async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def body(path: str, **fields: Any) -> dict[str, Any]:
-    return ({"prompt": "hi"} if path == TEXT else {"messages": MESSAGES}) | {"model": "tiny"} | fields
-
-
-def events(answer: httpx.Response) -> list[Any]:
-    """The payloads of a stream; [DONE] stays a string."""
-    lines = answer.text.split("\n\n")
-    assert lines.pop() == ""
-    assert all(line.startswith("data: ") for line in lines)
-    return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
-
-
-def streamed_text(chunks: list[Any], index: int = 0) -> str:
-    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
 
 
 async def test_completions_with_the_openai_client(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -179,12 +161,31 @@ async def test_every_field_reaches_the_service(service: Service, http: httpx.Asy
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
         "truncate_prompt": True,
+        "typical_p": 0.75,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1,
+        "frequency_penalty": 2,
+        "logit_bias": {"7": -100, "8": 0.5},
+        "bad_words": ["no"],
+        "min_tokens": 3,
+        "n": 2,
+        "best_of": 3,
+        "logprobs": 4,
+        "prompt_logprobs": 5,
+        "priority": -6,
     }
-    await http.post(TEXT, json=body(TEXT, prompt="x" * 600, **fields))
+    answer = await http.post(TEXT, json=body(TEXT, prompt="x" * 600, **fields))
+    assert answer.status_code == 200, answer.text
     seen = service.source.requests[0]
     assert (seen.sampling.temperature, seen.sampling.top_p, seen.sampling.top_k) == (0.5, 0.25, 9)
     assert (seen.sampling.min_p, seen.sampling.seed) == (0.125, 2**64 - 1)
     assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (4, (1, 2), True, 508)
+    assert (seen.sampling.typical_p, seen.sampling.repetition_penalty) == (0.75, 1.5)
+    assert (seen.sampling.presence_penalty, seen.sampling.frequency_penalty) == (-1, 2)
+    assert dict(seen.sampling.logit_bias) == {7: -100, 8: 0.5}
+    assert tuple(b"no") in seen.bad_words
+    assert (seen.min_tokens, seen.num_choices, seen.logprobs, seen.prompt_logprobs) == (3, 3, 4, 5)
+    assert seen.priority == 6  # as in vLLM, the lower number goes first
 
 
 async def test_default_lengths(service: Service, http: httpx.AsyncClient) -> None:
@@ -210,9 +211,22 @@ async def test_harmless_values_and_nulls_are_accepted(http: httpx.AsyncClient) -
         "stream": None,
         "tools": None,
         "response_format": {"type": "text"},
+        "best_of": None,
+        "parallel_tool_calls": True,
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "skip_special_tokens": True,
+        "structured_outputs": None,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "unheard_of": None,
     }
+    harmless_to_chats = {"tools": [], "tool_choice": "none", "modalities": ["text"], "logprobs": False}
     for path in (TEXT, CHAT):
-        answer = await http.post(path, json=body(path, **harmless))
+        own = {**harmless, **harmless_to_chats} if path == CHAT else harmless
+        own = {name: value for name, value in own.items() if path == CHAT or name != "parallel_tool_calls"}
+        answer = await http.post(path, json=body(path, **own))
         assert answer.status_code == 200, answer.text
 
 
@@ -234,7 +248,8 @@ async def test_request_ids(service: Service, http: httpx.AsyncClient) -> None:
     assert answer.json()["id"] == "cmpl-mine"
     made = await http.post(TEXT, json=body(TEXT))
     assert made.json()["id"] == f"cmpl-{made.headers['x-request-id']}"
-    failed = await http.post(TEXT, json=body(TEXT, n=2), headers={"x-request-id": "mine"})
+    failed = await http.post(TEXT, json=body(TEXT, n=-1), headers={"x-request-id": "mine"})
+    assert failed.status_code == 400
     assert failed.headers["x-request-id"] == "mine"
     service.source.error = errors.Overloaded("full")
     failed = await http.post(TEXT, json=body(TEXT), headers={"x-request-id": "mine"})

@@ -26,12 +26,12 @@ class Clock:
 class Run:
     """A stopwatch on a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_choices: int = 1) -> None:
         self.clock = Clock()
         self.timeline = inference_pb2.Timeline()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stopwatch, "time", self.clock)
-            self.watch = Stopwatch(token_request(range(50), arrived=100.0), self.timeline)
+            self.watch = Stopwatch(token_request(range(50), arrived=100.0, num_choices=num_choices), self.timeline)
 
     def at(self, now: float, event: str) -> None:
         self.clock.now = now
@@ -81,6 +81,14 @@ def test_a_whole_request() -> None:
     assert run.timeline.ttft_seconds == pytest.approx(4.0)
     assert run.timeline.tpot_seconds == pytest.approx(3.5)
     assert (run.timeline.completion_tokens, run.timeline.kv_transfer_bytes) == (3, 1000)
+
+
+def test_the_time_of_a_token_is_that_of_a_step_of_all_choices() -> None:
+    run = Run(num_choices=2)
+    for after, event in [(1.0, "dispatched"), *((t, "token") for t in (4.0, 4.0, 6.0, 6.0, 8.0, 8.0)), (9.0, "stop")]:
+        run.at(100 + after, event)
+    assert run.timeline.tpot_seconds == pytest.approx(2.0)
+    assert run.timeline.completion_tokens == 6
 
 
 def test_waiting_for_blocks_after_the_first_token_is_queueing() -> None:

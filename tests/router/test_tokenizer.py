@@ -4,8 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.fake import byte_tokenizer
 from tandem.router.tokenizer import Tokenizer
@@ -22,6 +25,11 @@ TEXTS = (
     "x" * 5_000,
 )
 CHAT = [{"role": "user", "content": "Was ist 1+1?"}, {"role": "assistant", "content": "2 🦊"}]
+
+
+def chat(messages: list[dict[str, str]]) -> inference_pb2.Chat:
+    said = [inference_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+    return inference_pb2.Chat(messages=said)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +61,40 @@ async def test_text_encodes_and_decodes_as_in_transformers(
     assert loaded.decode(ids) == reference.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("length", [1, 5_000])  # inline, and in a thread
+@pytest.mark.parametrize("length", [1, 5_000])
 async def test_chat_encodes_as_in_transformers(
     loaded: Tokenizer, reference: PreTrainedTokenizerFast, length: int
 ) -> None:
     messages = [*CHAT, {"role": "user", "content": "ab " * length}]
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert await loaded.encode_chat(messages) == expected
+    assert await loaded.encode_chat(chat(messages)) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS)
+async def test_the_bytes_of_tokens_add_up_to_the_text(loaded: Tokenizer, text: str) -> None:
+    ids = await loaded.encode(text)
+    assert b"".join(loaded.token_bytes(token) for token in ids) == text.encode()
+    assert loaded.decode(ids, skip_special=False) == text
+
+
+def test_the_bytes_of_sentencepiece_tokens() -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "<0x0A>": 2, "<0xF0>": 3, "\u2581the": 4, "re": 5, "<0x1>": 6}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")  # type: ignore[no-untyped-call]
+    tokenizer = Tokenizer(fast, vocab_size=16)
+    expected = [b"<s>", b"\n", b"\xf0", b" the", b"re", b"<0x1>", b""]  # the last row of the embedding is of no token
+    assert [tokenizer.token_bytes(token) for token in (1, 2, 3, 4, 5, 6, 15)] == expected
+    assert tokenizer.decode([4, 5]) == " there"
+
+
+async def test_special_tokens_that_are_not_wanted(loaded: Tokenizer, folder: Path) -> None:
+    trained = PreTrainedTokenizerFast.from_pretrained(folder)
+    trained.backend_tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", 0)])
+    tokenizer = Tokenizer(trained)
+    assert await tokenizer.encode("fox") == [0, *await tokenizer.encode("fox", add_special_tokens=False)]
+    assert tokenizer.decode(await tokenizer.encode("fox")) == "fox"
 
 
 def test_ids_and_sizes(loaded: Tokenizer, reference: PreTrainedTokenizerFast) -> None:
@@ -80,7 +115,7 @@ async def test_truncation_and_padding_of_the_file_are_ignored(folder: Path, tmp_
 
 async def test_no_chat_template() -> None:
     with pytest.raises(InvalidArgument, match="no chat template") as caught:
-        await byte_tokenizer(chat_template=None).encode_chat(CHAT)
+        await byte_tokenizer(chat_template=None).encode_chat(chat(CHAT))
     assert caught.value.field == "prompt.chat"
 
 
@@ -98,7 +133,7 @@ async def test_no_chat_template() -> None:
 )
 async def test_template_that_fails(template: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
-        await byte_tokenizer(chat_template=template).encode_chat(CHAT)
+        await byte_tokenizer(chat_template=template).encode_chat(chat(CHAT))
     assert caught.value.field == "prompt.chat"
 
 

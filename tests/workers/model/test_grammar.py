@@ -13,9 +13,9 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
+from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import EOS_ID, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt
-from tandem.tests.workers.model.schemas import random_schema
 from tandem.workers import bench_grammar
 from tandem.workers.engine.plan import SamplingParams, SequenceStep
 from tandem.workers.model import grammar as grammar_module

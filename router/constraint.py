@@ -1,0 +1,160 @@
+"""What a completion must look like, as one grammar that llguidance reads.
+
+A grammar is checked without a tokenizer, off the event loop, and remembered: the same schema comes again and again.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NoReturn
+
+import llguidance
+
+from ..proto import inference_pb2, limits
+from ..proto.errors import InvalidArgument, Overloaded
+
+_COMPILE_SECONDS: Final = 5.0
+_MAX_REASON: Final = 200
+_MAX_DIGITS: Final = 309  # as many as the largest float64 has
+_CACHE_CHARACTERS: Final = 8 * 2**20
+"""Of all remembered grammars together."""
+
+_threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")  # of its own: nothing else may wait for a slow grammar
+
+
+async def compile_constraint(constraint: inference_pb2.Constraint, field: str = "") -> str:
+    """The grammar of a constraint.
+
+    Raises InvalidArgument, which names `field` or else the constraint's own (`constraint.json_schema`), with a short
+    reason, and Overloaded if the check takes longer than 5 seconds."""
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("one of json_schema, json_object, regex, choice and grammar must be set", "constraint")
+    field = field or f"constraint.{kind}"
+    key = constraint.SerializeToString()
+    if (known := _cache.get(key)) is not None:
+        return known
+    _check_size(constraint, field)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_COMPILE_SECONDS):
+            grammar, reason = await loop.run_in_executor(_threads, _compile, constraint)
+    except TimeoutError:
+        raise Overloaded(f"{field}: took more than {_COMPILE_SECONDS:g} seconds to check") from None
+    if reason:
+        raise InvalidArgument(reason, field)
+    _cache.put(key, grammar)
+    return grammar
+
+
+def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
+    kind = constraint.WhichOneof("kind")
+    if kind == "json_object":
+        if not constraint.json_object:
+            raise InvalidArgument("must be true or not be set", field)
+        return
+    size = len(getattr(constraint, kind)) if kind != "choice" else sum(map(len, constraint.choice.texts))
+    if kind == "choice":
+        texts = constraint.choice.texts
+        if not 1 <= len(texts) <= limits.MAX_CONSTRAINT_CHOICES:
+            raise InvalidArgument(f"has {len(texts)} texts; 1 to {limits.MAX_CONSTRAINT_CHOICES} are taken", field)
+        for i, text in enumerate(texts):
+            if not text:
+                raise InvalidArgument("must have at least 1 character", f"{field}.texts[{i}]")
+    if not 1 <= size <= limits.MAX_GRAMMAR_CHARACTERS:
+        raise InvalidArgument(f"has {size} characters; 1 to {limits.MAX_GRAMMAR_CHARACTERS} are taken", field)
+
+
+def _compile(constraint: inference_pb2.Constraint) -> tuple[str, str]:
+    """The grammar, and why it is none: a reason or ""."""
+    try:
+        grammar = _grammar(constraint)
+    except ValueError as error:
+        return "", str(error)
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    return grammar, _short(messages[0]) if is_error else ""
+
+
+def _grammar(constraint: inference_pb2.Constraint) -> str:
+    matcher = llguidance.LLMatcher
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return _json_grammar(_schema(constraint.json_schema))
+        case "json_object":
+            return _json_grammar('{"type": "object"}')
+        case "regex":
+            return matcher.grammar_from_regex(constraint.regex)
+        case "choice":
+            texts = " | ".join(json.dumps(text) for text in dict.fromkeys(constraint.choice.texts))
+            return matcher.grammar_from_lark(f"start: {texts}")
+        case _:
+            return matcher.grammar_from_lark(constraint.grammar)
+
+
+def _json_grammar(schema: str) -> str:
+    # One space after a comma and a colon, as Python writes JSON. Free white space would let a model write it for ever.
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        schema, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    )
+
+
+def _schema(text: str) -> str:
+    """The schema, written anew: llguidance takes text as it is into a document of its own. Raises ValueError."""
+    try:
+        schema = json.loads(text, parse_constant=_no_number, parse_int=_integer)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    if schema is False:
+        raise ValueError("nothing matches it")
+    if schema is not True and not isinstance(schema, dict):
+        raise ValueError("must be a JSON object or boolean")
+    try:
+        return json.dumps({} if schema is True else schema, allow_nan=False)
+    except ValueError:
+        raise ValueError("has a number that is too large") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError("has a number that is too large")
+    return int(digits)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"has {name}, which is not JSON")
+
+
+def _short(message: str) -> str:
+    """The reason without the drawing of the place in the grammar that may follow it."""
+    lines = [line.strip() for line in message.splitlines()]
+    drawn = next((i for i, line in enumerate(lines) if i and line[:1].isdigit() and " | " in line), len(lines))
+    return " ".join(line for line in lines[:drawn] if line.strip("^ "))[:_MAX_REASON]
+
+
+class _Cache:
+    """Grammars by constraint; the ones longest unused go first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity  # characters
+        self._size = 0
+        self._grammars: OrderedDict[bytes, str] = OrderedDict()
+
+    def get(self, key: bytes) -> str | None:
+        if key in self._grammars:
+            self._grammars.move_to_end(key)
+        return self._grammars.get(key)
+
+    def put(self, key: bytes, grammar: str) -> None:
+        if key in self._grammars:
+            return
+        self._grammars[key] = grammar
+        self._size += len(key) + len(grammar)
+        while self._size > self._capacity:
+            old, dropped = self._grammars.popitem(last=False)
+            self._size -= len(old) + len(dropped)
+
+
+_cache = _Cache(_CACHE_CHARACTERS)

@@ -1,0 +1,161 @@
+"""The demo model in float32 behind both pools: beam search as transformers', choices, conversations."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.proto import inference_pb2
+from tandem.router.completion import Completions
+from tandem.router.prepare import ServedModel
+from tandem.router.tokenizer import Tokenizer
+from tandem.tests import demo_model
+from tandem.tests.fleet import Fleet, fleet, token_request
+from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.rank import Rank
+
+BEAM_PROMPTS = (3, 5, 9, 14, 16, 17, 25, 40, 64, 100)  # tokens
+BEAM_TOKENS = 16
+
+
+class Counting(Executor):
+    """Counts the prompt tokens that an executor computes."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.num_prompt_tokens = 0
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        self.num_prompt_tokens += sum(len(step.token_ids) for step in plan.sequences if len(step.token_ids) > 1)
+        return self._executor.launch(plan, on_layers)
+
+
+@asynccontextmanager
+async def demo_fleet(prefill: int, decode: int) -> AsyncIterator[tuple[Fleet, list[Counting]]]:
+    counters: list[Counting] = []
+
+    def rank(role: str) -> Rank:
+        loaded = demo_model.rank(num_threads=1)
+        counters.append(Counting(loaded.executor))
+        return replace(loaded, executor=counters[-1])
+
+    async with fleet(prefill, decode, rank=rank) as running:
+        yield running, counters
+
+
+async def choices_of(running: Fleet, **fields: object) -> dict[int, list[int]]:
+    """The token ids of every choice of one request."""
+    found: dict[int, list[int]] = {}
+    request = token_request(**fields)  # type: ignore[arg-type]
+    async for delta in running.dispatcher.generate(request, inference_pb2.Timeline()):
+        found.setdefault(delta.choice, []).extend(delta.ids)
+    return found
+
+
+@pytest.fixture(scope="module")
+def beam_reference() -> list[list[int]]:
+    """What transformers' beam search of width 4 finds for each prompt."""
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model.folder(), dtype=torch.float32)
+    found = []
+    for prompt in demo_model.prompts(BEAM_PROMPTS):
+        ids = torch.tensor([prompt])  # [1, num_tokens]
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            num_beams=4,
+            max_new_tokens=BEAM_TOKENS,
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("prefill", [1, 0])
+async def test_beam_search_equals_transformers(prefill: int, beam_reference: list[list[int]]) -> None:
+    """All ten at the same time, apart and together."""
+    beams = inference_pb2.BeamSearch(width=4, length_penalty=1.0)
+    async with demo_fleet(prefill, 1) as (running, _):
+        found = await asyncio.gather(
+            *(
+                choices_of(running, prompt=prompt, max_tokens=BEAM_TOKENS, name=f"beam-{n}", beam_search=beams)
+                for n, prompt in enumerate(demo_model.prompts(BEAM_PROMPTS))
+            )
+        )
+    assert [each[0] for each in found] == [_trimmed(tokens) for tokens in beam_reference]
+
+
+def _trimmed(tokens: Sequence[int]) -> list[int]:
+    """Without the padding after the end."""
+    kept = list(tokens)
+    while kept and kept[-1] == 0:
+        kept.pop()
+    return kept
+
+
+@pytest.mark.parametrize("prefill", [1, 0])
+async def test_four_choices_cost_one_prefill(prefill: int) -> None:
+    """And each is what a request of its own, with its own seed, gives."""
+    prompt = demo_model.prompts([200])[0]
+    sampling = inference_pb2.SamplingParams(
+        temperature=1, top_k=0, top_p=1, min_p=0, seed=77, typical_p=1, repetition_penalty=1
+    )
+    async with demo_fleet(prefill, 1) as (running, counters):
+        together = await choices_of(running, prompt=prompt, max_tokens=20, sampling=sampling, num_choices=4, name="all")
+        assert sum(counter.num_prompt_tokens for counter in counters) == len(prompt)
+        for choice in range(4):
+            alone = inference_pb2.SamplingParams()
+            alone.CopyFrom(sampling)
+            alone.seed += choice
+            one = await choices_of(running, prompt=prompt, max_tokens=20, sampling=alone, name=f"one-{choice}")
+            assert one[0] == together[choice]
+    assert len({tuple(tokens) for tokens in together.values()}) == 4
+
+
+async def test_conversations_find_their_prefix() -> None:
+    """4 conversations of 6 turns with one system prompt of 600 tokens over 2 + 2 workers: at least 85 % of the prompt
+    tokens after the first turn come from a prefix cache, and the first token comes the sooner for it."""
+    tokenizer = Tokenizer.load(demo_model.folder())
+    words = random.Random(5)
+    topics = ["rivers", "clocks", "mountains", "engines", "harvests", "letters", "bridges", "winters"]
+    system = ""
+    while len(await tokenizer.encode(system)) < 600:
+        system += f"Rule: when asked of {words.choice(topics)}, speak of {words.choice(topics)} too. "
+    later: list[inference_pb2.Usage] = []
+    ttft: dict[bool, list[float]] = {True: [], False: []}  # by: the first turn of the first conversation
+    async with demo_fleet(2, 2) as (running, _):
+        model = ServedModel(name="demo", tokenizer=tokenizer, context_tokens=4096)
+        completions = Completions([model], running.dispatcher)
+        chats = [
+            inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="system", content=system)]) for _ in range(4)
+        ]
+        for turn in range(6):
+            for number, chat in enumerate(chats):
+                chat.messages.add(role="user", content=f"Tell me of {topics[(turn + number) % 8]}, please.")
+                request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(chat=chat))
+                request.sampling.temperature = 0
+                request.stopping.max_tokens = 16
+                timeline = inference_pb2.Timeline()
+                texts, usage = [], inference_pb2.Usage()
+                accepted = await completions.accept(request, arrived=time.monotonic(), deadline=None)
+                async for message in completions.run(accepted, timeline):
+                    texts.append(message.text)
+                    usage = message.usage if message.HasField("usage") else usage
+                chat.messages.add(role="assistant", content="".join(texts))
+                ttft[turn == number == 0].append(timeline.ttft_seconds)
+                later += [usage] if turn else []
+    share = sum(usage.cached_tokens for usage in later) / sum(usage.prompt_tokens for usage in later)
+    warm, cold = statistics.median(ttft[False]), ttft[True][0]
+    print(
+        f"\n{share:.1%} of the prompt tokens of later turns cached; TTFT {cold * 1e3:.0f} ms cold, {warm * 1e3:.0f} ms"
+    )
+    assert share >= 0.85
+    assert warm < cold / 2

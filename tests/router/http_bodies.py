@@ -1,0 +1,26 @@
+"""What tests of the HTTP door send and read."""
+
+import json
+from typing import Any
+
+import httpx
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello?"}]
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    return ({"prompt": "hi"} if path == TEXT else {"messages": MESSAGES}) | {"model": "tiny"} | fields
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The payloads of a stream; [DONE] stays a string."""
+    lines = answer.text.split("\n\n")
+    assert lines.pop() == ""
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line[6:]) if line != "data: [DONE]" else "[DONE]" for line in lines]
+
+
+def streamed_text(chunks: list[Any], index: int = 0) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)

@@ -1,0 +1,46 @@
+"""A worker that the test plays: it keeps what it is told and says what it is given."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from tandem.proto.channel import peer_server
+
+
+class PlayedWorker(worker_pb2_grpc.WorkerServicer):
+    """Keeps the commands that come and says what the test says."""
+
+    def __init__(self) -> None:
+        self.commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self.answers: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
+        self.server = peer_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    async def Session(
+        self, requests: AsyncIterator[worker_pb2.SessionRequest], context: object
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (answer := await self.answers.get()) is not None:
+                yield answer
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            self.commands.put_nowait(request)
+
+    def say(self, *outputs: worker_pb2.Output, waiting: int = 0) -> None:
+        """One message of a step, with a load that says so many requests wait."""
+        load = worker_pb2.Load(num_waiting=waiting)
+        self.answers.put_nowait(worker_pb2.SessionResponse(outputs=outputs, load=load))
+
+
+def token(
+    request_id: str, index: int, *, attempt: int = 1, choice: int = 0, last: bool = False, number: int = 7
+) -> worker_pb2.Output:
+    """One token of a choice."""
+    reason = inference_pb2.FINISH_REASON_LENGTH if last else inference_pb2.FINISH_REASON_UNSPECIFIED
+    tokens = worker_pb2.Tokens(first_index=index, ids=[number], finish_reason=reason)
+    return worker_pb2.Output(request_id=request_id, attempt=attempt, choice=choice, tokens=tokens)
