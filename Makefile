@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test check format proto clean
+.PHONY: help venv demo test check breaking format proto clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -27,6 +27,9 @@ check: .venv/.installed  ## lint, format, types, architecture, generated code, p
 	$(BIN)/pytest -q tests/test_architecture.py
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/buf lint
+
+breaking: .venv/.installed  ## that the .proto files still fit those of the branch BASE (main)
+	$(BIN)/buf breaking --against '.git#ref=$(or $(BASE),main)'
 
 format: .venv/.installed  ## format and repair what ruff can
 	$(BIN)/ruff format .

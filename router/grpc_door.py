@@ -1,7 +1,7 @@
 """The gRPC front door: tandem.v1.Inference, grpc.health.v1 and, if asked for, reflection."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +24,8 @@ TIMELINE_KEY = "tandem-timeline-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 DETAILS_KEY = "grpc-status-details-bin"
 AUTHORIZATION_KEY = "authorization"
+
+_PROMPT_LOGPROBS_A_MESSAGE = 2_048  # with 20 alternatives each 1 MB
 
 _Context = grpc.aio.ServicerContext[bytes, Any]
 _M = TypeVar("_M", bound=Message)
@@ -110,7 +112,8 @@ class GrpcDoor:
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
                 async with aclosing(self._completions.run(accepted, timeline)) as messages:
                     async for message in messages:
-                        await context.write(message)
+                        for part in _parts(message):
+                            await context.write(part)
         except TandemError as error:
             await _abort(context, error, timeline)
         context.set_trailing_metadata(_timeline_metadata(timeline))
@@ -171,6 +174,19 @@ def _tenant(context: _Context) -> str:
         if key == AUTHORIZATION_KEY:
             return tenant_of(value if isinstance(value, str) else value.decode("latin-1"))
     return ""
+
+
+def _parts(message: inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
+    """The message, or several that say the same and that every client reads: gRPC's own bound is 4 MB."""
+    while len(message.prompt_logprobs) > _PROMPT_LOGPROBS_A_MESSAGE:
+        yield inference_pb2.GenerateResponse(
+            request_id=message.request_id,
+            first_index=message.first_index,
+            choice=message.choice,
+            prompt_logprobs=message.prompt_logprobs[:_PROMPT_LOGPROBS_A_MESSAGE],
+        )
+        del message.prompt_logprobs[:_PROMPT_LOGPROBS_A_MESSAGE]
+    yield message
 
 
 def _timeline_metadata(timeline: inference_pb2.Timeline) -> tuple[tuple[str, str | bytes], ...]:

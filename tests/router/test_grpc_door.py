@@ -2,6 +2,7 @@ import asyncio
 import gzip
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -230,6 +231,19 @@ async def test_answers_are_compressed_if_the_door_is_told_so(model: ServedModel,
             assert len(answer.token_ids) == 200_000
         await door.stop(0)
     assert (sum(sizes) < 20_000) == (compression == grpc.Compression.Gzip)
+
+
+async def test_log_probabilities_of_a_long_prompt_come_in_messages_that_every_client_reads(model: ServedModel) -> None:
+    long = replace(model, context_tokens=16_384)
+    door = GrpcDoor(Completions([long], FakeTokenSource()), reflection=False)
+    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+        asked = request(prompt={"text": "x" * 15_000}, prompt_logprobs=20, stopping={"max_tokens": 2})
+        messages = [message async for message in inference_stub(channel).Generate(asked)]
+    await door.stop(0)
+    assert max(message.ByteSize() for message in messages) < 2 * 2**20
+    found = [entry for message in messages for entry in message.prompt_logprobs]
+    assert [entry.token.HasField("logprob") for entry in found] == [False] + [True] * 14_999
+    assert [message.first_index for message in messages if message.token_ids] == [0, 1]
 
 
 @pytest.mark.parametrize("stall_after", [0, 3])
