@@ -6,18 +6,23 @@ waits for other routers' requests alone: without a request under way the first i
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from ..proto.errors import Overloaded
+from ..proto.errors import InvalidArgument, Overloaded
 from .fair_queue import FairQueue, QueueFull, Ticket
 from .known_worker import Room, growth_tokens
 from .rates import DrainRate
 from .request import TokenRequest
 from .view import DirectoryView, needed_room
+
+_OVERTIME: Final = 2.0
+"""Times the longest predicted wait: what a request that was let in waits at most, if the prediction was wrong. Late
+refusals are the worst, so it is not held to it to the second."""
 
 _MIN_RETRY_SECONDS: Final = 1.0
 _MAX_RETRY_SECONDS: Final = 60.0
@@ -42,8 +47,8 @@ class Admission:
         max_queue_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Tokens are those of prompts and of what is expected to be generated. `max_queue_seconds` is the longest wait,
-        predicted or real."""
+        """Tokens are those of prompts and of what is expected to be generated. `max_queue_seconds` is the longest wait
+        that a newcomer may expect."""
         self._view = view
         self._max_queue_seconds = max_queue_seconds
         self._clock = clock
@@ -80,17 +85,20 @@ class Admission:
     async def slot(self, request: TokenRequest) -> AsyncIterator[None]:
         """Holds a place for the request's whole way; waits for one if there is none.
 
-        Raises Overloaded, with the time after which it may be worth another try: at once if the queue is full or the
-        wait predicted to be too long, later if that turns out so or somebody else needs the place more. Cancelling a
-        request that waits takes it out of the queue."""
-        needed = needed_room(request)
+        Raises InvalidArgument for more sequences than any worker runs at once, and Overloaded, with the time after
+        which it may be worth another try: at once if the queue is full or the wait predicted to be too long, later if
+        that turns out so or somebody else needs the place more. Cancelling a request that waits takes it out of the
+        queue."""
+        needed = self._check_size(needed_room(request))
         if self._queue or not self._fits(needed):
             await self._wait(request, needed)
         else:
             self._take(request)
+        begun = self._clock()
         try:
             yield
         finally:
+            self._drain.finish(_work_of(request), self._clock() - begun)
             self._give(request)
 
     async def _wait(self, request: TokenRequest, needed: Room) -> None:
@@ -99,12 +107,12 @@ class Admission:
         waiting = _Waiting(
             tenant=request.tenant,
             priority=request.priority,
-            num_tokens=len(request.prompt) + growth_tokens(request),
+            num_tokens=_work_of(request),
             request=request,
             needed=needed,
             admitted=loop.create_future(),
         )
-        patience = self._check_wait(waiting, request.deadline)
+        self._check_wait(waiting, request.deadline)
         try:
             displaced = self._queue.push(waiting)
         except QueueFull:
@@ -113,7 +121,8 @@ class Admission:
         for other in displaced:
             if not other.admitted.done():
                 other.admitted.set_exception(self._full(other))
-        timer = loop.call_later(patience, self._expire, waiting)
+        overtime = _OVERTIME * self._max_queue_seconds
+        timer = loop.call_later(min(overtime, self._slack(request.deadline)), self._expire, waiting)
         self._hand_out()
         try:
             await waiting.admitted
@@ -162,6 +171,7 @@ class Admission:
 
     def _take(self, request: TokenRequest) -> None:
         self._num_active += 1
+        self._drain.begin(_work_of(request))
         self._view.reserve(request)
 
     def _give(self, request: TokenRequest) -> None:
@@ -176,15 +186,25 @@ class Admission:
             return True
         return needed.sequences <= room.sequences and needed.kv_tokens <= room.kv_tokens and room.prompt_tokens > 0
 
-    def _check_wait(self, ticket: Ticket, deadline: float | None) -> float:
-        """How long the ticket may wait, in seconds. Raises Overloaded if that is predicted not to be enough."""
-        patience = self._max_queue_seconds
-        if deadline is not None:
-            patience = min(patience, deadline - self._clock() - self._view.least_prefill_seconds())
+    def _check_size(self, needed: Room) -> Room:
+        """What is enough to begin: all of a worker, if that is less. Raises InvalidArgument for what no worker runs."""
+        largest = self._view.largest()
+        if largest is None:
+            return needed
+        if needed.sequences > largest.sequences:
+            raise InvalidArgument(f"{needed.sequences} sequences; a worker runs at most {largest.sequences}", "n")
+        return replace(needed, kv_tokens=min(needed.kv_tokens, largest.kv_tokens))
+
+    def _check_wait(self, ticket: Ticket, deadline: float | None) -> None:
+        """Raises Overloaded if the ticket is predicted to wait for longer than it may."""
         predicted = self._drain.seconds(self._queue.tokens_ahead(ticket))
-        if predicted > patience or patience <= 0:
+        slack = self._slack(deadline)
+        if predicted > min(self._max_queue_seconds, slack) or slack <= 0:
             raise Overloaded(f"the queue is about {predicted:.1f} seconds long", self._retry_after(ticket))
-        return patience
+
+    def _slack(self, deadline: float | None) -> float:
+        """Seconds after which it is too late even for a request that goes first then."""
+        return math.inf if deadline is None else deadline - self._clock() - self._view.least_prefill_seconds()
 
     def _full(self, ticket: Ticket) -> Overloaded:
         return Overloaded("the queue is full", self._retry_after(ticket))
@@ -192,3 +212,8 @@ class Admission:
     def _retry_after(self, ticket: Ticket) -> float:
         predicted = self._drain.seconds(self._queue.tokens_ahead(ticket))
         return min(max(predicted, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+
+
+def _work_of(request: TokenRequest) -> int:
+    """Tokens of the prompt, and those that it is expected to generate."""
+    return len(request.prompt) + growth_tokens(request)

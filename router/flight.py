@@ -134,7 +134,7 @@ class Flight:
             if kind == "tokens":
                 if delta := self._tokens(output):
                     yield delta
-            elif kind == "failure":
+            elif kind == "failure" and leg is self._leg:
                 self._fail(leg, output)
             elif kind == "admitted":
                 self._admit(leg, output)
@@ -142,7 +142,7 @@ class Flight:
                 self._join(output)
             if not self.choices:
                 return
-        if leg.attempt.broken:
+        if leg is self._leg and leg.attempt.broken:  # a leg that is over may break
             self._lose(worker_pb2.FAILURE_KIND_WORKER, leg.worker, "worker lost", admitted=leg.attempt.admitted)
 
     def _tokens(self, output: worker_pb2.Output) -> TokenDelta | None:

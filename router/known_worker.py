@@ -15,10 +15,10 @@ GROWTH_TOKENS: Final = 256
 _NEWS: Final = 0.05
 """The weight of the last prompt in a moving mean."""
 
-_LOOK_AHEAD_SECONDS: Final = 0.5
+_LOOK_AHEAD_SECONDS: Final = 0.25
 """Of prompts, sent to a prefill worker before it is done with others: it must not idle, but order is kept here."""
 
-_MIN_LOOK_AHEAD_TOKENS: Final = 1_024
+_MIN_LOOK_AHEAD_TOKENS: Final = 512
 _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
 
 
@@ -150,10 +150,17 @@ class KnownWorker:
         return self.own.uncached_tokens + int(self.others.prompt_tokens * self.uncached_rate)
 
     @property
+    def size(self) -> Room:
+        """What the worker has when it is empty, as far as it has said."""
+        return Room(
+            sequences=self.info.max_sequences or UNBOUNDED,
+            kv_tokens=self.load.total_blocks * self.info.block_size or UNBOUNDED,
+        )
+
+    @property
     def free_tokens(self) -> int:
         """Of KV cache, free or cached, when what was sent here has come."""
-        total = self.load.total_blocks * self.info.block_size or UNBOUNDED
-        return max(total - self.own.kv_tokens - self.others.kv_tokens, 0)
+        return max(self.size.kv_tokens - self.own.kv_tokens - self.others.kv_tokens, 0)
 
     def measure_room(self, token_seconds: float) -> Room:
         """What the worker has left, if a prompt token takes it `token_seconds` to compute."""
@@ -161,10 +168,9 @@ class KnownWorker:
             return Room()
         bounds = (_MIN_LOOK_AHEAD_TOKENS, int(_LOOK_AHEAD_SECONDS / max(token_seconds, 1e-9)), _MAX_LOOK_AHEAD_TOKENS)
         look_ahead = sorted(bounds)[1]
-        limit = self.info.max_sequences or UNBOUNDED
         return Room(
             workers=1,
-            sequences=max(limit - self.own.sequences - self.others.sequences, 0),
+            sequences=max(self.size.sequences - self.own.sequences - self.others.sequences, 0),
             kv_tokens=self.free_tokens,
             prompt_tokens=max(look_ahead - self.pending_tokens, 0),
         )

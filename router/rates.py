@@ -136,11 +136,13 @@ class Rates:
 class DrainRate:
     """How fast a queue empties, measured while somebody waits in it: only then does its owner work as fast as it can.
 
-    Counts the last ten seconds or so, and the time that has passed since the last departure.
+    Counts the last ten seconds or so, and the time that has passed since the last departure. Before enough have left,
+    by Little's law: the work under way, divided by how long work has been under way on average.
     """
 
     _SECONDS: Final = 10.0
     _TRUSTED: Final = 8
+    _NEWS: Final = 0.1  # the weight of the last request in a moving mean
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -148,6 +150,8 @@ class DrainRate:
         self._tokens = 0.0
         self._elapsed = 0.0
         self._count = 0
+        self._under_way = 0  # tokens of work
+        self._residence = 0.0  # seconds, a mean
 
     def fill(self) -> None:
         """Somebody waits. Idempotent."""
@@ -157,6 +161,15 @@ class DrainRate:
     def clear(self) -> None:
         """Nobody waits any more."""
         self._last = None
+
+    def begin(self, num_tokens: int) -> None:
+        """Work of so many tokens is under way."""
+        self._under_way += num_tokens
+
+    def finish(self, num_tokens: int, seconds: float) -> None:
+        """It is not any more, after so long."""
+        self._under_way -= num_tokens
+        self._residence += (self._NEWS if self._residence else 1.0) * (seconds - self._residence)
 
     def drain(self, num_tokens: int) -> None:
         """Work of so many tokens has left the queue to be done."""
@@ -171,6 +184,6 @@ class DrainRate:
     def seconds(self, num_tokens: int) -> float:
         """How long so many tokens take to leave; 0 as long as too little is known."""
         if self._count < self._TRUSTED:
-            return 0.0
+            return num_tokens * self._residence / self._under_way if self._under_way else 0.0
         waiting = self._clock() - self._last if self._last is not None else 0.0
         return num_tokens * (self._elapsed + waiting) / self._tokens

@@ -66,12 +66,14 @@ class DirectoryView:
             if worker_id not in listed or listed[worker_id].epoch != self._workers[worker_id].info.epoch:
                 self._forget(worker_id)
         for worker_id, info in listed.items():
-            if worker_id not in self._workers:
-                self._workers[worker_id] = KnownWorker(info)
+            known = self._workers.get(worker_id)
+            if known is None:
+                known = self._workers[worker_id] = KnownWorker(info)
+                known.report(info.load)
                 self._prefixes.add(worker_id, max(info.block_size, 1), info.load.total_blocks)
-            known = self._workers[worker_id]
+            elif info.load != known.info.load:  # else it is only repeated, and a session may have said more since
+                known.report(info.load)
             known.info = info
-            known.report(info.load)
             self._recount(known)
         self._on_room()
 
@@ -167,6 +169,13 @@ class DirectoryView:
         return (
             replace(decode, prompt_tokens=(prefill if prefill.workers else decode).prompt_tokens) - self._all_reserved
         )
+
+    def largest(self) -> Room | None:
+        """What a single decode worker has when it is empty, at most. None without one that takes requests."""
+        found = [known.size for known in self._workers.values() if known.info.role == _DECODE]
+        if not found:
+            return None
+        return Room(sequences=max(size.sequences for size in found), kv_tokens=max(size.kv_tokens for size in found))
 
     def reserve(self, request: TokenRequest) -> None:
         """The request takes its part of the room before it is sent; `sent` ends that, or `unreserve`."""

@@ -262,7 +262,7 @@ async def test_preempted_choices_get_exactly_their_tokens(prefill: int) -> None:
 
 
 @pytest.mark.parametrize("beams", [False, True])
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 34])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 28])
 async def test_choices_outlive_their_worker_whenever_it_dies(steps: int, beams: bool) -> None:
     ranks = [fake_rank(step_seconds=0.001) for _ in range(3)]
     executor = ranks[1].executor
@@ -284,12 +284,9 @@ async def test_choices_outlive_their_worker_whenever_it_dies(steps: int, beams: 
 
         attempts = await asyncio.gather(*(one() for _ in range(6)))
         broken = running.workers[1]
-        if steps < 30:  # what is left of a stream takes fewer
-            assert max(attempts) > 1
-            assert broken.failed.is_set()
-        if broken.failed.is_set():
-            running.workers.remove(broken)
-            with pytest.raises(RuntimeError, match="has failed"):
-                broken.check_health()
+        assert max(attempts) > 1
+        running.workers.remove(broken)
+        with pytest.raises(RuntimeError, match="has failed"):
+            broken.check_health()
     if not beams:
         assert expected == expected_choices(prompt, 4, 30, VOCAB)

@@ -121,6 +121,24 @@ def test_a_lost_worker_sends_each_choice_its_own_way() -> None:
     assert timeline.attempts == 1 + len(alone)
 
 
+def test_a_prefill_worker_that_leaves_after_the_hand_over_costs_nothing() -> None:
+    """Even if the caller has read nothing yet."""
+    world, caller = World(random.Random(3), pairs=True), Caller(1)
+    run, timeline = start(world, choices_request(1))
+    prefill = world.jobs[0]
+    prefill.link.say(next(prefill.outputs))  # admitted
+    assert list(run.deltas()) == []
+    for job in world.jobs:
+        for output in job.outputs:
+            job.link.say(output)
+    prefill.link.kill()
+    for delta in run.deltas():
+        caller.take(delta)
+    assert run.done
+    assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
+    assert timeline.attempts == 1
+
+
 def test_choices_of_which_nothing_came_go_on_together() -> None:
     world = World(random.Random(3), pairs=True)
     run, _ = start(world, choices_request(4))

@@ -216,6 +216,16 @@ def test_what_others_have_is_what_reports_say_beyond_our_own() -> None:
     assert room.sequences == 20 - 2
 
 
+def test_what_the_directory_only_repeats_is_older_than_what_a_session_said() -> None:
+    view = view_of(1, 1, max_sequences=10)
+    before = view.workers()
+    view.report_load("d0", load(num_running=4))
+    view.update([*before, info("d1", ROLE_DECODE, max_sequences=10)])
+    room = view.room()
+    assert room is not None
+    assert room.sequences == 20 - 4
+
+
 def test_room_is_reserved_until_it_is_used() -> None:
     view = view_of(1, 1, max_sequences=10)
     woken: list[bool] = []
