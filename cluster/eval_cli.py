@@ -32,7 +32,7 @@ def perplexity(
     target: o.Target = o.DEFAULT_TARGET,
     api_key: o.ApiKey = "",
     model: o.Model = None,
-    window: Annotated[int | None, typer.Option(min=2, help="Tokens; by default the model's context.")] = None,
+    window: Annotated[int | None, typer.Option(min=2, help="Tokens; by default the context less one.")] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; by default half of one.")] = None,
     concurrency: Concurrency = 4,
     as_json: AsJson = False,

@@ -72,9 +72,13 @@ async def measure_perplexity(
     concurrency: int = 4,
     on_window: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
-    """Scores `text` through the service. `window`: tokens, by default the model's context; `stride`: by default half a
-    window. `on_window(windows done, windows in all)` is called as they come. Raises a TandemError."""
-    window = window or await _context_tokens(client, model)
+    """Scores `text` through the service. `window`: tokens, at most and by default one less than the model's context,
+    which always has room for a token after a prompt; `stride`: by default half a window. `on_window(windows done,
+    windows in all)` is called as they come. Raises a TandemError."""
+    longest = await _context_tokens(client, model) - 1
+    window = window or longest
+    if window > longest:
+        raise InvalidArgument(f"must be at most {longest} tokens, one less than the model's context", "window")
     ids = await tokenize_long(client, text, model)
     if len(ids) < 2:
         raise InvalidArgument("has fewer than two tokens", "text")

@@ -20,7 +20,7 @@ from .rates import DrainRate
 from .request import TokenRequest
 from .view import DirectoryView, needed_room
 
-_OVERTIME: Final = 2.0
+_OVERTIME: Final = 10.0
 """Times the longest predicted wait: what a request that was let in waits at most, if the prediction was wrong. Late
 refusals are the worst, so it is not held to it to the second."""
 

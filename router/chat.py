@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument
+from .params import check_count
 from .template import global_names
 
 _PATH: Final = "prompt.chat"
@@ -32,9 +33,7 @@ def check_chat(chat: inference_pb2.Chat) -> None:
     template_kwargs(chat)
     if chat.continue_final_message:
         _check_continuation(chat)
-    size = _num_characters(chat)
-    if size > limits.MAX_PROMPT_CHARACTERS:
-        raise InvalidArgument(f"has {size} characters; at most {limits.MAX_PROMPT_CHARACTERS} are taken", _PATH)
+    check_count(_num_characters(chat), limits.MAX_PROMPT_CHARACTERS, "characters", _PATH)
 
 
 def active_tools(chat: inference_pb2.Chat) -> list[inference_pb2.Tool]:
@@ -52,7 +51,7 @@ def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
     field = f"{_PATH}.template_kwargs"
     if not chat.template_kwargs:
         return {}
-    _check_length(chat.template_kwargs, limits.MAX_TEMPLATE_KWARGS_CHARACTERS, field)
+    check_count(len(chat.template_kwargs), limits.MAX_TEMPLATE_KWARGS_CHARACTERS, "characters", field)
     given = json_object(chat.template_kwargs)
     if given is None:
         raise InvalidArgument("must be a JSON object", field)
@@ -135,22 +134,18 @@ def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
 def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
     if not 1 <= len(message.role) <= limits.MAX_ROLE_CHARACTERS:
         raise InvalidArgument(f"must have 1 to {limits.MAX_ROLE_CHARACTERS} characters", f"{path}.role")
-    _check_length(message.name, limits.MAX_NAME_CHARACTERS, f"{path}.name")
-    _check_length(message.tool_call_id, limits.MAX_NAME_CHARACTERS, f"{path}.tool_call_id")
+    check_count(len(message.name), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.name")
+    check_count(len(message.tool_call_id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_call_id")
     if message.tool_calls and message.role != "assistant":
         raise InvalidArgument("are the assistant's only", f"{path}.tool_calls")
-    if len(message.tool_calls) > limits.MAX_TOOL_CALLS:
-        raise InvalidArgument(
-            f"has {len(message.tool_calls)} calls; at most {limits.MAX_TOOL_CALLS} are taken", f"{path}.tool_calls"
-        )
+    check_count(len(message.tool_calls), limits.MAX_TOOL_CALLS, "calls", f"{path}.tool_calls")
     for i, call in enumerate(message.tool_calls):
-        _check_length(call.id, limits.MAX_NAME_CHARACTERS, f"{path}.tool_calls[{i}].id")
+        check_count(len(call.id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_calls[{i}].id")
         _check_tool_name(call.name, f"{path}.tool_calls[{i}].name")
 
 
 def _check_tools(chat: inference_pb2.Chat) -> None:
-    if len(chat.tools) > limits.MAX_TOOLS:
-        raise InvalidArgument(f"has {len(chat.tools)} tools; at most {limits.MAX_TOOLS} are taken", f"{_PATH}.tools")
+    check_count(len(chat.tools), limits.MAX_TOOLS, "tools", f"{_PATH}.tools")
     names = set()
     for i, tool in enumerate(chat.tools):
         path = f"{_PATH}.tools[{i}]"
@@ -158,7 +153,7 @@ def _check_tools(chat: inference_pb2.Chat) -> None:
         if tool.name in names:
             raise InvalidArgument(f"{tool.name!r} is the name of another tool, too", f"{path}.name")
         names.add(tool.name)
-        _check_length(tool.parameters, limits.MAX_GRAMMAR_CHARACTERS, f"{path}.parameters")
+        check_count(len(tool.parameters), limits.MAX_GRAMMAR_CHARACTERS, "characters", f"{path}.parameters")
         schema = json_object(tool.parameters or "{}")
         if schema is None or schema.get("type", "object") != "object":
             raise InvalidArgument("must be the JSON schema of an object", f"{path}.parameters")
@@ -190,11 +185,6 @@ def _check_tool_name(name: str, field: str) -> None:
         raise InvalidArgument(
             f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters, letters, digits and any of _.:/-", field
         )
-
-
-def _check_length(text: str, bound: int, field: str) -> None:
-    if len(text) > bound:
-        raise InvalidArgument(f"has {len(text)} characters; at most {bound} are taken", field)
 
 
 def _num_characters(chat: inference_pb2.Chat) -> int:

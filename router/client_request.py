@@ -39,9 +39,9 @@ def text_prompt(prompt: str | Sequence[int]) -> inference_pb2.Prompt:
 
 
 def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> inference_pb2.Prompt:
-    """A prompt of messages, with the options that concern the template."""
+    """A prompt of messages, with the options that concern the template. None is as good as absent."""
     chat = inference_pb2.Chat(messages=[_message(i, each) for i, each in enumerate(messages)])
-    for i, tool in enumerate(options.get("tools", ())):
+    for i, tool in enumerate(options.get("tools") or ()):
         with _refusing(f"tools[{i}]", "must be a Tool, or a function in OpenAI's form"):
             chat.tools.append(_tool(tool))
     if choice := options.get("tool_choice"):
@@ -50,17 +50,14 @@ def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> infere
     if kwargs := options.get("template_kwargs"):
         chat.template_kwargs = _as_json("template_kwargs", kwargs)
     with _refusing("continue_final_message", "must be True or False"):
-        chat.continue_final_message = options.get("continue_final_message", False)
+        chat.continue_final_message = options.get("continue_final_message") or False
     return inference_pb2.Prompt(chat=chat)
 
 
 def generate_request(prompt: inference_pb2.Prompt, given: Options | ChatOptions) -> inference_pb2.GenerateRequest:
     """The message for a prompt and these options; those that concern the template are in the prompt already. None is
     as good as absent."""
-    known = ChatOptions if prompt.HasField("chat") else Options
-    for name in given:
-        if name not in known.__annotations__:
-            raise InvalidArgument("there is no such option here", name)
+    _check_names(given, ChatOptions if prompt.HasField("chat") else Options)
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     request = inference_pb2.GenerateRequest(prompt=prompt)
     _fill(request, _TOP, options)
@@ -77,7 +74,11 @@ def generate_request(prompt: inference_pb2.Prompt, given: Options | ChatOptions)
 def tokenize_request(
     prompt: str | Sequence[Message], model: str, options: TemplateOptions
 ) -> inference_pb2.TokenizeRequest:
-    """The message for a text or for messages."""
+    """The message for a text or for messages, which alone have options."""
+    for name in options if isinstance(prompt, str) else ():
+        if name not in TemplateOptions.__annotations__ or options[name] is not None:  # type: ignore[literal-required]
+            raise InvalidArgument("there is no such option for a text", name)
+    _check_names(options, TemplateOptions)
     kind = text_prompt(prompt) if isinstance(prompt, str) else chat_prompt(prompt, options)
     return inference_pb2.TokenizeRequest(model=model, prompt=kind)
 
@@ -85,6 +86,12 @@ def tokenize_request(
 def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.DetokenizeRequest:
     with _refusing("token_ids", "must be token ids from 0 to 2**32 - 1"):
         return inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+
+
+def _check_names(given: Mapping[str, object], known: type) -> None:
+    for name in given:
+        if name not in known.__annotations__:
+            raise InvalidArgument("there is no such option here", name)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Knows nothing of gRPC, HTTP or workers.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Final
@@ -13,9 +14,9 @@ from ..proto import inference_pb2, limits
 from ..proto.errors import InternalError, InvalidArgument, NotFound, TandemError
 from .admission import Admission
 from .choices import Choices
-from .deadline import before
+from .deadline import before, deadline_passed
 from .params import check_count, check_ids
-from .prepare import Accepted, ServedModel, encode_prompt, prepare
+from .prepare import Accepted, ServedModel, check_prompt, encode_prompt, prepare
 from .request import TokenSource
 
 _log = logging.getLogger(__name__)
@@ -68,8 +69,13 @@ class Completions:
 
         Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
         model = self._model(request.model)
-        if self._admission is not None:
-            self._admission.check_early(_estimated_tokens(request), tenant, request.priority, deadline)
+
+        def admit() -> None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise deadline_passed()
+            if self._admission is not None:
+                self._admission.check_early(_estimated_tokens(request), tenant, request.priority, deadline)
+
         checked = prepare(
             request,
             model,
@@ -77,6 +83,7 @@ class Completions:
             deadline=deadline,
             default_max_tokens=default_max_tokens,
             tenant=tenant,
+            admit=admit,
         )
         return await before(deadline, checked)
 
@@ -120,7 +127,9 @@ class Completions:
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """The token ids that a request would have. Raises InvalidArgument or NotFound."""
-        ids = await encode_prompt(request.prompt, self._model(request.model).tokenizer)
+        tokenizer = self._model(request.model).tokenizer
+        check_prompt(request.prompt, tokenizer)
+        ids = await encode_prompt(request.prompt, tokenizer)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest) -> inference_pb2.DetokenizeResponse:
@@ -149,10 +158,10 @@ class Completions:
 
 
 def _estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Of prompt and completion, before anything is checked or tokenised."""
+    """Of prompt and completion, of a checked request before it is tokenised."""
     prompt = request.prompt
     characters = len(prompt.text) + sum(len(message.content) for message in prompt.chat.messages)
     num_generated = request.stopping.max_tokens or _TYPICAL_TOKENS
     num_choices = max(request.n, request.best_of, request.beam_search.width, 1)
     num_prompt = len(prompt.token_ids.ids) + characters // _CHARACTERS_A_TOKEN
-    return num_prompt + num_choices * min(max(num_generated, 0), _TYPICAL_TOKENS)
+    return num_prompt + num_choices * min(num_generated, _TYPICAL_TOKENS)

@@ -4,7 +4,10 @@ A grammar is checked without a tokenizer, off the event loop, and remembered: th
 """
 
 import asyncio
+import functools
 import json
+import re
+import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
@@ -14,13 +17,35 @@ import llguidance
 from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument, Overloaded
 
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write each value, Python's. Free white space would let a model write it for ever."""
+
 _COMPILE_SECONDS: Final = 5.0
 _MAX_REASON: Final = 200
 _MAX_DIGITS: Final = 309  # as many as the largest float64 has
 _CACHE_CHARACTERS: Final = 8 * 2**20
 """Of all remembered grammars together."""
 
-_threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")  # of its own: nothing else may wait for a slow grammar
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+_NUM_THREADS: Final = 2
+_STACK_BYTES: Final = 256 * 2**20
+"""llguidance recurses over chains of rules. The longest that the bounds allow take less than 64 MiB, and would end the
+process in a thread of the usual 8 MiB. Memory is taken as it is used."""
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Of its own: nothing else may wait for a slow grammar."""
+    threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+    meeting = threading.Barrier(_NUM_THREADS)  # so that each gets a thread, which the pool makes when it has to
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        for met in [threads.submit(meeting.wait, _COMPILE_SECONDS) for _ in range(_NUM_THREADS)]:
+            met.result()
+    finally:
+        threading.stack_size(before)
+    return threads
 
 
 async def compile_constraint(constraint: inference_pb2.Constraint, field: str = "") -> str:
@@ -39,7 +64,7 @@ async def compile_constraint(constraint: inference_pb2.Constraint, field: str = 
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_COMPILE_SECONDS):
-            grammar, reason = await loop.run_in_executor(_threads, _compile, constraint)
+            grammar, reason = await loop.run_in_executor(_threads(), _compile, constraint)
     except TimeoutError:
         raise Overloaded(f"{field}: took more than {_COMPILE_SECONDS:g} seconds to check") from None
     if reason:
@@ -80,23 +105,16 @@ def _grammar(constraint: inference_pb2.Constraint) -> str:
     matcher = llguidance.LLMatcher
     match constraint.WhichOneof("kind"):
         case "json_schema":
-            return _json_grammar(_schema(constraint.json_schema))
+            return matcher.grammar_from_json_schema(_schema(constraint.json_schema))
         case "json_object":
-            return _json_grammar('{"type": "object"}')
+            return matcher.grammar_from_json_schema(_schema('{"type": "object"}'))
         case "regex":
             return matcher.grammar_from_regex(constraint.regex)
         case "choice":
-            texts = " | ".join(json.dumps(text) for text in dict.fromkeys(constraint.choice.texts))
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(constraint.choice.texts))
             return matcher.grammar_from_lark(f"start: {texts}")
         case _:
             return matcher.grammar_from_lark(constraint.grammar)
-
-
-def _json_grammar(schema: str) -> str:
-    # One space after a comma and a colon, as Python writes JSON. Free white space would let a model write it for ever.
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        schema, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    )
 
 
 def _schema(text: str) -> str:
@@ -112,9 +130,14 @@ def _schema(text: str) -> str:
     if schema is not True and not isinstance(schema, dict):
         raise ValueError("must be a JSON object or boolean")
     try:
-        return json.dumps({} if schema is True else schema, allow_nan=False)
+        # As short as it came: in ASCII an emoji takes twelve characters, and workers bound what they take.
+        styled = ({} if schema is True else schema) | {"x-guidance": JSON_STYLE}
+        text = json.dumps(styled, allow_nan=False, ensure_ascii=False)
     except ValueError:
         raise ValueError("has a number that is too large") from None
+    if not text.isascii() and _SURROGATE.search(text):
+        raise ValueError("has half of a character (a lone surrogate)")
+    return text
 
 
 def _integer(digits: str) -> int:

@@ -143,7 +143,9 @@ class Flight:
             if not self.choices:
                 return
         if leg is self._leg and leg.attempt.broken:  # a leg that is over may break
-            self._lose(worker_pb2.FAILURE_KIND_WORKER, leg.worker, "worker lost", admitted=leg.attempt.admitted)
+            # A worker reads a grammar before it admits the request.
+            begun = leg.attempt.admitted or bool(self._submit.grammar)
+            self._lose(worker_pb2.FAILURE_KIND_WORKER, leg.worker, "worker lost", admitted=begun)
 
     def _tokens(self, output: worker_pb2.Output) -> TokenDelta | None:
         tokens, choice = output.tokens, output.choice

@@ -6,13 +6,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..proto import inference_pb2
 from ..proto.errors import TandemError
 from .completion import Completions, tandem_errors_only
-from .http_reply import DONE, Replies, error_event, error_response
+from .http_reply import DONE, Replies, check_prompt_scores, error_event, error_response
 from .http_schema import Job
 from .prepare import Accepted
 
@@ -61,23 +61,25 @@ class Answer(Response):
                 try:
                     event = await anext(events, None)
                 except TandemError as error:
-                    await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+                    await send(
+                        {"type": "http.response.body", "body": error_event(error, self._job.field), "more_body": True}
+                    )
                     break
             await send({"type": "http.response.body", "body": b""})
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._job.requests]
+        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._job.prompts]
         try:
             with tandem_errors_only():
                 accepted = await self._accept()
                 async with aclosing(self._messages(accepted)) as messages:
                     async for prompt, message in messages:
                         answers[prompt].append(message)
-                body = self._replies(accepted).whole(answers)
+                body = await self._replies(accepted).whole(answers)
         except TandemError as error:
             await self._send_other(error_response(error, self._job.field), scope, receive, send)
             return
-        await self._send_other(JSONResponse(body), scope, receive, send)
+        await self._send_other(Response(body, media_type="application/json"), scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         usages = []
@@ -88,23 +90,27 @@ class Answer(Response):
                 async for prompt, message in messages:
                     if message.HasField("usage"):
                         usages.append(message.usage)
-                    yield replies.chunk(prompt, message)
+                    yield await replies.chunk(prompt, message)
             if self._job.include_usage:
                 yield replies.usage_chunk(usages)
             yield DONE
 
     async def _accept(self) -> list[Accepted]:
         """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
-        return [
-            await self._completions.accept(
-                request,
-                arrived=self._caller.arrived,
-                deadline=self._caller.deadline,
-                default_max_tokens=self._job.default_max_tokens,
-                tenant=self._caller.tenant,
+        accepted: list[Accepted] = []
+        for request in self._job.requests():
+            accepted.append(
+                await self._completions.accept(
+                    request,
+                    arrived=self._caller.arrived,
+                    deadline=self._caller.deadline,
+                    default_max_tokens=self._job.default_max_tokens,
+                    tenant=self._caller.tenant,
+                )
             )
-            for request in self._job.requests
-        ]
+            check_prompt_scores(self._job, sum(len(each.tokens.prompt) for each in accepted))
+            await asyncio.sleep(0)  # short prompts are checked without a break, 128 of them take their time
+        return accepted
 
     def _messages(
         self, accepted: Sequence[Accepted]
@@ -112,7 +118,7 @@ class Answer(Response):
         return _interleave([self._completions.run(each, inference_pb2.Timeline()) for each in accepted])
 
     def _replies(self, accepted: Sequence[Accepted]) -> Replies:
-        model = self._job.requests[0].model or self._completions.models[0].name
+        model = self._job.common.model or self._completions.models[0].name
         prompt_tokens = sum(len(each.tokens.prompt) for each in accepted)
         return Replies(self._job, self._caller.request_id, model, prompt_tokens)
 

@@ -1,21 +1,26 @@
 """The bodies of the HTTP requests: OpenAI's fields, and those that vLLM has besides.
 
-null is as good as absent everywhere. The bounds of numbers are those of proto/limits.py; here they are documentation,
-they are enforced where all requests are. Fields with one value only are there because clients send it.
+null is as good as absent everywhere. The bounds are those of proto/limits.py. Those of numbers and texts are
+documentation here, they are enforced where all requests are; those of lists and objects are enforced here, too, before
+anything is made of their entries. Fields with one value only are there because clients send it.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError, core_schema
 
 from ..proto import limits
 
 _T = TypeVar("_T")
 
+_MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
+"""Of the content of one message."""
 
-def _bounds(minimum: float, maximum: float, description: str = "") -> Any:
-    extra = {"minimum": minimum, "maximum": maximum}
+
+def _bounds(minimum: float, maximum: float, description: str = "", *, above: bool = False) -> Any:
+    """`above`: the minimum itself is no good value."""
+    extra = {"exclusiveMinimum" if above else "minimum": minimum, "maximum": maximum}
     return Field(None, description=description or None, json_schema_extra=lambda schema: _bound(schema, extra))
 
 
@@ -31,16 +36,21 @@ def _strings(value: object) -> object:
 
 def _prompts(value: object) -> object:
     """A list of prompts from any of the four forms; each prompt is a string or a list of token ids."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if isinstance(prompts, list) and all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
-        if 1 <= len(prompts) <= limits.MAX_PROMPTS:
+    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])) else value
+    if isinstance(prompts, list):
+        if not 1 <= len(prompts) <= limits.MAX_PROMPTS:
+            raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {limits.MAX_PROMPTS} are taken")
+        if all(isinstance(prompt, str) or _is_ids(prompt) for prompt in prompts):
             return prompts
-        raise PydanticCustomError("prompt", f"has {len(prompts)} prompts; 1 to {limits.MAX_PROMPTS} are taken")
     raise PydanticCustomError("prompt", "must be a string, a list of token ids, or a list of these")
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int and 0 <= i < 2**32 for i in value)
+    return isinstance(value, list) and 1 <= len(value) <= limits.MAX_TOKENS and all(map(_is_id, value))
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**32
 
 
 def _content(value: object) -> object:
@@ -49,6 +59,8 @@ def _content(value: object) -> object:
         return ""
     if not isinstance(value, list):
         return value
+    if len(value) > _MAX_PARTS:
+        raise PydanticCustomError("content", f"has {len(value)} parts; at most {_MAX_PARTS} are taken")
     for part in value:
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
             kind = part["type"][:64]
@@ -91,14 +103,33 @@ UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 Count = Annotated[int, Field(ge=1, lt=2**32)]
 BadWord = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": limits.MAX_BAD_WORD_CHARACTERS})]
 Name = Annotated[str, Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"})]
+Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
 Only = Annotated[_T | None, Field(description="No other value is supported.")]
 Ignored = Annotated[_T | None, Field(description="Accepted, and of no effect.")]
 
 
+class _Given:
+    """Validates to True, and null to None; never makes an object of what is there."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> core_schema.CoreSchema:
+        return core_schema.with_default_schema(core_schema.none_schema(), default=True, on_error="default")
+
+
+Given = Annotated[Literal[True] | None, _Given]
+
+
 class Open(BaseModel):
-    """Keeps what it does not know, so that it can be refused by name where it is not null."""
+    """Keeps the names of what it does not know, so that it can be refused by name where it is not null."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+    __pydantic_extra__: dict[str, Given] = Field(init=False)
+
+
+class TokenizeKind(BaseModel):
+    """Tells the two bodies of POST /tokenize apart."""
+
+    messages: Given = None
 
 
 class StreamOptions(Open):
@@ -127,7 +158,7 @@ class StructuredOutputs(Open):
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts = None
     grammar: str | None = Field(None, description="A context-free grammar in the Lark format of llguidance.")
 
 
@@ -139,18 +170,26 @@ class Body(Open):
     best_of: Count | None = _bounds(1, limits.MAX_CHOICES, "Completions to generate; the n likeliest are answered.")
     max_tokens: Int32 | None = _bounds(0, limits.MAX_TOKENS)
     temperature: float | None = _bounds(0, limits.MAX_TEMPERATURE)
-    top_p: float | None = _bounds(0, 1)
+    top_p: float | None = _bounds(0, 1, above=True)
     top_k: Int32 | None = _bounds(-1, limits.MAX_TOP_K)
     min_p: float | None = _bounds(0, 1)
-    typical_p: float | None = _bounds(0, 1)
+    typical_p: float | None = _bounds(0, 1, above=True)
     repetition_penalty: float | None = _bounds(limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY)
     presence_penalty: float | None = _bounds(-limits.MAX_PENALTY, limits.MAX_PENALTY)
     frequency_penalty: float | None = _bounds(-limits.MAX_PENALTY, limits.MAX_PENALTY)
-    logit_bias: dict[str, float] | None = Field(None, description="By token id, as text.")
-    bad_words: list[BadWord] | None = None
+    logit_bias: dict[str, float] | None = Field(
+        None, max_length=limits.MAX_LOGIT_BIASES, description="By token id, as text."
+    )
+    bad_words: Annotated[list[BadWord] | None, Field(max_length=limits.MAX_BAD_WORDS), FailFast()] = None
     seed: Annotated[int, Field(ge=-(2**63), le=limits.MAX_SEED)] | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_strings), WithJsonSchema(_STOP_SCHEMA)] = None
-    stop_token_ids: list[UInt32] | None = None
+    stop: Annotated[
+        list[str] | None,
+        Field(max_length=limits.MAX_STOP_STRINGS),
+        FailFast(),
+        BeforeValidator(_strings),
+        WithJsonSchema(_STOP_SCHEMA),
+    ] = None
+    stop_token_ids: Annotated[list[UInt32] | None, Field(max_length=limits.MAX_STOP_TOKEN_IDS), FailFast()] = None
     ignore_eos: bool | None = None
     min_tokens: Int32 | None = _bounds(0, limits.MAX_TOKENS)
     use_beam_search: bool | None = Field(None, description="Searches beam_width wide, or else n wide.")
@@ -162,7 +201,7 @@ class Body(Open):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts = None
     guided_grammar: str | None = None
     truncate_prompt: bool | None = Field(None, description="Keeps the end of a prompt that does not fit the context.")
     priority: Int32 | None = _bounds(-limits.MAX_PRIORITY, limits.MAX_PRIORITY, "As in vLLM, lower goes first.")
@@ -208,10 +247,12 @@ class Message(Open):
     content: Annotated[
         str,
         BeforeValidator(_content),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}),
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "maxItems": _MAX_PARTS}, {"type": "null"}]}
+        ),
     ] = ""
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call] | None, Field(max_length=limits.MAX_TOOL_CALLS), FailFast()] = None
     tool_call_id: str | None = None
     refusal: Only[Literal[""]] = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
@@ -241,8 +282,10 @@ class NamedTool(Open):
 class ChatParts(Open):
     """What becomes the prompt of a chat."""
 
-    messages: list[Message] = Field(json_schema_extra={"minItems": 1, "maxItems": limits.MAX_CHAT_MESSAGES})
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(
+        max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
+    )
+    tools: Annotated[list[Tool] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     continue_final_message: bool | None = Field(None, description="Goes on with the last message, the assistant's.")
     add_generation_prompt: bool | None = Field(None, description="False goes with continue_final_message only.")
@@ -282,4 +325,4 @@ class DetokenizeBody(Open):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[UInt32]
+    tokens: Annotated[list[UInt32], Field(max_length=limits.MAX_TOKENS), FailFast()]

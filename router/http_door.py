@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -38,9 +38,12 @@ from .http_schema import Job, chat_job, completion_job, detokenize_request, toke
 from .prepare import ServedModel, check_request_id
 from .request import tenant_of
 
+_T = TypeVar("_T")
+
 _VERSION = version("tandem-llm")
 _MAX_IDLE_SECONDS = 60  # a connection without a request
 _MAX_BODY_SECONDS = 60
+_THREAD_FROM_BYTES = 65_536
 _MAX_DROPPED_BYTES = 16 * MAX_MESSAGE_BYTES
 
 
@@ -168,13 +171,15 @@ class HttpDoor:
         return await _guarded(request, lambda caller: self._generate(request, caller, chat_job))
 
     async def _generate(self, request: Request, caller: Caller, job: Callable[[bytes, str], Job]) -> Response:
-        return Answer(self._completions, job(await _read(request), caller.request_id), caller)
+        body = await _read(request)
+        return Answer(self._completions, await _translated(body, lambda: job(body, caller.request_id)), caller)
 
     async def _tokenize(self, request: Request) -> Response:
         """The token ids of a text or a chat."""
 
         async def answer(_: Caller) -> Response:
-            wanted, body = tokenize_request(await _read(request))
+            content = await _read(request)
+            wanted, body = await _translated(content, lambda: tokenize_request(content))
             ids = list((await self._completions.tokenize(wanted)).token_ids)  # finds what is wrong, too
             model = next(each for each in self._completions.models if wanted.model in ("", each.name))
             if isinstance(body, TextTokenizeBody) and not body.add_special_tokens:
@@ -190,7 +195,8 @@ class HttpDoor:
         """The text of token ids."""
 
         async def answer(_: Caller) -> Response:
-            wanted = detokenize_request(await _read(request))
+            content = await _read(request)
+            wanted = await _translated(content, lambda: detokenize_request(content))
             return JSONResponse({"prompt": (await self._completions.detokenize(wanted)).text})
 
         return await _guarded(request, answer)
@@ -268,6 +274,11 @@ async def _read(request: Request) -> bytes:
     if size > MAX_MESSAGE_BYTES:
         raise TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
     raise DeadlineExceeded(f"the body did not arrive within {_MAX_BODY_SECONDS} seconds")
+
+
+async def _translated(body: bytes, translate: Callable[[], _T]) -> _T:
+    """What `translate` makes of `body`; off the event loop where that takes more than some milliseconds."""
+    return translate() if len(body) < _THREAD_FROM_BYTES else await asyncio.to_thread(translate)
 
 
 async def _no_such_path(_request: Request, error: Exception) -> Response:

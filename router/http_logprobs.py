@@ -1,8 +1,13 @@
-"""Log probabilities in the three forms that clients know: OpenAI's two, and vLLM's of a prompt."""
+"""Log probabilities as JSON, in the three forms that clients know: OpenAI's two, and vLLM's of a prompt.
+
+All is written token by token: one json.dumps of a long prompt's would stop every other thread while it runs.
+"""
 
 import codecs
-from collections.abc import Sequence
-from typing import Any
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 from ..proto import inference_pb2
 
@@ -16,15 +21,30 @@ class TextLogprobs:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        self._noted: dict[str, tuple[str, ...]] = {}  # by list, its entries in JSON
 
-    def take(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-        """The object for the next tokens of the choice."""
-        return {
-            "tokens": [_token(each.token.text) for each in tokens],
-            "token_logprobs": [_logprob(each.token) for each in tokens],
-            "top_logprobs": [_top(each) for each in tokens],
-            "text_offset": [self._place(each.token.text) for each in tokens],
+    def fork(self) -> Self:
+        """Another choice that goes on from here; what was taken is shared."""
+        other = copy.copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        other._decoder.setstate(self._decoder.getstate())
+        return other
+
+    def take(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None:
+        """Notes the next tokens of the choice."""
+        new = {
+            "tokens": (_token(each.token.text) for each in tokens),
+            "token_logprobs": (_logprob(each.token) for each in tokens),
+            "top_logprobs": (_top(each) for each in tokens),
+            "text_offset": (self._place(each.token.text) for each in tokens),
         }
+        self._noted = {name: (*self._noted.get(name, ()), _entries(each)) for name, each in new.items()}
+
+    def render(self) -> str:
+        """The object of what was noted since the last call; null if nothing was."""
+        noted, self._noted = self._noted, {}
+        lists = (f'"{name}": [{", ".join(filter(None, parts))}]' for name, parts in noted.items())
+        return f"{{{', '.join(lists)}}}" if noted else "null"
 
     def _place(self, text: bytes) -> int:
         """Characters before the token; one of which it completes a part counts as its own."""
@@ -33,15 +53,21 @@ class TextLogprobs:
         return place
 
 
-def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> dict[str, Any]:
-    """The form of /v1/chat/completions."""
-    content = [_entry(each.token) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens]
-    return {"content": content, "refusal": None}
+def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
+    """The form of /v1/chat/completions; null without tokens."""
+    if not tokens:
+        return "null"
+    content = (_entry(each.token) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens)
+    return f'{{"content": [{_entries(content)}], "refusal": null}}'
 
 
-def prompt_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
     """vLLM's form: for each token of the prompt alternatives by token id, itself among them; null for the first."""
-    return [_ranked(each) if each.token.HasField("logprob") else None for each in tokens]
+    return f"[{_entries(_ranked(each) if each.token.HasField('logprob') else None for each in tokens)}]"
+
+
+def _entries(values: Iterable[Any]) -> str:
+    return ", ".join(map(json.dumps, values))
 
 
 def _top(each: inference_pb2.TokenLogprobs) -> dict[str, float | None] | None:

@@ -3,14 +3,16 @@
 A field that Tandem cannot honour is refused by name unless its value asks for nothing.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument
+from .chat import must_call
 from .http_body import (
     Body,
     ChatBody,
@@ -21,6 +23,7 @@ from .http_body import (
     Message,
     NamedTool,
     TextTokenizeBody,
+    TokenizeKind,
     Tool,
 )
 from .http_parse import MAX_NAME, http_field, json_text, parse
@@ -33,7 +36,9 @@ class Job:
     """What one body asks for."""
 
     chat: bool
-    requests: tuple[inference_pb2.GenerateRequest, ...]  # one per prompt, equal but for prompt and id
+    common: inference_pb2.GenerateRequest  # what all prompts have; without prompt and id
+    prompts: Sequence[inference_pb2.Prompt]
+    request_id: str
     default_max_tokens: int | None = None  # where the body names no number; None: any
     stream: bool = False
     include_usage: bool = False
@@ -45,7 +50,17 @@ class Job:
     @property
     def num_choices(self) -> int:
         """Choices of each prompt."""
-        return max(self.requests[0].n, 1)
+        return max(self.common.n, 1)
+
+    def requests(self) -> Iterator[inference_pb2.GenerateRequest]:
+        """One for each prompt, made when it is asked for: where the first is refused, no other is made."""
+        for i, prompt in enumerate(self.prompts):
+            request = inference_pb2.GenerateRequest()
+            request.CopyFrom(self.common)
+            request.prompt.CopyFrom(prompt)
+            suffix = f"-{i}" if len(self.prompts) > 1 else ""
+            request.request_id = self.request_id[: limits.MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix
+            yield request
 
     def field(self, path: str) -> str:
         """The name in this body of a field of GenerateRequest."""
@@ -72,8 +87,7 @@ def completion_job(body: bytes, request_id: str) -> Job:
         common.prompt_logprobs = parsed.logprobs
     if parsed.max_tokens is not None:
         common.stopping.max_tokens = parsed.max_tokens
-    requests = _requests(common, prompts, request_id)
-    return _job(parsed, requests, names, default_max_tokens=_DEFAULT_COMPLETION_TOKENS)
+    return _job(parsed, common, prompts, request_id, names, default_max_tokens=_DEFAULT_COMPLETION_TOKENS)
 
 
 def chat_job(body: bytes, request_id: str) -> Job:
@@ -92,14 +106,16 @@ def chat_job(body: bytes, request_id: str) -> Job:
         common.stopping.max_tokens = parsed.max_tokens
     chat = _chat(parsed)
     chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
-    return _job(parsed, _requests(common, [inference_pb2.Prompt(chat=chat)], request_id), names)
+    if must_call(chat) and not common.HasField("constraint"):
+        names["constraint"] = "tools"
+    return _job(parsed, common, [inference_pb2.Prompt(chat=chat)], request_id, names)
 
 
 def tokenize_request(body: bytes) -> tuple[inference_pb2.TokenizeRequest, TextTokenizeBody | ChatTokenizeBody]:
     """Translates the body of POST /tokenize, and returns it, too. Raises InvalidArgument."""
     try:
-        is_chat = "messages" in json.loads(body)
-    except (ValueError, TypeError, RecursionError):
+        is_chat = "messages" in TokenizeKind.model_validate_json(body).model_fields_set
+    except ValidationError:
         is_chat = False  # whatever it is, the parser below says what is wrong
     if is_chat:
         chat = parse(ChatTokenizeBody, body)
@@ -272,29 +288,20 @@ def _tool_choice(choice: str | NamedTool | None) -> inference_pb2.ToolChoice:
     return modes(mode={"none": modes.MODE_NONE, "required": modes.MODE_REQUIRED}.get(choice or "auto"))
 
 
-def _requests(
-    common: inference_pb2.GenerateRequest, prompts: list[inference_pb2.Prompt], request_id: str
-) -> tuple[inference_pb2.GenerateRequest, ...]:
-    requests = []
-    for i, prompt in enumerate(prompts):
-        request = inference_pb2.GenerateRequest()
-        request.CopyFrom(common)
-        request.prompt.CopyFrom(prompt)
-        request.request_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-        requests.append(request)
-    return tuple(requests)
-
-
 def _job(
     body: Body,
-    requests: tuple[inference_pb2.GenerateRequest, ...],
+    common: inference_pb2.GenerateRequest,
+    prompts: Sequence[inference_pb2.Prompt],
+    request_id: str,
     names: Mapping[str, str],
     default_max_tokens: int | None = None,
 ) -> Job:
     options = body.stream_options
     return Job(
         chat=isinstance(body, ChatBody),
-        requests=requests,
+        common=common,
+        prompts=prompts,
+        request_id=request_id,
         default_max_tokens=default_max_tokens,
         stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),

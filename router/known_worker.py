@@ -15,10 +15,10 @@ GROWTH_TOKENS: Final = 256
 _NEWS: Final = 0.05
 """The weight of the last prompt in a moving mean."""
 
-_LOOK_AHEAD_SECONDS: Final = 0.25
+_LOOK_AHEAD_SECONDS: Final = 0.5
 """Of prompts, sent to a prefill worker before it is done with others: it must not idle, but order is kept here."""
 
-_MIN_LOOK_AHEAD_TOKENS: Final = 512
+_MIN_LOOK_AHEAD_TOKENS: Final = 1_024
 _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
 
 

@@ -2,6 +2,7 @@
 
 import secrets
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..proto import inference_pb2, limits
@@ -46,14 +47,17 @@ async def prepare(
     deadline: float | None,
     default_max_tokens: int | None = None,
     tenant: str = "",
+    admit: Callable[[], None] = lambda: None,
 ) -> Accepted:
-    """Checks and tokenises `request`.
+    """Checks and tokenises `request`. `admit` is called in between, when all is checked that needs no tokens.
 
     Without `stopping.max_tokens` the completion may have `default_max_tokens` tokens (None: any number) as far as the
     context goes. `arrived` and `deadline` are times of time.monotonic(). Raises InvalidArgument, which names the field
     by its path in the message (`sampling.temperature`) and the bound.
     """
     accepted = _checked(request, model, arrived=arrived, deadline=deadline, tenant=tenant)
+    check_prompt(request.prompt, model.tokenizer)
+    admit()
     ids = await encode_prompt(request.prompt, model.tokenizer)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
@@ -81,19 +85,26 @@ def check_request_id(request_id: str) -> None:
         raise InvalidArgument("must be printable ASCII", "request_id")
 
 
+def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
+    """Raises InvalidArgument if a bound is broken that can be checked without encoding."""
+    match prompt.WhichOneof("kind"):
+        case "text":
+            check_count(len(prompt.text), limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
+        case "token_ids":
+            check_ids(prompt.token_ids.ids, tokenizer.vocab_size, "prompt.token_ids")
+        case "chat":
+            check_chat(prompt.chat)
+        case _:
+            raise InvalidArgument("one of text, token_ids and chat must be set", "prompt")
+
+
 async def encode_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a prompt of any kind. Raises InvalidArgument."""
-    kind = prompt.WhichOneof("kind")
-    if kind == "text":
-        check_count(len(prompt.text), limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
+    """The token ids of a checked prompt of any kind. Raises InvalidArgument if the chat template refuses it."""
+    if prompt.HasField("text"):
         return await tokenizer.encode(prompt.text)
-    if kind == "token_ids":
-        check_ids(prompt.token_ids.ids, tokenizer.vocab_size, "prompt.token_ids")
-        return list(prompt.token_ids.ids)
-    if kind == "chat":
-        check_chat(prompt.chat)
+    if prompt.HasField("chat"):
         return await tokenizer.encode_chat(prompt.chat)
-    raise InvalidArgument("one of text, token_ids and chat must be set", "prompt")
+    return list(prompt.token_ids.ids)
 
 
 def _checked(

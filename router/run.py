@@ -26,7 +26,7 @@ MAX_TRANSFERS_LOST: Final = 3
 """Of one choice. Those that fly alone may lose as many at the same moment, by one death."""
 
 _AVOIDED: Final = (worker_pb2.FAILURE_KIND_FULL, worker_pb2.FAILURE_KIND_WORKER)
-_FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids"}
+_FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"}
 """Fields of a submit by what the caller calls them; whatever else a worker refuses is too long a prompt for it."""
 
 
@@ -170,7 +170,7 @@ def _check(failures: list[Failure]) -> None:
     """Raises the request's end if it has failed often enough; returns if another flight is due."""
     last = failures[-1]
     if last.kind == worker_pb2.FAILURE_KIND_INVALID:
-        field, _, reason = last.message.rpartition(": ")
+        field, _, reason = last.message.partition(": ")
         raise InvalidArgument(reason if field in _FIELDS else last.message, _FIELDS.get(field, "prompt"))
     begun = {f.worker for f in failures if f.kind == worker_pb2.FAILURE_KIND_WORKER and f.admitted}
     if len(begun) >= MAX_WORKERS_LOST:

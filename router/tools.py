@@ -15,14 +15,13 @@ from typing import Final, Literal, Protocol
 from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument
 from .chat import active_tools, json_object, must_call, parameters_schema
+from .constraint import JSON_STYLE
 from .tokenizer import CALL_MARKUP, Tokenizer
 
 Format = Literal["hermes", "llama3"]
 
 _OPEN, _CLOSE = CALL_MARKUP
 _PYTHON_TAG: Final = "<|python_tag|>"
-_JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value: a model that may write any white space may never end."""
 _BETWEEN: Final = ";,"  # what Llama models write between two calls
 _SPACE: Final = " \t\r\n"
 
@@ -78,7 +77,7 @@ def constraint_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> inference_
     for i, tool in enumerate(tools):
         # The schema is a document of its own, so that its references stay right.
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-        schema = json.dumps(parameters_schema(tool) | {"x-guidance": _JSON_STYLE})
+        schema = json.dumps(parameters_schema(tool) | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
         rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {schema}"]
     grammar = "\n".join(rules)
     if len(grammar) > limits.MAX_GRAMMAR_CHARACTERS:

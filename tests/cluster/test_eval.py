@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import sacrebleu
 import torch
@@ -25,12 +26,13 @@ from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.client import AsyncClient
 from tandem.router.completion import Completions
+from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.prepare import ServedModel
 from tandem.router.server import RouterServer
 from tandem.router.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import fleet
-from tandem.tests.stub_service import Responses, StubService, pieces, stub_service
+from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, stub_service
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli import main; main()"]
 
@@ -79,6 +81,8 @@ def score_prompt(request: inference_pb2.GenerateRequest) -> Responses:
     assert request.stopping.HasField("max_tokens")
     assert request.stopping.max_tokens == 0
     assert request.HasField("prompt_logprobs")
+    if len(ids) >= 64:  # as a service does: it always has room for a token after the prompt
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "prompt: does not fit the context")
     tokens = [inference_pb2.Logprob(token_id=each, logprob=logprob(ids, i)) for i, each in enumerate(ids)]
     tokens[0].ClearField("logprob")
     made = [inference_pb2.TokenLogprobs(token=token) for token in tokens]
@@ -91,7 +95,7 @@ def service() -> Iterator[StubService]:
         yield running
 
 
-@pytest.mark.parametrize(("window", "stride"), [(32, 8), (50, 49), (None, None), (1000, 500)])
+@pytest.mark.parametrize(("window", "stride"), [(32, 8), (50, 49), (None, None), (63, 30)])
 async def test_perplexity_is_what_a_direct_computation_gives(
     service: StubService, window: int | None, stride: int | None
 ) -> None:
@@ -102,7 +106,8 @@ async def test_perplexity_is_what_a_direct_computation_gives(
             client, text, window=window, stride=stride, on_window=lambda done, total: seen.append((done, total))
         )
     ids = [256, *text.encode()]
-    width, step = window or service.context_tokens, stride or service.context_tokens // 2
+    width = window or service.context_tokens - 1
+    step = stride or width // 2
     total = 0.0
     for index in range(1, len(ids)):
         number = max(0, -(-(index + 1 - width) // step))  # the first window that reaches so far
@@ -112,6 +117,25 @@ async def test_perplexity_is_what_a_direct_computation_gives(
     assert found.perplexity == pytest.approx(math.exp(total / (len(ids) - 1)))
     assert found.bits_per_byte == pytest.approx(total / math.log(2) / len(text.encode()))
     assert seen == [(n, found.num_windows) for n in range(1, found.num_windows + 1)]
+
+
+async def test_a_window_that_leaves_no_room_is_refused(service: StubService) -> None:
+    async with AsyncClient(service.address) as client:
+        with pytest.raises(InvalidArgument, match="window: must be at most 63 tokens, one less than"):
+            await measure_perplexity(client, "some text", window=64)
+
+
+async def test_a_text_longer_than_the_context_of_a_real_service() -> None:
+    text = "as long as several contexts " * 100
+    served = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
+    server = await RouterServer.start(Completions([served], FakeTokenSource()))
+    try:
+        async with AsyncClient(server.grpc_address) as client:
+            found = await measure_perplexity(client, text)
+    finally:
+        await server.stop(0)
+    assert found.num_windows > 5
+    assert found.nll == pytest.approx(sum(byte + 1 for byte in text.encode()[1:]) / 1000)
 
 
 async def test_a_missing_number_is_no_result(service: StubService) -> None:

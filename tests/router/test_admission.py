@@ -149,10 +149,10 @@ async def test_prompts_wait_here_while_the_prefill_worker_has_enough_to_do() -> 
 
     tasks = [asyncio.create_task(ask(n)) for n in range(6)]
     await settle()
-    assert got == [0, 1]  # 1250 tokens, a quarter of a second's work at the neutral rate, and the one that reaches it
+    assert got == [0, 1, 2]  # 2500 tokens, half a second's work at the neutral rate, and the one that reaches it
     view.computed("p0", "0")
     await settle()
-    assert got == [0, 1, 2]
+    assert got == [0, 1, 2, 3]
     view.measured("p0", prefill_tokens=1000, prefill_seconds=0.02)  # it is faster than that
     view.update(view.workers())
     await settle()
@@ -246,7 +246,7 @@ async def test_who_has_waited_too_long_is_refused_then_and_makes_way() -> None:
     await settle()
     assert desk.order == ["0", "after"]
     assert not after.done()
-    impatient = Desk(max_sequences=1, max_queue_seconds=0.05)
+    impatient = Desk(max_sequences=1, max_queue_seconds=0.01)
     await impatient.ask(request([1], "0"))
     with pytest.raises(Overloaded, match="waited too long"):
         await (await impatient.ask(request([1], "1")))

@@ -4,6 +4,7 @@ import json
 import time
 from typing import Any
 
+import jinja2
 import pytest
 
 from tandem.proto import inference_pb2, limits
@@ -248,6 +249,46 @@ TOO_LARGE = [
     "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{{ '%500000000d' % 1 }}",
+    "{{ '%*d' % (500000000, 1) }}",
+    "{{ ('%s' * 1000) % (big,) }}",
+    "{{ ('%(x)s' * 1000) % {'x': big} }}",
+    "{{ '{:500000000}'.format(1) }}",
+    "{{ '{:{w}}'.format(1, w=500000000) }}",
+    "{{ '{x:500000000}'.format_map({'x': 1}) }}",
+    "{{ ('{0}' * 1000).format(big) }}",
+    "{{ ('%s' * 1000) | format(big) }}",
+    "{{ 'x'.ljust(500000000) }}",
+    "{{ 'x'.rjust(500000000) }}",
+    "{{ 'x'.center(500000000) }}",
+    "{{ 'x'.zfill(500000000) }}",
+    "{{ 'x'.encode().ljust(500000000) }}",
+    "{{ ('\t' * 1000).expandtabs(1000000) }}",
+    "{{ big.replace('', big) }}",
+    "{{ big.translate({120: big}) }}",
+    "{{ big.join('x' * 1000) }}",
+    "{{ 'x' | center(500000000) }}",
+    "{{ ['x'] | map('center', 500000000) | list }}",
+    "{{ ('x\n' * 1000) | indent(1000000) }}",
+    "{{ ('x\n' * 1000) | indent(big) }}",
+    "{{ ('x ' * 1000) | wordwrap(1, wrapstring=big) }}",
+    "{{ big | replace('x', big) }}",
+    "{{ ([1] * 1000) | map('string') | join(big) }}",
+    "{{ ([big] * 1000) | map('upper') | join }}",
+    "{{ ([{'a': big}] * 1000) | join(attribute='a') }}",
+    "{{ [1] | batch(500000000, 'x') | list }}",
+    "{{ [1] | slice(500000000) | list }}",
+    "{{ ([[1] * 10000] * 1000) | sum(start=[]) }}",
+    "{{ 1 | round(-1000000000) }}",
+    "{{ {'a': 1} | tojson(indent=500000000) }}",
+    "{{ ([1] * 1000) | tojson(separators=(big, ':')) }}",
+    "{{ [big] * 1000 }}",
+    "{{ ([big] * 1000) | string }}",
+    "{{ ([big] * 1000) | tojson }}",
+    "{{ ([big] * 1000) ~ 'x' }}",
+    "{% set y %}{% for i in range(1000) %}{{ big }}{% endfor %}{% endset %}{{ y | length }}",
+    "{% macro m() %}{% for i in range(1000) %}{{ big }}{% endfor %}{% endmacro %}{{ m() | length }}",
+    "{% set ns = namespace(x=['x']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
     "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
 ]
 
@@ -263,7 +304,27 @@ def test_a_template_without_end_is_stopped(template: str) -> None:
 @pytest.mark.parametrize("template", TOO_LARGE)
 def test_a_template_that_makes_too_much_is_stopped(template: str) -> None:
     with pytest.raises(TemplateTooLong):
-        render(template, {}, max_characters=1_000_000, seconds=60)
+        render(template, {"big": "x" * 10_000}, max_characters=1_000_000, seconds=60)
+
+
+def test_integers_are_no_way_to_memory() -> None:
+    with pytest.raises(jinja2.exceptions.SecurityError):
+        render("{{ (1).to_bytes(500000000, 'big') }}", {}, max_characters=1_000_000, seconds=60)
+
+
+def test_within_the_bounds_filters_and_methods_are_jinjas() -> None:
+    template = (
+        "{{ '%-4s|%05.1f%%' % ('a', 2.25) }} {{ '{:>4}{x}'.format('b', x=1700000000) }} {{ 'c' | center(3) }}"
+        "{{ ['d', 'e'] | map('upper') | join('-') }} {{ 'f'.join(['1', '2']) }} {{ 'g g'.replace('g', 'h', 1) }}"
+        "{{ [{'a': 1}, {'a': 2}] | join('+', attribute='a') }} {{ 'i\nj' | indent(2) }} {{ 2.567 | round(1) }}"
+        "{{ [1, 2] | sum }} {{ {'a': [1]} | tojson(indent=1) }} {{ 'k'.ljust(2) }}| {{ '%s %s' | format('l', 'm') }}"
+        "{{ 7 % 4 }} {{ 'nn' | replace('n', 'o') }} {% set p %}{{ [1, 'q'] }}{% endset %}{{ p | upper }}"
+        "{{ 'é' | tojson }}"
+    )
+    environment = jinja2.Environment()
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    expected = environment.from_string(template).render()
+    assert render(template, {}, max_characters=500, seconds=9) == expected
 
 
 def test_the_watched_loops_are_still_loops() -> None:

@@ -16,7 +16,17 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 import tandem
 from tandem.proto import errors, inference_pb2
 from tandem.router.client import AsyncClient, Client
-from tandem.router.client_core import Logprob, Message, Options, TemplateOptions, TokenLogprobs, Tool, ToolCall
+from tandem.router.client_core import (
+    ChatOptions,
+    Logprob,
+    Message,
+    Options,
+    TemplateOptions,
+    TokenLogprobs,
+    Tool,
+    ToolCall,
+)
+from tandem.router.client_request import tokenize_request
 from tandem.router.client_wire import to_error
 
 CHAT = [{"role": "user", "content": "hello?"}]
@@ -224,6 +234,26 @@ async def test_what_no_message_says_is_refused_with_the_option_named(
             await client.generate("hi", **options)  # type: ignore[arg-type]
     assert caught.value.field == field
     assert server.requests == []
+
+
+async def test_none_is_as_good_as_absent_in_a_chat_and_in_tokenize(server: Server) -> None:
+    none: Any = dict.fromkeys(ChatOptions.__annotations__)
+    template: Any = dict.fromkeys(TemplateOptions.__annotations__)
+    async with AsyncClient(server.address) as client:
+        await client.chat([{"role": "user", "content": "x"}], **none)
+        assert server.requests[-1] == inference_pb2.GenerateRequest(
+            prompt={"chat": {"messages": [{"role": "user", "content": "x"}]}}
+        )
+        wrong: list[tuple[Any, dict[str, Any], str]] = [
+            ("hi", {"tool": []}, "tool"),
+            ("hi", {"tools": [WEATHER]}, "tools"),
+            ([{"role": "user", "content": "x"}], {"tool": None}, "tool"),
+        ]
+        for prompt, options, field in wrong:
+            with pytest.raises(errors.InvalidArgument) as caught:
+                await client.tokenize(prompt, **options)
+            assert caught.value.field == field
+    assert tokenize_request("hi", "", template).prompt.text == "hi"
 
 
 @pytest.mark.parametrize("tool", [tandem.Tool(**WEATHER), {"type": "function", "function": WEATHER}])  # type: ignore[arg-type]

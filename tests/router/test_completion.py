@@ -199,6 +199,25 @@ async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel
     assert admission.asked == [(101, "t", 4), (3, "", 0)]
 
 
+async def test_what_is_wrong_is_said_before_who_waits(model: ServedModel) -> None:
+    """A hint to try again would be a lie for a request that can never be taken, or is too late already."""
+    admission = Full()
+    completions = Completions([model], FakeTokenSource(), admission)
+    large = {"text": "x" * 480}
+    for wrong, field in (
+        ({"n": 4 * 10**9}, "n"),
+        ({"sampling": {"top_p": 2}}, "sampling.top_p"),
+        ({"prompt": {"chat": {}}}, "prompt.chat.messages"),
+        ({"prompt": {"token_ids": {"ids": [258] * 200}}}, "prompt.token_ids"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            await completions.accept(request(**{"prompt": large} | wrong), arrived=0, deadline=None)
+        assert caught.value.field == field
+    with pytest.raises(DeadlineExceeded):
+        await completions.accept(request(prompt=large), arrived=0, deadline=time.monotonic())
+    assert admission.asked == []
+
+
 async def test_a_tenant_has_a_cache_of_its_own(model: ServedModel) -> None:
     completions = Completions([model], FakeTokenSource())
     tenants = [tenant_of(key) for key in ("Bearer one", "bearer  one ", "Bearer two", "Basic one", "Bearer ", "", None)]

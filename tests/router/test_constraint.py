@@ -13,6 +13,7 @@ from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router import constraint as constraint_module
 from tandem.router.constraint import compile_constraint
+from tandem.workers.submit import MAX_GRAMMAR_CHARACTERS
 
 EOS = 256
 
@@ -96,7 +97,7 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ({"json_schema": '{"const": NaN}'}, "constraint.json_schema", "NaN"),
         ({"json_schema": '{"const": 1e999}'}, "constraint.json_schema", "too large"),
         ({"json_schema": '{"const": %s}' % ("9" * 5_000)}, "constraint.json_schema", "too large"),
-        ({"json_schema": '{"const": "\\ud800"}'}, "constraint.json_schema", "."),
+        ({"json_schema": '{"const": "\\ud800"}'}, "constraint.json_schema", "lone surrogate"),
         ({"json_schema": '{"type": "objec"}'}, "constraint.json_schema", "objec"),
         ({"json_schema": '{"not": {}}'}, "constraint.json_schema", "Unimplemented"),
         ({"json_schema": '{"$ref": "file:///etc/passwd"}'}, "constraint.json_schema", "not present"),
@@ -129,6 +130,24 @@ async def test_what_is_no_constraint_is_refused_with_a_short_reason(
 async def test_the_bounds_themselves_are_allowed() -> None:
     await compiled(regex="x" * limits.MAX_GRAMMAR_CHARACTERS)
     await compiled(choice={"texts": [f"{i:0128d}" for i in range(limits.MAX_CONSTRAINT_CHOICES)]})
+
+
+EMOJI = "🦊" * 100_000
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"choice": {"texts": [EMOJI]}},
+        {"choice": {"texts": ["\x01" * 100 + str(i) for i in range(limits.MAX_CONSTRAINT_CHOICES)]}},
+        {"json_schema": json.dumps({"enum": [EMOJI]}, ensure_ascii=False)},
+        {"regex": EMOJI},
+        {"regex": "\x01" * limits.MAX_GRAMMAR_CHARACTERS},
+    ],
+    ids=["choice", "control characters", "json_schema", "regex", "regex of control characters"],
+)
+async def test_workers_take_whatever_is_within_the_bounds(constraint: dict[str, Any]) -> None:
+    assert len(await compiled(**constraint)) <= MAX_GRAMMAR_CHARACTERS
 
 
 async def test_a_field_of_the_callers_own() -> None:
@@ -176,3 +195,29 @@ def test_the_library_reads_no_files() -> None:
     for grammar in ('%import "/etc/passwd"\nstart: "a"', 'start: %json {"$ref": "/etc/passwd"}'):
         is_error, _ = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
         assert is_error
+
+
+def _chain_of_rules(name: str) -> str:
+    lines, size = [f"start: {name}0"], 0
+    while size < limits.MAX_GRAMMAR_CHARACTERS - 100:
+        lines.append(f'{name}{len(lines) - 1}: "a" {name}{len(lines)}')
+        size += len(lines[-1]) + 1
+    return "\n".join([*lines, f'{name}{len(lines) - 1}: "b"'])
+
+
+def _chain_of_references() -> str:
+    count = limits.MAX_GRAMMAR_CHARACTERS // 44
+    defs: dict[str, Any] = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(count)}
+    defs[f"d{count}"] = {"type": "null"}
+    text = json.dumps({"$ref": "#/$defs/d0", "$defs": defs}, separators=(",", ":"))
+    assert limits.MAX_GRAMMAR_CHARACTERS * 0.9 < len(text) <= limits.MAX_GRAMMAR_CHARACTERS
+    return text
+
+
+@pytest.mark.parametrize("kind", ["rules", "terminals", "references"])
+async def test_the_longest_chains_do_not_overflow_the_stack(kind: str) -> None:
+    if kind == "references":
+        constraint = inference_pb2.Constraint(json_schema=_chain_of_references())
+    else:
+        constraint = inference_pb2.Constraint(grammar=_chain_of_rules("r" if kind == "rules" else "T"))
+    assert await compile_constraint(constraint)

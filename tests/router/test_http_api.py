@@ -89,6 +89,14 @@ async def test_special_tokens_of_texts(http: httpx.AsyncClient, tokenizer: Token
         backend.post_processor = kept
 
 
+async def test_the_longest_name_with_several_prompts(service: Service, http: httpx.AsyncClient) -> None:
+    name = "x" * limits.MAX_REQUEST_ID_CHARACTERS
+    many = body(TEXT, prompt=["a"] * 12, max_tokens=1)
+    answer = await http.post(TEXT, json=many, headers={"x-request-id": name})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, name)
+    assert {request.request_id.partition(".")[0][-3:] for request in service.source.requests} >= {"x-0", "-11"}
+
+
 async def test_models_and_version(http: httpx.AsyncClient) -> None:
     (card,) = (await http.get("/v1/models")).json()["data"]
     assert card["root"] == "tiny"  # `vllm bench serve` takes the tokenizer's name from it
@@ -108,7 +116,16 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
         reference = posts[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = {"$ref": reference, "components": document["components"]}
         jsonschema.validate(body(path, stop="x", temperature=0.5, n=None), schema)
-        for wrong in (body(path, temperature=3), body(path, unknown=1), {"model": "tiny"}, body(path, stop=1)):
+        for wrong in (
+            body(path, top_p=0),
+            body(path, typical_p=0),
+            body(path, stop_token_ids=[1] * 65),
+            body(path, logit_bias={str(i): 1 for i in range(1_025)}),
+            body(path, temperature=3),
+            body(path, unknown=1),
+            {"model": "tiny"},
+            body(path, stop=1),
+        ):
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate(wrong, schema)
     page = await http.get("/docs")

@@ -263,6 +263,12 @@ def test_transfers_are_counted_by_choice(times: int) -> None:
     ("kind", "message", "error", "text"),
     [
         (worker_pb2.FAILURE_KIND_INVALID, "num_choices: at most 4 here", InvalidArgument, "n: at most 4 here"),
+        (
+            worker_pb2.FAILURE_KIND_INVALID,
+            "grammar: the grammar cannot be followed: no token: 'x: y'",
+            InvalidArgument,
+            "constraint: the grammar cannot be followed: no token: 'x: y'",
+        ),
         (worker_pb2.FAILURE_KIND_INVALID, "too long", InvalidArgument, "prompt: too long"),
         (worker_pb2.FAILURE_KIND_FULL, "", Overloaded, "every worker's queue is full"),
         (worker_pb2.FAILURE_KIND_WORKER, "", Unavailable, "no worker is ready"),

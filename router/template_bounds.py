@@ -1,0 +1,275 @@
+"""How large a value of a chat template may become: asked before it is made, wherever much can be made of little.
+
+Sizes are characters of texts and entries of lists. Knows Jinja's filters and Python's methods, no templates.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, Final
+
+import jinja2
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context, Undefined
+
+_MAX_INTEGER_BITS: Final = 4_096
+_MAX_DIGITS: Final = 1_000
+"""To round to."""
+
+_deadline: ContextVar[float] = ContextVar("_deadline", default=float("inf"))  # of the rendering in this thread
+_max_size: ContextVar[int] = ContextVar("_max_size", default=0)
+
+
+class TemplateTooLong(Exception):
+    """What the template makes has more characters than allowed."""
+
+
+class TemplateTooSlow(Exception):
+    """The template did not end in time."""
+
+
+@contextmanager
+def bounded(max_size: int, seconds: float) -> Iterator[None]:
+    """The bounds of what runs inside."""
+    deadline, limit = _deadline.set(time.monotonic() + seconds), _max_size.set(max_size)
+    try:
+        yield
+    finally:
+        _deadline.reset(deadline)
+        _max_size.reset(limit)
+
+
+def check_time() -> None:
+    """Raises TemplateTooSlow."""
+    if time.monotonic() > _deadline.get():
+        raise TemplateTooSlow
+
+
+def check_size(size: int) -> None:
+    """Raises TemplateTooLong."""
+    if size > _max_size.get():
+        raise TemplateTooLong
+
+
+def text_size(*values: object) -> int:
+    """About the characters of the texts of all values: a list may have the same long text a thousand times.
+
+    Raises TemplateTooLong as soon as they are too many, so that the count itself is short."""
+    size, waiting = 0, list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str | bytes):
+            size += len(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            size += 2 * len(value) + 2
+            check_size(size)
+            waiting += value
+        elif isinstance(value, Mapping):
+            size += 4 * len(value) + 2
+            check_size(size)
+            waiting += value.keys()
+            waiting += value.values()
+        else:
+            size += 4
+        check_size(size)
+    return size
+
+
+def check_operation(operator: str, left: Any, right: Any) -> None:
+    """Raises TemplateTooLong if `left operator right` is too large."""
+    if operator == "%" and isinstance(left, str | bytes):
+        check_size(_format_size(left, (right,)))
+    elif isinstance(left, int) and isinstance(right, int):
+        if operator != "%":
+            bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            check_size(bits if bits > _MAX_INTEGER_BITS else 0)
+    else:
+        sizes = [len(side) for side in (left, right) if isinstance(side, str | bytes | list | tuple)]
+        if operator == "+":
+            check_size(sum(sizes))
+        times = [side for side in (left, right) if isinstance(side, int)]
+        check_size(sizes[0] * times[0] if sizes and times else 0)
+
+
+def checked_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments for a method of a text, with what could be read only once as a list. Raises TemplateTooLong if the
+    method makes too much of them."""
+    method = getattr(function, "__wrapped__", function)  # Jinja wraps `format`
+    text = getattr(method, "__self__", None)
+    if not isinstance(text, str | bytes):
+        return args
+    if method.__name__ == "join" and args:
+        args = (list(watched(args[0])),)
+    growth = _METHODS.get(method.__name__)
+    if growth is not None:
+        check_size(growth(text, *args, **kwargs))
+    return args
+
+
+def concatenated(parts: Iterable[Any]) -> str:
+    """The texts of all parts, one after the other. Raises TemplateTooLong."""
+    parts = list(parts)
+    text_size(*parts)
+    return "".join(map(str, parts))
+
+
+def bounded_filters() -> dict[str, Callable[..., Any]]:
+    """Jinja's filters, those among them that can grow with a bound."""
+    filters: dict[str, Callable[..., Any]] = dict(FILTERS)
+    return {name: _bounded(name, function) for name, function in filters.items()} | {"join": _join, "tojson": _tojson}
+
+
+def watched(iterable: Iterable[Any]) -> Iterator[Any]:
+    """The same items, with an eye on the clock."""
+    for item in iterable:
+        check_time()
+        yield item
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    growth = _FILTERS.get(name)
+    if growth is None:
+        return function
+
+    @wraps(function)
+    def bounded_filter(*args: Any, **kwargs: Any) -> Any:
+        check_time()
+        given = args[isinstance(args[0], jinja2.Environment | Context | EvalContext) :]
+        check_size(growth(*given, **kwargs))
+        return function(*args, **kwargs)
+
+    return bounded_filter
+
+
+@jinja2.pass_environment
+def _join(environment: jinja2.Environment, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    texts = list(watched(value))
+    check_size(text_size(*texts) + len(d) * len(texts))
+    return d.join(map(str, texts))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, escapes no HTML."""
+    text_size(value)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None and separators is None:
+        return encoder.encode(value)
+    if isinstance(indent, int):
+        check_size(indent)
+    parts, size = [], 0
+    for part in encoder.iterencode(value):
+        size += len(part)
+        check_size(size)
+        check_time()
+        parts.append(part)
+    return "".join(parts)
+
+
+def _format_size(form: str | bytes, values: Iterable[Any]) -> int:
+    """At most, of a text with fields for values: as if each field had the longest value and the greatest width."""
+    values = list(values)
+    text = form if isinstance(form, str) else form.decode("latin-1")
+    widths = [int(digits[:10]) for digits in re.findall(r"[0-9]+", text)]
+    if "*" in text or re.search(r"\{[^{}]*\{", text):  # widths that are values
+        widths += [abs(each) for value in values for each in _numbers(value)]
+    num_fields = text.count("%") + text.count("{")
+    return len(text) + num_fields * (text_size(*values) + max(widths, default=0))
+
+
+def _numbers(value: object) -> Iterable[int]:
+    found = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+    return [each for each in found if isinstance(each, int)]
+
+
+def _replaced(text: Any, old: Any, new: Any, count: Any = None) -> int:
+    texts: list[Any] = [each if isinstance(each, bytes) else _text(each) for each in (text, old, new)]
+    length, least, most = map(len, texts)
+    return length + int(texts[0].count(texts[1])) * max(most - least, 0)
+
+
+def _text(value: object) -> str:
+    """`str(value)`, of which the size is checked."""
+    text_size(value)
+    return str(value)
+
+
+def _indented(text: Any, width: Any = 4, first: bool = False, blank: bool = False) -> int:
+    shown = _text(text)
+    return len(shown) + (shown.count("\n") + len(shown.splitlines()) + 1) * _width(width)
+
+
+def _width(width: Any) -> int:
+    """Of an indentation, which may be a number or a text."""
+    return len(width) if isinstance(width, str) else int(width)
+
+
+def _wrapped(text: Any, width: Any = 79, words: bool = True, wrapstring: Any = None, hyphens: bool = True) -> int:
+    return len(_text(text)) * (1 + len(wrapstring or "\n"))
+
+
+def _linked(text: Any, *args: Any, **kwargs: Any) -> int:
+    return len(_text(text)) * (40 + text_size(*args, kwargs))
+
+
+def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
+    items = [start, *values] if isinstance(values, list | tuple) else [start]
+    return sum(len(item) for item in items if isinstance(item, list | tuple))
+
+
+def _rounded(value: Any, precision: Any = 0, method: str = "common") -> int:
+    if isinstance(precision, int) and abs(precision) > _MAX_DIGITS:
+        raise TemplateTooLong
+    return 0
+
+
+def _same(*args: Any, **kwargs: Any) -> int:
+    """Of filters that make of texts not much more than was there."""
+    return text_size(*(arg for arg in args if not isinstance(arg, Undefined)))
+
+
+def _filled(text: Any, width: Any = 80, *args: Any) -> int:
+    return max(_same(text), _width(width))
+
+
+_METHODS: Final[Mapping[str, Callable[..., int]]] = {
+    "join": lambda text, parts: text_size(*parts) + len(text) * len(parts),
+    "replace": _replaced,
+    "format": lambda text, *args, **kwargs: _format_size(text, (*args, *kwargs.values())),
+    "format_map": lambda text, values: _format_size(text, values.values()),
+    "expandtabs": lambda text, tabsize=8: len(text) + text.count(b"\t" if isinstance(text, bytes) else "\t") * tabsize,
+    "translate": lambda text, table, *_: len(text) * (1 + text_size(table)),
+    **dict.fromkeys(("ljust", "rjust", "center", "zfill"), _filled),
+}
+
+_FILTERS: Final[Mapping[str, Callable[..., int]]] = {
+    "batch": lambda items, linecount, fill_with=None: linecount,
+    "slice": lambda items, slices, fill_with=None: slices,
+    "center": _filled,
+    "format": lambda text, *args, **kwargs: _format_size(_text(text), (*args, *kwargs.values())),
+    "indent": _indented,
+    "replace": _replaced,
+    "round": _rounded,
+    "sum": _summed,
+    "urlize": _linked,
+    "wordwrap": _wrapped,
+    **dict.fromkeys(
+        (
+            *("capitalize", "e", "escape", "forceescape", "lower", "pprint", "string", "striptags", "title", "trim"),
+            *("truncate", "upper", "urlencode", "wordcount", "xmlattr"),
+        ),
+        _same,
+    ),
+}
