@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..proto.errors import TandemError
-from ..router.client import Stream
-from ..router.client_core import Choice, Completion, Logprob, Timeline, TokenLogprobs
+from ..router.client.client import Stream
+from ..router.client.core import Choice, Completion, Logprob, Timeline, TokenLogprobs
 from .timeline import TABLE_CHARACTERS, timeline_table
 
 

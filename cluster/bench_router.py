@@ -23,13 +23,13 @@ from rich.table import Table
 
 from ..proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from ..proto.channel import peer_channel
-from ..router.client_core import GENERATE
+from ..router.client.core import GENERATE
 from ..router.completion import Completions
 from ..router.dispatcher import Dispatcher
+from ..router.doors.server import RouterServer
 from ..router.fake import byte_tokenizer
+from ..router.placement.view import DirectoryView
 from ..router.prepare import ServedModel
-from ..router.server import RouterServer
-from ..router.view import DirectoryView
 from ..workers.engine.null import NullExecutor
 from ..workers.rank import Rank
 from ..workers.worker import Worker, WorkerConfig

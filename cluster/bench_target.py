@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol
 import aiohttp
 
 from ..proto.errors import TandemError, Unavailable
-from ..router.client import AsyncClient
-from ..router.client_core import Options
+from ..router.client.client import AsyncClient
+from ..router.client.core import Options
 from .bench_metrics import Failure
 from .bench_options import Address
 from .bench_workload import Prompt

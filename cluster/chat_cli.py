@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..proto.errors import InvalidArgument, TandemError
-from ..router.client import Client
-from ..router.client_core import ChatOptions, Timeline
+from ..router.client.client import Client
+from ..router.client.core import ChatOptions, Timeline
 from . import cli_options as o
 from .answers import error_console, print_timeline
 from .conversation import Conversation, read_question

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..proto.errors import InvalidArgument, Unavailable
-from ..router.client import Client
-from ..router.client_core import Options
+from ..router.client.client import Client
+from ..router.client.core import Options
 from . import cli_options as o
 from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
 from .timeline import TABLE_CHARACTERS as TABLE_CHARACTERS

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, cast
 import typer
 
 from ..proto.errors import InvalidArgument
-from ..router.client_core import ChatOptions, Options
+from ..router.client.core import ChatOptions, Options
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.text import Text
 
 from ..proto.errors import TandemError
-from ..router.client import AsyncClient
-from ..router.client_core import Completion
+from ..router.client.client import AsyncClient
+from ..router.client.core import Completion
 from ..workers.model.checkpoint import CheckpointError, check_checkpoint
 from .config import load_config
 from .environment import prepare_ray_environment

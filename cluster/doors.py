@@ -10,10 +10,10 @@ from ..proto import worker_pb2
 from ..router.admission import Admission
 from ..router.completion import Completions
 from ..router.dispatcher import Dispatcher
+from ..router.doors.server import RouterServer
+from ..router.placement.view import DirectoryView
 from ..router.prepare import ServedModel
-from ..router.server import RouterServer
-from ..router.tokenizer import Tokenizer
-from ..router.view import DirectoryView
+from ..router.text.tokenizer import Tokenizer
 from ..workers.model.config import load_model_config
 from .config import TandemConfig
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..router.client import AsyncClient
-from ..router.client_core import Options
+from ..router.client.client import AsyncClient
+from ..router.client.core import Options
 from . import cli_options as o
 from .eval_generate import Answered, answer_cases, read_cases, write_answers
 from .eval_perplexity import Perplexity, measure_perplexity

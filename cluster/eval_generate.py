@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ..proto.errors import InvalidArgument
-from ..router.client import AsyncClient
-from ..router.client_core import Options
+from ..router.client.client import AsyncClient
+from ..router.client.core import Options
 from .cli_options import read_text
 from .gather import map_concurrently
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..proto import limits
 from ..proto.errors import InternalError, InvalidArgument
-from ..router.client import AsyncClient
+from ..router.client.client import AsyncClient
 from .gather import map_concurrently
 
 

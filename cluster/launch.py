@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
 from ..proto.errors import TandemError
-from ..router.client import Client
+from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app
 from .config import TandemConfig
 from .directory import close_directory

@@ -15,10 +15,10 @@ from typing import Final
 
 from ..proto.errors import InvalidArgument, Overloaded
 from .fair_queue import FairQueue, QueueFull, Ticket
-from .known_worker import Room, growth_tokens
-from .rates import DrainRate
+from .placement.known_worker import Room, growth_tokens
+from .placement.rates import DrainRate
+from .placement.view import DirectoryView, needed_room
 from .request import TokenRequest
-from .view import DirectoryView, needed_room
 
 _OVERTIME: Final = 10.0
 """Times the longest predicted wait: what a request that was let in waits at most, if the prediction was wrong. Late

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from ..proto import inference_pb2, worker_pb2
 from ..proto.errors import InternalError
-from .detokenize import Transcript
 from .prepare import Accepted
 from .request import TokenDelta
-from .tokenizer import Tokenizer
-from .tools import parser_for
+from .text.detokenize import Transcript
+from .text.tokenizer import Tokenizer
+from .text.tools import parser_for
 
 _UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 _STOP = inference_pb2.FINISH_REASON_STOP

@@ -12,10 +12,10 @@ from .admission import Admission
 from .deadline import before, deadline_passed
 from .flight import Leg, WorkerLeft
 from .link import WorkerLink
+from .placement.view import DirectoryView
 from .request import TokenDelta, TokenRequest
 from .run import Run
 from .stopwatch import Stopwatch
-from .view import DirectoryView
 
 
 class Dispatcher:

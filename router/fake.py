@@ -14,7 +14,7 @@ from ..proto import inference_pb2, worker_pb2
 from ..proto.errors import TandemError
 from .deadline import before
 from .request import TokenDelta, TokenRequest
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 EOS_ID = 256
 BOS_ID = 257

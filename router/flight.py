@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ..proto import worker_pb2
 from .link import Attempt
-from .policy import Placement
+from .placement.policy import Placement
+from .placement.view import DirectoryView
 from .request import TokenDelta, TokenRequest
 from .stopwatch import Stopwatch
-from .view import DirectoryView
 
 WorkerKey = tuple[str, int]  # id, epoch
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from ..proto import inference_pb2, limits
 from ..proto.errors import InvalidArgument
-from . import tools
-from .chat import check_chat
-from .constraint import compile_constraint
 from .params import check_beam_search, check_count, check_ids, check_range, check_sampling, check_stopping, num_choices
 from .request import TokenRequest
-from .tokenizer import Tokenizer
+from .text import tools
+from .text.chat import check_chat
+from .text.constraint import compile_constraint
+from .text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Final
 from ..proto import inference_pb2, worker_pb2
 from ..proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
 from .flight import Failure, Flight, Send
+from .placement.view import DirectoryView
 from .request import TokenDelta, TokenRequest
 from .stopwatch import Stopwatch
-from .view import DirectoryView
 
 logger = logging.getLogger(__name__)
 

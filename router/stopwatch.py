@@ -3,7 +3,7 @@
 import time
 
 from ..proto import inference_pb2, worker_pb2
-from .policy import Placement
+from .placement.policy import Placement
 from .request import TokenRequest
 
 

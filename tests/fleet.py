@@ -13,8 +13,8 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.worker_pb2_grpc import WorkerStub
 from tandem.router.dispatcher import Dispatcher
+from tandem.router.placement.view import DirectoryView
 from tandem.router.request import TokenRequest
-from tandem.router.view import DirectoryView
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.rank import Rank
 from tandem.workers.rank_server import RankServer

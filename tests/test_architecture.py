@@ -216,7 +216,7 @@ def test_pyproject_lists_every_package() -> None:
 
 
 def made_up(**sources: str) -> list[Module]:
-    """Modules by names with `__` for the dot: `router__policy` is tandem.router.policy."""
+    """Modules by names with `__` for the dot: `router__policy` is tandem.router.placement.policy."""
     return [Module(name=f"tandem.{name.replace('__', '.')}", source=source) for name, source in sources.items()]
 
 

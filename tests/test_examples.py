@@ -17,10 +17,10 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.router.completion import Completions
+from tandem.router.doors.server import RouterServer
 from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
-from tandem.router.server import RouterServer
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = ("README.md", "docs/clients.md")

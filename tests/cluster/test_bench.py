@@ -21,8 +21,8 @@ from tandem.cluster.bench_target import CompletionEvents, RequestFailed, Usage
 from tandem.cluster.bench_workload import arrival_offsets
 from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.completion import Completions
+from tandem.router.doors.grpc_door import GrpcDoor
 from tandem.router.fake import FakeTokenSource, byte_tokenizer
-from tandem.router.grpc_door import GrpcDoor
 from tandem.router.prepare import ServedModel
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli import main; main()"]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster import cli
 from tandem.cluster.config import ConfigError, TandemConfig
-from tandem.router.client import Client
+from tandem.router.client.client import Client
 from tandem.tests.tiny import make_tiny_model
 
 OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have

@@ -23,8 +23,8 @@ from tandem.cluster.chat_cli import Session
 from tandem.cluster.conversation import Conversation, read_question
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument, TandemError, Unavailable
-from tandem.router.client import Client
-from tandem.router.client_core import ChatOptions
+from tandem.router.client.client import Client
+from tandem.router.client.core import ChatOptions
 from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, stub_service
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli import main; main()"]

@@ -24,12 +24,12 @@ from tandem.cluster.eval_perplexity import measure_perplexity, sliding_windows, 
 from tandem.cluster.eval_scores import exact_match, normalise_answer, score_texts, word_f1
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InternalError, InvalidArgument
-from tandem.router.client import AsyncClient
+from tandem.router.client.client import AsyncClient
 from tandem.router.completion import Completions
+from tandem.router.doors.server import RouterServer
 from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.prepare import ServedModel
-from tandem.router.server import RouterServer
-from tandem.router.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import fleet
 from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, stub_service

@@ -42,7 +42,7 @@ def test_workers_are_on_the_nodes_they_were_meant_for(service: Any) -> None:
 
 
 async def test_sixteen_mixed_requests_cross_the_nodes(service: Any, model: Path) -> None:
-    from tandem.router.client import AsyncClient
+    from tandem.router.client.client import AsyncClient
 
     prompts = [
         [(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 7, 8, 9, 40, 130, 300, 700])
@@ -73,7 +73,7 @@ async def test_sixteen_mixed_requests_cross_the_nodes(service: Any, model: Path)
 
 
 async def test_clients_that_go_away_free_their_blocks_within_a_second(service: Any) -> None:
-    from tandem.router.client import AsyncClient
+    from tandem.router.client.client import AsyncClient
 
     async def leave_early(client: AsyncClient, number: int) -> None:
         prompt = [number + 3] * (20 * number + 1)

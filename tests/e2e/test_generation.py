@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tandem.proto import inference_pb2
 from tandem.router.completion import Completions
 from tandem.router.prepare import ServedModel
-from tandem.router.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, fleet, token_request
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan

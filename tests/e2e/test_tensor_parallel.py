@@ -60,7 +60,7 @@ def _title(process: psutil.Process) -> str:
 
 
 async def answers(address: str, timeout: float = 120) -> list[Any]:
-    from tandem.router.client import AsyncClient
+    from tandem.router.client.client import AsyncClient
 
     async with AsyncClient(address) as client:
         asked = [

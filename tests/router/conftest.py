@@ -7,11 +7,11 @@ from typing import Protocol
 import pytest
 
 from tandem.router.completion import Completions
+from tandem.router.doors.grpc_door import GrpcDoor
+from tandem.router.doors.server import RouterServer
 from tandem.router.fake import FakeTokenSource, byte_tokenizer
-from tandem.router.grpc_door import GrpcDoor
 from tandem.router.prepare import ServedModel
-from tandem.router.server import RouterServer
-from tandem.router.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 512
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tandem.router.placement.view import DirectoryView
 from tandem.router.request import TokenRequest
-from tandem.router.view import DirectoryView
 
 BLOCK_SIZE = 16
 

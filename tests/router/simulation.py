@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from tandem.proto import worker_pb2
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tandem.router.policy import Placement
-from tandem.router.prefix_index import Prefix
+from tandem.router.placement.policy import Placement
+from tandem.router.placement.prefix_index import Prefix
+from tandem.router.placement.view import DirectoryView
 from tandem.router.request import TokenRequest
-from tandem.router.view import DirectoryView
 from tandem.tests.router.pools import Clock, info, request
 
 BLOCK_SIZE = 32

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tandem.proto import worker_pb2
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.admission import Admission
+from tandem.router.placement.view import DirectoryView
 from tandem.router.request import TokenRequest
-from tandem.router.view import DirectoryView
 from tandem.tests.router.pools import Clock, fill, request
 
 

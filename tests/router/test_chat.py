@@ -9,9 +9,9 @@ import pytest
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
-from tandem.router.chat import check_chat, json_object, template_variables
 from tandem.router.fake import byte_tokenizer
-from tandem.router.template import TemplateTooLong, TemplateTooSlow, render
+from tandem.router.text.chat import check_chat, json_object, template_variables
+from tandem.router.text.template import TemplateTooLong, TemplateTooSlow, render
 from tandem.tests.tiny import make_tokenizer
 
 MODES = inference_pb2.ToolChoice
@@ -339,7 +339,7 @@ def test_the_watched_loops_are_still_loops() -> None:
 
 
 async def test_a_slow_template_names_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.router.tokenizer._TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr("tandem.router.text.tokenizer._TEMPLATE_SECONDS", 0.05)
     with pytest.raises(InvalidArgument, match=r"takes more than 0\.05 seconds") as caught:
         await byte_tokenizer(chat_template=ENDLESS[0]).encode_chat(chat())
     assert caught.value.field == "prompt.chat"

@@ -5,9 +5,9 @@ import grpc
 import pytest
 
 from tandem.proto import errors
-from tandem.router.client import AsyncClient, Client, connect
-from tandem.router.client_core import Options
-from tandem.router.client_wire import to_error
+from tandem.router.client.client import AsyncClient, Client, connect
+from tandem.router.client.core import Options
+from tandem.router.client.wire import to_error
 from tandem.router.fake import EOS_ID
 from tandem.tests.router.conftest import Service
 

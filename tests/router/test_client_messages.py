@@ -15,8 +15,8 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 import tandem
 from tandem.proto import errors, inference_pb2
-from tandem.router.client import AsyncClient, Client
-from tandem.router.client_core import (
+from tandem.router.client.client import AsyncClient, Client
+from tandem.router.client.core import (
     ChatOptions,
     Logprob,
     Message,
@@ -26,8 +26,8 @@ from tandem.router.client_core import (
     Tool,
     ToolCall,
 )
-from tandem.router.client_request import tokenize_request
-from tandem.router.client_wire import to_error
+from tandem.router.client.request import tokenize_request
+from tandem.router.client.wire import to_error
 
 CHAT = [{"role": "user", "content": "hello?"}]
 WEATHER = {

@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
-from tandem.router import constraint as constraint_module
-from tandem.router.constraint import compile_constraint
+from tandem.router.text import constraint as constraint_module
+from tandem.router.text.constraint import compile_constraint
 from tandem.workers.submit import MAX_GRAMMAR_CHARACTERS
 
 EOS = 256

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tandem.router.detokenize import Detokenizer, StopStrings, Transcript
 from tandem.router.fake import BOS_ID, EOS_ID, byte_tokenizer
-from tandem.router.tokenizer import Tokenizer
+from tandem.router.text.detokenize import Detokenizer, StopStrings, Transcript
+from tandem.router.text.tokenizer import Tokenizer
 from tandem.tests.tiny import make_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

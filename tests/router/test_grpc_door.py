@@ -14,8 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tandem.proto import errors, inference_pb2, inference_pb2_grpc, limits
 from tandem.router.completion import Completions
+from tandem.router.doors.grpc_door import GrpcDoor
 from tandem.router.fake import FakeTokenSource
-from tandem.router.grpc_door import GrpcDoor
 from tandem.router.prepare import ServedModel
 from tandem.router.request import tenant_of
 from tandem.tests.router.conftest import Service

@@ -11,7 +11,7 @@ from tokenizers import processors
 import tandem
 from tandem.proto import limits
 from tandem.router.fake import EOS_ID
-from tandem.router.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.http_bodies import CHAT, MESSAGES, TEXT, body
 

@@ -11,8 +11,8 @@ import pytest
 
 from tandem.proto import errors, limits
 from tandem.router.completion import Completions
+from tandem.router.doors.http_door import HttpDoor
 from tandem.router.fake import EOS_ID, FakeTokenSource
-from tandem.router.http_door import HttpDoor
 from tandem.router.prepare import ServedModel
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.http_bodies import CHAT, TEXT, body, events, streamed_text

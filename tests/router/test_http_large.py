@@ -11,14 +11,14 @@ import pytest
 
 from tandem.proto import errors, inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
-from tandem.router import http_reply
 from tandem.router.completion import Completions
+from tandem.router.doors import http_reply
+from tandem.router.doors.http_body import DetokenizeBody
+from tandem.router.doors.http_door import HttpDoor
+from tandem.router.doors.http_logprobs import prompt_logprobs
+from tandem.router.doors.http_parse import parse
+from tandem.router.doors.http_schema import Job, chat_job, completion_job, tokenize_request
 from tandem.router.fake import FakeTokenSource
-from tandem.router.http_body import DetokenizeBody
-from tandem.router.http_door import HttpDoor
-from tandem.router.http_logprobs import prompt_logprobs
-from tandem.router.http_parse import parse
-from tandem.router.http_schema import Job, chat_job, completion_job, tokenize_request
 from tandem.router.prepare import ServedModel
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.http_bodies import TEXT, body, events
@@ -125,7 +125,7 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
         written.append(threading.current_thread())
         return prompt_logprobs(tokens)
 
-    monkeypatch.setattr("tandem.router.http_reply.prompt_logprobs", noted)
+    monkeypatch.setattr("tandem.router.doors.http_reply.prompt_logprobs", noted)
     fields: dict[str, Any] = {"prompt": ["long " * 20, "longer " * 20], "n": 3, "max_tokens": 2, "stream": stream}
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
         answer = await http.post(TEXT, json=body(TEXT, prompt_logprobs=1, **fields))

@@ -14,10 +14,10 @@ from pydantic import BaseModel
 
 from tandem.proto import errors
 from tandem.router.completion import Completions
+from tandem.router.doors.server import RouterServer
 from tandem.router.fake import EOS_ID, byte_tokenizer
 from tandem.router.prepare import ServedModel
-from tandem.router.server import RouterServer
-from tandem.router.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 from tandem.tests.fleet import split_fleet
 from tandem.tests.router.conftest import Service
 from tandem.tests.schemas import random_schema

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.policy import Candidate, Demand, Placement, place, prefill_seconds, whole_seconds
-from tandem.router.rates import Linear
+from tandem.router.placement.policy import Candidate, Demand, Placement, place, prefill_seconds, whole_seconds
+from tandem.router.placement.rates import Linear
 
 KV_BYTES = 131_072
 

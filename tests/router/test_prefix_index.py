@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tandem.proto.hashing import hash_chain
-from tandem.router.prefix_index import Prefix, PrefixIndex
+from tandem.router.placement.prefix_index import Prefix, PrefixIndex
 
 WORKERS = ("a", "b", "c")
 PROMPTS = [tuple(range(start, start + length)) for start in (0, 100) for length in (3, 8, 13, 24)]

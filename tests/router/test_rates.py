@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.rates import DrainRate, Linear, LinearFit, Rates
+from tandem.router.placement.rates import DrainRate, Linear, LinearFit, Rates
 from tandem.tests.router.pools import Clock
 
 NEUTRAL = Linear(fixed=0.0, each=2e-4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
 from tandem.router import run as run_module
-from tandem.router.policy import Placement
+from tandem.router.placement.policy import Placement
 from tandem.tests.router.world import SEED, Caller, World, choices_request, completion, deltas_until, outputs_of, start
 
 

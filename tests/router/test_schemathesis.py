@@ -17,8 +17,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tandem.router.completion import Completions
+from tandem.router.doors.http_door import HttpDoor
 from tandem.router.fake import FakeTokenSource, byte_tokenizer
-from tandem.router.http_door import HttpDoor
 from tandem.router.prepare import ServedModel
 
 EXAMPLES = 300

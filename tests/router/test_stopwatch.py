@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.router import stopwatch
-from tandem.router.policy import Placement
+from tandem.router.placement.policy import Placement
 from tandem.router.stopwatch import Stopwatch
 from tandem.tests.fleet import token_request
 

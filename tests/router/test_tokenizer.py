@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.fake import byte_tokenizer
-from tandem.router.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 from tandem.tests.tiny import make_tokenizer
 
 TEXTS = (
@@ -150,8 +150,8 @@ def test_the_router_needs_no_torch(folder: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-import tandem.router.server
-from tandem.router.tokenizer import Tokenizer
+import tandem.router.doors.server
+from tandem.router.text.tokenizer import Tokenizer
 Tokenizer.load(Path({str(folder)!r}))
 print(sorted(name for name in ("torch", "ray") if name in sys.modules))
 """

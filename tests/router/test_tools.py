@@ -11,8 +11,8 @@ from llguidance import LLMatcher
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.router.fake import byte_tokenizer
-from tandem.router.tokenizer import Tokenizer
-from tandem.router.tools import constraint_for, format_of, parser_for
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.text.tools import constraint_for, format_of, parser_for
 from tandem.tests.tiny import make_tokenizer
 
 MODES = inference_pb2.ToolChoice

@@ -8,9 +8,9 @@ import pytest
 from tandem.proto import worker_pb2
 from tandem.proto.hashing import hash_chain
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tandem.router.policy import Placement
+from tandem.router.placement.policy import Placement
+from tandem.router.placement.view import DirectoryView
 from tandem.router.request import TokenRequest
-from tandem.router.view import DirectoryView
 from tandem.tests.router.pools import fill, info, request
 
 
@@ -163,7 +163,7 @@ def test_a_prompt_is_hashed_once_a_request(monkeypatch: pytest.MonkeyPatch) -> N
         calls.append(block_size)
         return hash_chain(tokens, block_size, salt)
 
-    monkeypatch.setattr("tandem.router.prefix_index.hash_chain", counting)
+    monkeypatch.setattr("tandem.router.placement.prefix_index.hash_chain", counting)
     view = view_of(4, 4)
     prefill, decode = dispatch(view, request(prompt(1), "1"))
     view.ended(prefill, "1")

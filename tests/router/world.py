@@ -10,7 +10,7 @@ from typing import Any
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.router.flight import Leg, WorkerLeft
 from tandem.router.link import WorkerLink
-from tandem.router.policy import Placement
+from tandem.router.placement.policy import Placement
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.run import Run
 from tandem.router.stopwatch import Stopwatch

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ..proto.hashing import hash_chain
+from ...proto.hashing import hash_chain
 
 DEFAULT_CAPACITY: Final = 65_536
 """Blocks remembered of a worker that has not said how many it has."""

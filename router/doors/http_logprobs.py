@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-from ..proto import inference_pb2
+from ...proto import inference_pb2
 
 _LEAST = -9_999.0
 """What OpenAI writes for impossible tokens; JSON has no infinity."""

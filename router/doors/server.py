@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 
-from .completion import Completions
+from ..completion import Completions
 from .grpc_door import GrpcDoor
 from .http_door import HttpDoor
 

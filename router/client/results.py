@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..proto import inference_pb2
-from ..proto.errors import InternalError
-from .client_core import (
+from ...proto import inference_pb2
+from ...proto.errors import InternalError
+from .core import (
     Choice,
     Completion,
     Delta,
@@ -18,7 +18,7 @@ from .client_core import (
     ToolCall,
     Usage,
 )
-from .client_wire import Metadata
+from .wire import Metadata
 
 _TIMELINE_KEY: Final = "tandem-timeline-bin"
 _FINISH_REASONS: Final[dict[int, FinishReason]] = {

@@ -14,8 +14,8 @@ from typing import Final, NoReturn
 
 import llguidance
 
-from ..proto import inference_pb2, limits
-from ..proto.errors import InvalidArgument, Overloaded
+from ...proto import inference_pb2, limits
+from ...proto.errors import InvalidArgument, Overloaded
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value, Python's. Free white space would let a model write it for ever."""

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument
 from .http_body import Open
 
 MAX_NAME: Final = 64  # characters of a name out of a body that an error repeats

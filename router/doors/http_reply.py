@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
-from ..proto import inference_pb2
-from ..proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
+from ...proto import inference_pb2
+from ...proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
 from .http_logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .http_parse import http_field
 from .http_schema import Job

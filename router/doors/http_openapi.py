@@ -8,7 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from ..proto.limits import MAX_REQUEST_ID_CHARACTERS
+from ...proto.limits import MAX_REQUEST_ID_CHARACTERS
 from .http_body import (
     ChatBody,
     ChatTokenizeBody,

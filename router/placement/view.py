@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ..proto import worker_pb2
+from ...proto import worker_pb2
+from ..request import TokenRequest
 from .known_worker import KnownWorker, Room, Sent, growth_tokens, num_sequences, usage_of
 from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Demand, Placement, place
 from .prefix_index import Prefix, PrefixIndex
 from .rates import Linear, Rates
-from .request import TokenRequest
 
 _UNKNOWN_TOKEN_BYTES: Final = 32_768
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -13,11 +13,11 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ..proto import inference_pb2
-from ..proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
-from ..proto.limits import MAX_MESSAGE_BYTES
-from .completion import Completions, tandem_errors_only
-from .request import tenant_of
+from ...proto import inference_pb2
+from ...proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
+from ...proto.limits import MAX_MESSAGE_BYTES
+from ..completion import Completions, tandem_errors_only
+from ..request import tenant_of
 
 SERVICE = "tandem.v1.Inference"
 TIMELINE_KEY = "tandem-timeline-bin"

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ..proto import inference_pb2
-from ..proto.errors import InvalidArgument
-from .client_core import ChatOptions, Message, Options, TemplateOptions, Tool, ToolCall
+from ...proto import inference_pb2
+from ...proto.errors import InvalidArgument
+from .core import ChatOptions, Message, Options, TemplateOptions, Tool, ToolCall
 
 _SAMPLING: Final = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "typical_p"),

@@ -22,13 +22,12 @@ import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
 from grpc_health.v1 import health_pb2
 
-from ..proto import inference_pb2
-from ..proto.errors import Cancelled, Unavailable
-from . import client_core as core
-from . import client_wire as wire
-from .client_core import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
-from .client_request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
-from .client_results import Collector, model_infos
+from ...proto import inference_pb2
+from ...proto.errors import Cancelled, Unavailable
+from . import core, wire
+from .core import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
+from .request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
+from .results import Collector, model_infos
 
 _R = TypeVar("_R", bound=ProtobufMessage)
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from ..proto import inference_pb2, limits
-from ..proto.errors import InvalidArgument
-from .chat import must_call
+from ...proto import inference_pb2, limits
+from ...proto.errors import InvalidArgument
+from ..text.chat import must_call
 from .http_body import (
     Body,
     ChatBody,

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..proto import inference_pb2
-from ..proto.errors import TandemError
-from .completion import Completions, tandem_errors_only
+from ...proto import inference_pb2
+from ...proto.errors import TandemError
+from ..completion import Completions, tandem_errors_only
+from ..prepare import Accepted
 from .http_reply import DONE, Replies, check_prompt_scores, error_event, error_response
 from .http_schema import Job
-from .prepare import Accepted
 
 _T = TypeVar("_T")
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..proto import inference_pb2, limits
-from ..proto.errors import InvalidArgument
-from .params import check_count
+from ...proto import inference_pb2, limits
+from ...proto.errors import InvalidArgument
+from ..params import check_count
 from .template import global_names
 
 _PATH: Final = "prompt.chat"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypedDict
 
-from ..proto import inference_pb2
+from ...proto import inference_pb2
 
 GENERATE: Final = "/tandem.v1.Inference/Generate"
 TOKENIZE: Final = "/tandem.v1.Inference/Tokenize"

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from ..proto import worker_pb2
+from ...proto import worker_pb2
+from ..request import TokenRequest
 from .prefix_index import Prefix
-from .request import TokenRequest
 
 UNBOUNDED: Final = 1 << 40
 

@@ -15,9 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from ..proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
-from ..proto.limits import MAX_MESSAGE_BYTES
-from .completion import Completions, tandem_errors_only
+from ...proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
+from ...proto.limits import MAX_MESSAGE_BYTES
+from ..completion import Completions, tandem_errors_only
+from ..prepare import ServedModel, check_request_id
+from ..request import tenant_of
 from .http_answer import Answer, Caller
 from .http_body import ChatBody, ChatTokenizeBody, CompletionBody, DetokenizeBody, TextTokenizeBody
 from .http_openapi import (
@@ -35,8 +37,6 @@ from .http_openapi import (
 )
 from .http_reply import error_response, plain_error
 from .http_schema import Job, chat_job, completion_job, detokenize_request, tokenize_request
-from .prepare import ServedModel, check_request_id
-from .request import tenant_of
 
 _T = TypeVar("_T")
 

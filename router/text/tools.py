@@ -12,8 +12,8 @@ import json
 import secrets
 from typing import Final, Literal, Protocol
 
-from ..proto import inference_pb2, limits
-from ..proto.errors import InvalidArgument
+from ...proto import inference_pb2, limits
+from ...proto.errors import InvalidArgument
 from .chat import active_tools, json_object, must_call, parameters_schema
 from .constraint import JSON_STYLE
 from .tokenizer import CALL_MARKUP, Tokenizer

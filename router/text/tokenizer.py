@@ -15,9 +15,9 @@ import jinja2
 # Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same tokenizer.json.
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from ..proto import inference_pb2
-from ..proto.errors import InvalidArgument
-from ..proto.limits import MAX_PROMPT_CHARACTERS
+from ...proto import inference_pb2
+from ...proto.errors import InvalidArgument
+from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, cut_after_final_message, template_variables
 from .template import TemplateTooLong, TemplateTooSlow, render
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError, core_schema
 
-from ..proto import limits
+from ...proto import limits
 
 _T = TypeVar("_T")
 

@@ -7,7 +7,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from ..proto import errors, limits
+from ...proto import errors, limits
 
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024  # the log probabilities of a long prompt come in one message
 CHANNEL_OPTIONS: Final = (

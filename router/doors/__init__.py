@@ -1,0 +1,1 @@
+"""The front doors: gRPC and OpenAI's HTTP API, thin over `completion`."""

@@ -1,0 +1,1 @@
+"""Text and chats to token ids and back: tokenizer, templates, tools, constraints, stop strings."""
