@@ -6,6 +6,7 @@ A grammar is checked without a tokenizer, off the event loop, and remembered: th
 import asyncio
 import functools
 import json
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -16,6 +17,9 @@ import llguidance
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument, Overloaded
+
+# Where it is 1, llguidance's errors take a backtrace for each rule on the way to them: minutes for a long chain.
+os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value, Python's. Free white space would let a model write it for ever."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from typing import Any, ClassVar
 
 import llguidance
@@ -221,3 +222,11 @@ async def test_the_longest_chains_do_not_overflow_the_stack(kind: str) -> None:
     else:
         constraint = inference_pb2.Constraint(grammar=_chain_of_rules("r" if kind == "rules" else "T"))
     assert await compile_constraint(constraint)
+
+
+async def test_an_error_at_the_end_of_a_long_chain_is_found_at_once() -> None:
+    broken = _chain_of_rules("T").rpartition('"b"')[0] + "NOTHING"
+    began = time.monotonic()
+    with pytest.raises(InvalidArgument, match=r"constraint\.grammar"):
+        await compile_constraint(inference_pb2.Constraint(grammar=broken))
+    assert time.monotonic() - began < 4
