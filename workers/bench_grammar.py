@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> str:
     runner.warmup()
     grammar = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
     began = time.perf_counter()
-    runner.check_grammar(grammar)
+    runner.load_grammar(grammar)
     compiled = time.perf_counter() - began
     bound, free = (
         Batch(runner, size=options.batch, first_block=place * half, num_blocks=per_sequence, grammar=text)

@@ -113,7 +113,8 @@ class ProcessGroup:
 class GroupExecutor(Executor):
     """Rank 0's executor: the other ranks hear each plan, then all carry it out.
 
-    Only what a plan says travels, so a decode step costs some bytes a sequence. Every rank samples for itself."""
+    Only what a plan says travels, so a decode step costs some bytes a sequence. Every rank samples for itself; but what
+    others draw under a grammar, which they do not follow, nobody reads: the next plan has rank 0's token."""
 
     def __init__(self, group: ProcessGroup, executor: Executor) -> None:
         self._group = group

@@ -14,12 +14,12 @@ from functools import partial
 from ..proto import limits, worker_pb2
 from ..proto.hashing import hash_prompt
 from .engine.engine import DoesNotFit, Engine, QueueFull
-from .engine.events import Admitted, CacheChanged, Event, Joined, Opened, Preempted, Progress, Token
+from .engine.events import Admitted, CacheChanged, Event, Failed, Joined, Opened, Preempted, Progress, Token
 from .engine.plan import Opening
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .kv_group import KvGroup
-from .session import Job, RouterSession, tokens_output
+from .session import Job, RouterSession
 from .submit import InvalidSubmit, Room, parse_submit
 from .transfer.pull import Target, Want
 from .transfer.wire import TransferError, TransferKey
@@ -36,7 +36,7 @@ class Jobs:
         kv: KvGroup,
         room: Room,
         *,
-        check_grammar: Callable[[str], None] | None,
+        load_grammar: Callable[[str], object] | None,
         handle: Callable[[], worker_pb2.KvHandle],
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -44,7 +44,7 @@ class Jobs:
         self._thread = thread
         self._kv = kv
         self._room = room
-        self._check_grammar = check_grammar
+        self._load_grammar = load_grammar
         self._handle = handle
         self._failed = failed
         self._jobs: dict[int, Job] = {}  # by the first sequence id
@@ -130,8 +130,8 @@ class Jobs:
         if job.spec.task is Task.DECODE:
             job.target = asyncio.get_running_loop().create_future()
             job.pulling = self._start(self._fetch(job, submit.kv))
-        if job.spec.sampling.grammar and self._check_grammar is not None:
-            job.checking = self._start(self._check(job, submitted, self._check_grammar))
+        if job.spec.sampling.grammar and self._load_grammar is not None:
+            job.checking = self._start(self._check(job, submitted, self._load_grammar))
         else:
             self._thread.post(partial(self._enqueue, job.spec, submitted))
 
@@ -144,10 +144,10 @@ class Jobs:
         if not task.cancelled() and (error := task.exception()):
             self._failed(error)
 
-    async def _check(self, job: Job, submitted: float, check_grammar: Callable[[str], None]) -> None:
+    async def _check(self, job: Job, submitted: float, load_grammar: Callable[[str], object]) -> None:
         """Lets a job into the engine whose grammar is good. It may take seconds to read one."""
         try:
-            await asyncio.to_thread(check_grammar, job.spec.sampling.grammar)
+            job.grammar = await asyncio.to_thread(load_grammar, job.spec.sampling.grammar)
         except ValueError as error:
             job.checking = None
             self._refuse(job, worker_pb2.FAILURE_KIND_INVALID, f"grammar: {error}")
@@ -226,12 +226,14 @@ class Jobs:
                     transport=job.fetched.transport,
                 )
                 job.session.put(job.key, joined=joined)
+            case Failed() as event:  # no worker could go on with it
+                self._refuse(job, worker_pb2.FAILURE_KIND_INVALID, event.reason)
             case Preempted():
                 self._preempted(job, job.choice_of(sequence_id))
 
     def _put_tokens(self, job: Job, choice: int, events: list[Token]) -> None:
         if choice in job.choices:
-            job.session.put(job.key, choice, tokens=tokens_output(events))
+            job.session.put_tokens(job.key, choice, events)
             if events[-1].finish is not None:
                 self._end_choice(job, choice)
 

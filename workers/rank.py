@@ -54,7 +54,8 @@ class Rank:
     context_tokens: int
     eos_ids: frozenset[int]
     launches_ahead: bool = False  # the executor starts a step before the one before it has ended
-    check_grammar: Callable[[str], None] | None = None  # raises ValueError, whose text a user may see, for a bad one
+    # Holds a grammar ready as long as somebody holds the result; raises ValueError, whose text a user may see.
+    load_grammar: Callable[[str], object] | None = None
 
 
 class MeetingGroup(Group, Protocol):
@@ -99,7 +100,7 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
         context_tokens=context,
         launches_ahead=runner.launches_ahead,
         eos_ids=frozenset(model.eos_token_ids),
-        check_grammar=runner.check_grammar,
+        load_grammar=runner.load_grammar,
     )
 
 

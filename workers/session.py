@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,6 +15,7 @@ from .transfer.pull import Fetched, Target
 JobKey = tuple[str, int]  # request id, attempt
 
 _MAX_HASHES: Final = 16_384  # in one message
+_MAX_SCORES: Final = 1_024  # of prompt tokens, made messages at once: 3 ms with 20 alternatives each
 
 _FINISH = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -33,6 +34,7 @@ class Job:
     first_choice: int
     choices: set[int] = field(init=False)  # that have not ended
     checking: asyncio.Task[None] | None = None  # until its grammar is known to be good
+    grammar: object = None  # keeps it compiled
     target: asyncio.Future[Target] | None = None  # DECODE: set at admission
     pulling: asyncio.Task[None] | None = None  # DECODE: until the cache has arrived
     fetched: Fetched | None = None
@@ -52,6 +54,8 @@ class RouterSession:
 
     jobs: dict[JobKey, Job] = field(default_factory=dict)
     _outputs: list[worker_pb2.Output] = field(default_factory=list)
+    # Not yet complete, and what came after it; only the one request waits.
+    _growing: dict[JobKey, list[worker_pb2.Output]] = field(default_factory=dict)
     _follows_cache: bool = False
     _changes: dict[bytes, bool] = field(default_factory=dict)  # blocks, by their hashes, that have come or gone
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,8 +64,36 @@ class RouterSession:
     def put(self, key: JobKey, choice: int = 0, **event: object) -> None:
         """Queues one output, `admitted=`, `tokens=`, `joined=` or `failure=`."""
         output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice, **event)  # type: ignore[arg-type]
-        self._outputs.append(output)
+        self._queue(key, output)
+
+    def put_tokens(self, key: JobKey, choice: int, events: Sequence[Token]) -> None:
+        """Queues generated tokens of one choice, in order and at least one. What is to be said of a long prompt is put
+        together piece by piece, so that the event loop comes to others in between."""
+        scores = [logprobs for event in events for logprobs in event.prompt_logprobs]
+        at_once = len(scores) if key in self._growing else _MAX_SCORES
+        tokens = tokens_output(events, scores[:at_once])
+        output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice, tokens=tokens)
+        if len(scores) > at_once:
+            self._growing[key] = [output]
+            self._grow_soon(key, iter(scores[at_once:]))
+        else:
+            self._queue(key, output)
+
+    def _queue(self, key: JobKey, output: worker_pb2.Output) -> None:
+        self._growing.get(key, self._outputs).append(output)
         self._ready.set()
+
+    def _grow_soon(self, key: JobKey, scores: Iterator[TokenLogprobs]) -> None:
+        asyncio.get_running_loop().call_soon(self._grow, key, scores)
+
+    def _grow(self, key: JobKey, scores: Iterator[TokenLogprobs]) -> None:
+        piece = list(itertools.islice(scores, _MAX_SCORES))
+        if piece:
+            self._growing[key][0].tokens.prompt_logprobs.extend(map(_scores, piece))
+            self._grow_soon(key, scores)
+        else:
+            self._outputs += self._growing.pop(key)
+            self._ready.set()
 
     def follow_cache(self, hashes: Iterable[bytes]) -> None:
         """Queues the whole prefix cache; from now on changes count."""
@@ -87,10 +119,10 @@ class RouterSession:
     async def take(self) -> worker_pb2.SessionResponse | None:
         """All that is queued by now, waiting for the first, but only so much of a large cache as a message takes; None
         when the session is closed."""
-        while not (self._outputs or self._changes or self._closed):
+        while not (self._outputs or self._changes or (self._closed and not self._growing)):
             self._ready.clear()
             await self._ready.wait()
-        if self._closed and not self._outputs:
+        if self._closed and not (self._outputs or self._growing):
             return None
         outputs, self._outputs = self._outputs, []
         return worker_pb2.SessionResponse(outputs=outputs, cache=self._take_changes())
@@ -107,7 +139,7 @@ class RouterSession:
         )
 
 
-def tokens_output(events: Sequence[Token]) -> worker_pb2.Tokens:
+def tokens_output(events: Sequence[Token], prompt_logprobs: Iterable[TokenLogprobs] = ()) -> worker_pb2.Tokens:
     """Generated tokens of one choice, in order and at least one, as they go up the session."""
     return worker_pb2.Tokens(
         first_index=events[0].index,
@@ -115,7 +147,7 @@ def tokens_output(events: Sequence[Token]) -> worker_pb2.Tokens:
         finish_reason=_FINISH[events[-1].finish],
         prefill_seconds=events[0].prefill_seconds,
         logprobs=[_scores(event.logprobs) for event in events if event.logprobs is not None],
-        prompt_logprobs=[_scores(logprobs) for event in events for logprobs in event.prompt_logprobs],
+        prompt_logprobs=map(_scores, prompt_logprobs),
         score=events[-1].score,
     )
 

@@ -97,7 +97,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 max_sequences=config.max_sequences,
                 eos_ids=rank.eos_ids,
             ),
-            check_grammar=rank.check_grammar,
+            load_grammar=rank.load_grammar,
             handle=self._handle,
             failed=self._fail,
         )

@@ -48,7 +48,7 @@ async def test_greedy_equals_transformers(
         prefill, decode, rank=ranks, chunk_tokens=chunk, mixed_chunk_tokens=chunk, transports=transports
     ) as running:
         assert await generate_all(running, prompts) == expected
-        if chunk == 512:  # again, from warm prefix caches
+        if transports and chunk == 512:  # again, from warm prefix caches
             assert await generate_all(running, prompts) == expected
 
 

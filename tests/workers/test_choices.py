@@ -1,9 +1,11 @@
 """Several choices of one prompt, and beam searches, as a router asks a worker or a pair of workers for them."""
 
 import asyncio
+import gc
 import math
 import threading
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,8 +15,8 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
 from tandem.tests.workers.raw_session import GREEDY, RawSession, ended, executor_of, idle, submit, worker_of
-from tandem.workers.engine.fake import expected_choices, expected_logprobs, expected_tokens
-from tandem.workers.engine.plan import Opening
+from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
+from tandem.workers.engine.plan import OnLayers, Opening, Samples, StepPlan
 from tandem.workers.rank import Rank
 from tandem.workers.transfer.export import Exporter
 from tandem.workers.worker import Worker
@@ -279,7 +281,7 @@ async def test_a_bad_grammar_is_refused_and_the_worker_goes_on() -> None:
         if "bad" in grammar:
             raise ValueError("the grammar cannot be followed: line 1")
 
-    async with worker_of(replace(fake_rank(), check_grammar=check)) as (_, session):
+    async with worker_of(replace(fake_rank(), load_grammar=check)) as (_, session):
         await session.send(submit(grammar="bad"))
         failure = await session.failure()
         assert failure.kind == worker_pb2.FAILURE_KIND_INVALID
@@ -287,6 +289,64 @@ async def test_a_bad_grammar_is_refused_and_the_worker_goes_on() -> None:
         await session.send(submit("b", grammar="good", num_choices=2))
         await session.until(ended, count=2)
         assert not session.tokens("a")
+
+
+async def test_a_grammar_is_held_as_long_as_its_request() -> None:
+    class Held:
+        pass
+
+    held = Held()
+    seen = weakref.ref(held)
+    made = [held]
+    del held
+    async with worker_of(replace(fake_rank(step_seconds=0.005), load_grammar=lambda grammar: made.pop())) as (
+        w,
+        session,
+    ):
+        await session.send(submit(grammar="g", max_tokens=1000))
+        await session.until(has_tokens)
+        gc.collect()
+        assert seen() is not None
+        await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
+        await idle(w)
+        gc.collect()
+        assert seen() is None
+
+
+class GivingUp(FakeExecutor):
+    """Fails every sequence under a grammar at its fourth draw."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 16, vocab_size=VOCAB)
+        self._num_draws: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        for step in plan.sequences:
+            if step.sampling is not None and step.sampling.grammar:
+                self._num_draws.setdefault(step.sequence_id, 0)
+            if step.sequence_id in self._num_draws and step.num_samples:
+                self._num_draws[step.sequence_id] += 1
+        failed = {number: "grammar: no way on" for number, count in self._num_draws.items() if count >= 4}
+        collect = super().launch(plan, on_layers)
+        return lambda: replace(collect(), failed=failed)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_a_grammar_that_fails_midway_fails_its_request_and_no_other(overlap: bool, num_choices: int) -> None:
+    rank = replace(fake_rank(), executor=(executor := GivingUp()), kv=executor.kv, launches_ahead=overlap)
+    async with worker_of(rank) as (worker, session):
+        await session.send(submit("b", max_tokens=50))
+        await session.send(submit(grammar="g", num_choices=num_choices, max_tokens=50))
+        failure = await session.failure()
+        assert (failure.kind, failure.message) == (worker_pb2.FAILURE_KIND_INVALID, "grammar: no way on")
+        await session.until(ended)
+        assert session.tokens("b") == expected_tokens(PROMPT, 50, VOCAB)
+        for choice, tokens in enumerate(expected_choices(PROMPT, num_choices, 3, VOCAB)):
+            assert session.tokens("a", choice) == tokens
+        assert not any(ended(output) for output in session.outputs("a"))
+        assert sum(map(is_failure, session.outputs("a"))) == 1
+        await idle(worker)
 
 
 async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
@@ -297,7 +357,7 @@ async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
         if not go_on.wait(10):
             raise TimeoutError
 
-    rank = replace(fake_rank(), check_grammar=check)
+    rank = replace(fake_rank(), load_grammar=check)
     async with worker_of(rank) as (worker, session):
         await session.send(submit(grammar="long"))
         assert await asyncio.to_thread(begun.wait, 5)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import time
 
 import pytest
 
@@ -154,9 +155,10 @@ def test_tokens_that_come_together_are_one_message() -> None:
     prompt = (TokenLogprobs(logprob=-2.0, top=((1, -1.5),)),)
     message = tokens_output(
         [
-            Token(id=1, index=0, token=8, finish=None, prefill_seconds=0.5, logprobs=scored[0], prompt_logprobs=prompt),
+            Token(id=1, index=0, token=8, finish=None, prefill_seconds=0.5, logprobs=scored[0]),
             Token(id=1, index=1, token=9, finish=FinishReason.STOP, prefill_seconds=0, logprobs=scored[1], score=-0.75),
-        ]
+        ],
+        prompt,
     )
     assert message == worker_pb2.Tokens(
         first_index=0,
@@ -170,6 +172,59 @@ def test_tokens_that_come_together_are_one_message() -> None:
         prompt_logprobs=[worker_pb2.TokenScores(logprob=-2.0, top_ids=[1], top_logprobs=[-1.5])],
         score=-0.75,
     )
+
+
+def scored_token(count: int, index: int = 0) -> Token:
+    scores = tuple(TokenLogprobs(logprob=-float(number), top=((number, -0.5),)) for number in range(count))
+    return Token(id=1, index=index, token=7, finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
+
+
+async def test_a_long_prompts_scores_hold_up_their_own_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_MAX_SCORES", 10)
+    session = RouterSession()
+    session.put_tokens(("long", 1), 0, [scored_token(95)])
+    session.put_tokens(("long", 1), 1, [scored_token(3)])
+    session.put(("long", 1), failure=worker_pb2.Failure(message="after all"))
+    turns = 0
+    while ("long", 1) in session._growing:
+        session.put_tokens(("other", 1), 0, [scored_token(10, turns)])
+        (output,) = (await taken(session)).outputs
+        assert (output.request_id, output.tokens.first_index) == ("other", turns), "it waits for nobody"
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 9
+    outputs = (await taken(session)).outputs
+    assert [output.choice for output in outputs] == [0, 1, 0]
+    assert [score.logprob for score in outputs[0].tokens.prompt_logprobs] == [-float(number) for number in range(95)]
+    assert list(outputs[0].tokens.ids) == [7]
+    assert len(outputs[1].tokens.prompt_logprobs) == 3
+    assert outputs[2].failure.message == "after all"
+
+
+async def test_a_closed_session_gives_what_is_not_complete_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_MAX_SCORES", 10)
+    session = RouterSession()
+    session.put_tokens(("a", 1), 0, [scored_token(95)])
+    session.close()
+    (output,) = (await taken(session)).outputs
+    assert len(output.tokens.prompt_logprobs) == 95
+    assert await session.take() is None
+
+
+async def test_no_turn_of_the_loop_is_long_for_a_long_prompt() -> None:
+    """In its processor's time, since other tests may run; all at once they take a tenth of a second."""
+    top = tuple((number, -0.5) for number in range(20))
+    scores = tuple(TokenLogprobs(logprob=-1.0, top=top) for _ in range(32_768))
+    token = Token(id=1, index=0, token=7, finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
+    session, longest, began = RouterSession(), 0.0, time.thread_time()
+    session.put_tokens(("a", 1), 0, [token])
+    while session._growing:
+        await asyncio.sleep(0)
+        longest, began = max(longest, time.thread_time() - began), time.thread_time()
+    longest = max(longest, time.thread_time() - began)
+    assert longest < 0.03
+    (output,) = (await taken(session)).outputs
+    assert len(output.tokens.prompt_logprobs) == 32_768
 
 
 def test_a_layout_comes_back_as_it_went() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,12 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import Fleet, split_fleet, token_request
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
+from tandem.workers.model.grammar import Grammars
 from tandem.workers.rank_link import RankLost
 from tandem.workers.rank_server import RankServer
 from tandem.workers.transfer import connect
@@ -113,6 +117,34 @@ async def test_what_several_continuations_begin_with_comes_through_every_rank(
             made.append([tokens for tokens, _ in answers])
     assert made[0] == made[1] == made[2]
     assert all(len({tuple(tokens) for tokens in choices}) == 3 for choices in made[0])
+
+
+async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){5}")
+    sampling = inference_pb2.SamplingParams(
+        temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1, presence_penalty=0.7
+    )
+    reads: list[Grammars] = []
+    read = Grammars._read
+
+    def counted(grammars: Grammars) -> LLTokenizer:
+        reads.append(grammars)
+        return read(grammars)
+
+    monkeypatch.setattr(Grammars, "_read", counted)
+    made = []
+    for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
+        reads.clear()
+        async with split_fleet(folder, tp) as fleet:
+            request = token_request(range(3, 40), 60, grammar=grammar, sampling=sampling, num_choices=2)
+            choices, timeline = await fleet.choices(request)
+            made.append(choices)
+            assert timeline.attempts == 1
+            assert len(reads) == len(fleet.workers)
+    assert made[0] == made[1] == made[2]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for tokens in made[0]:
+        assert re.fullmatch("(red|green|blue)( [0-9]{3}){5}", tokenizer.decode(tokens[:-1]))
 
 
 async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, prompts: list[list[int]]) -> None:

@@ -75,4 +75,12 @@ class Preempted:
     id: int
 
 
-Event = Admitted | Progress | Joined | Token | Opened | Preempted | CacheChanged
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The sequence cannot go on, here or elsewhere, and has ended here."""
+
+    id: int
+    reason: str  # a user may see it
+
+
+Event = Admitted | Progress | Joined | Token | Opened | Preempted | Failed | CacheChanged

@@ -18,6 +18,7 @@ class Ledger:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.sequences: dict[int, Sequence] = {}
+        self.searches: dict[int, Search] = {}  # by the ids of their specs, which their beams need not have
         self.waiting: list[Sequence] = []  # the next to admit first
         self.running: list[Sequence] = []  # in order of admission; what a sequence has become stands at its place
         self.dropped: list[int] = []  # finished since the last plan
@@ -31,6 +32,7 @@ class Ledger:
         sequence = Sequence(search.member_spec() if search else spec, self.config.block_size, submitted, search=search)
         if search:
             search.members.append(sequence)
+            self.searches[spec.id] = search
         self.sequences[spec.id] = sequence
         insort(self.waiting, sequence, key=lambda other: -other.spec.priority)
 
@@ -96,11 +98,14 @@ class Ledger:
         self.sequences |= {member.spec.id: member for member in family}
 
     def finish(self, sequence_id: int) -> None:
-        """Frees whatever the sequence holds, in any state; a beam's whole search ends. Idempotent."""
+        """Frees whatever the sequence holds, in any state; a beam's whole search ends, also with the id of its spec.
+        Idempotent."""
         sequence = self.sequences.get(sequence_id)
-        if sequence is not None:
-            for member in sequence.search.members if sequence.search else (sequence,):
-                self.end(member)
+        search = sequence.search if sequence else self.searches.get(sequence_id)
+        if search:
+            self.end_search(search)
+        elif sequence:
+            self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """Frees whatever it holds, in any state but FINISHED."""
@@ -120,19 +125,26 @@ class Ledger:
         sequence.blocks, sequence.reserved, sequence.copy_source = [], [], None
         sequence.move(State.FINISHED)
 
+    def end_search(self, search: Search) -> None:
+        """Frees whatever its beams hold."""
+        del self.searches[search.spec.id]
+        for member in search.members:
+            self.end(member)
+
     def cancel_choice(self, sequence_id: int, choice: int) -> None:
         """See `Engine.cancel_choice`."""
-        sequence = self.sequences.get(sequence_id)
-        search = sequence.search if sequence else None
-        if sequence is None or (sequence.spec.num_choices == 1 and search is None):
+        sequence, search = self.sequences.get(sequence_id), self.searches.get(sequence_id)
+        if search:
+            wanted = search.choices
+        elif sequence and sequence.spec.num_choices > 1:
+            wanted = sequence.choices
+        else:
             self.finish(sequence_id + choice)
             return
-        wanted = search.choices if search else sequence.choices
-        if choice not in wanted:
-            return
-        wanted.remove(choice)
-        if not wanted:
-            self.finish(sequence_id)
+        if choice in wanted:
+            wanted.remove(choice)
+            if not wanted:
+                self.finish(sequence_id)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every block held is held by exactly the sequences that say so."""

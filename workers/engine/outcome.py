@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from . import fork
 from .beam import Candidate
-from .events import Event, Opened, Token
+from .events import Event, Failed, Opened, Token
 from .ledger import Ledger
 from .plan import Opening, TokenLogprobs
 from .sequence import Search, Sequence, Task
@@ -114,12 +114,16 @@ class Outcome:
         return Opened(id=sequence.spec.id, opening=opening, prefill_seconds=self.clock() - sequence.admitted)
 
     def _conclude(self, search: Search) -> list[Event]:
-        """The best hypotheses, token by token."""
+        """The best hypotheses, token by token; there are too few where a model has hardly more tokens than beams."""
         spec = search.spec
         events: list[Event] = []
-        for number, hypothesis in enumerate(search.beams.best(spec.num_choices)):
-            if number not in search.choices:
+        best = search.beams.best(spec.num_choices)
+        for number in search.choices:
+            if number >= len(best):
+                reason = f"beam_search: only {len(best)} hypotheses exist"
+                events.append(Failed(id=spec.id + number, reason=reason))
                 continue
+            hypothesis = best[number]
             last = len(hypothesis.tokens) - 1
             events += [
                 Token(
@@ -132,6 +136,5 @@ class Outcome:
                 )
                 for index, token in enumerate(hypothesis.tokens)
             ]
-        for member in search.members:
-            self.ledger.end(member)
+        self.ledger.end_search(search)
         return events

@@ -92,6 +92,7 @@ class Samples:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by sequence id, one for each of its draws
     # By sequence id: of the tokens that follow each of the step's positions in the prompt, in order.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)  # why, by sequence id, its draws are none and it cannot go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

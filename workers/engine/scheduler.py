@@ -11,7 +11,7 @@ from typing import Final
 from . import fork
 from .block_pool import BlockPool
 from .config import EngineConfig
-from .events import Admitted, CacheChanged, Event, Joined, Preempted, Progress, Token
+from .events import Admitted, CacheChanged, Event, Failed, Joined, Preempted, Progress, Token
 from .ledger import Ledger
 from .outcome import Outcome
 from .plan import PENDING_TOKEN, Opening, Samples, SequenceStep, StepPlan
@@ -148,6 +148,10 @@ class Scheduler:
             sequence = self._ledger.sequences.get(step.sequence_id)
             if sequence is None:
                 continue
+            if step.sequence_id in samples.failed:
+                reason = samples.failed[step.sequence_id]
+                events += [Failed(id=number, reason=reason) for number in self._give_up(sequence)]
+                continue
             sequence.num_computed += len(step.token_ids)
             if sequence.num_computed >= (sequence.num_published + 1) * block_size:
                 self._ledger.publish(sequence)
@@ -239,16 +243,17 @@ class Scheduler:
             if self.pool.num_available:
                 sequence.reserved += self.pool.reserve(1)
             else:
-                events += self._preempt(self._ledger.running[-1])
+                events += [Preempted(id=number) for number in self._give_up(self._ledger.running[-1])]
         if sequence.state is State.RUNNING:
             self._ledger.claim(sequence, 1)
         return events
 
-    def _preempt(self, sequence: Sequence) -> list[Event]:
+    def _give_up(self, sequence: Sequence) -> list[int]:
+        """Ends a sequence, or the search of a beam; returns the ids under which it was known."""
         number, search = sequence.spec.id, sequence.search
         ids = [search.spec.id] if search else [number + choice for choice in sequence.choices]
         self._ledger.finish(number)
-        return [Preempted(id=preempted) for preempted in ids]
+        return ids
 
     def _step(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> SequenceStep:
         start, end = sequence.num_scheduled, sequence.num_scheduled + count

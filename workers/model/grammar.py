@@ -1,7 +1,7 @@
 """Grammars that completions keep to, as llguidance compiles and follows them.
 
 A sequence whose grammar cannot be compiled here, whose tokens break it, or which takes more than the limits in one
-step, may draw nothing but an end token: it ends, and the batch goes on.
+step, has failed, and the batch goes on.
 """
 
 import json
@@ -9,20 +9,43 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from ..engine.plan import SequenceStep
+from .deep_stack import on_deep_stack
 
-_NUM_COMPILED: Final = 32  # kept, the last used
+# Where it is 1, llguidance's errors take a backtrace for each rule on the way to them: minutes for a long chain.
+os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
+
+_NUM_RECENT: Final = 32  # kept compiled, whoever uses them
 _MAX_MASK_THREADS: Final = 8
 _CORES_PER_MASK_THREAD: Final = 4
 _MAX_ERROR_CHARACTERS: Final = 200
-_LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)  # a state takes 1 to 2 kB
+# No step of any grammar that was tried takes more than 15 ms, with 49,152 tokens; llguidance's own limits allow 2 s. A
+# choice of 1,024 texts, a schema with 300 optional properties, and 128 tools are within them.
+_LIMITS: Final = LLParserLimits(
+    max_items_in_row=1_500,
+    step_max_items=2_000,
+    initial_lexer_fuel=100_000,
+    step_lexer_fuel=50_000,
+    max_lexer_states=50_000,  # a state takes 1 to 2 kB
+    verbose_errors=False,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Compiled:
+    """A grammar at the beginning of a completion. Copies share what they learn of the lexer's states."""
+
+    matcher: LLMatcher
 
 
 class Grammars:
@@ -36,30 +59,42 @@ class Grammars:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
+        self._recent: OrderedDict[str, Compiled] = OrderedDict()  # the last used
 
-    def check(self, grammar: str) -> None:
-        """Compiles a grammar, JSON or Lark as llguidance reads them. Raises ValueError if it cannot be followed. May
-        take a second."""
-        self.matcher(grammar)
+    def load(self, grammar: str) -> Compiled:
+        """Compiles a grammar, JSON or Lark as llguidance reads them, unless it is. It stays so while somebody holds the
+        result. Raises ValueError if it cannot be followed. May take seconds, but not the lock of others."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._keep(grammar, found)
+                return found
+        made = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar))
+        with self._lock:
+            made = self._compiled.setdefault(grammar, made)  # another thread may have been faster
+            self._keep(grammar, made)
+            return made
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of a completion. Raises ValueError if the grammar cannot be followed."""
+        found = self.load(grammar)
         with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar].deep_copy()
-        made = LLMatcher(self._load(), grammar, log_level=0, limits=_LIMITS)
-        made.compute_bitmask()  # fills the lexer's cache for all copies, and may reach a limit
-        if made.is_error():
-            raise ValueError(f"the grammar cannot be followed: {_brief(made.get_error())}")
-        with self._lock:
-            self._compiled[grammar] = made
-            while len(self._compiled) > _NUM_COMPILED:
-                self._compiled.popitem(last=False)
-            return made.deep_copy()
+            return found.matcher.deep_copy()
 
-    def _load(self) -> LLTokenizer:
+    def forget(self, grammar: str) -> None:
+        """Whoever loads it next has it compiled anew: the lexer that all matchers of a grammar share may be full."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
+            self._recent.pop(grammar, None)
+
+    def _keep(self, grammar: str, compiled: Compiled) -> None:
+        self._recent[grammar] = compiled
+        self._recent.move_to_end(grammar)
+        while len(self._recent) > _NUM_RECENT:
+            self._recent.popitem(last=False)
+
+    def _load_tokenizer(self) -> LLTokenizer:
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = self._read()
@@ -76,17 +111,29 @@ class Grammars:
             raise ValueError("this model's tokenizer.json does not serve for grammars") from None
 
 
+def _compile(tokenizer: LLTokenizer, grammar: str) -> Compiled:
+    """Recurses over chains of rules, unlike all that a matcher does later. Raises ValueError."""
+    made = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    made.compute_bitmask()  # fills the lexer's cache for all copies, and may reach a limit
+    if made.is_error():
+        raise ValueError(f"the grammar cannot be followed: {_brief(made.get_error())}")
+    return Compiled(made)
+
+
 class Matchers:
     """Follows the grammars of sequences. Used from one thread."""
 
-    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+    def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
+        """`grammars`: None follows none."""
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         ends = np.zeros(32 * self._num_words, bool)
-        ends[list(grammars.end_ids)] = True
+        ends[list(grammars.end_ids if grammars else ())] = True
         self._ends = torch.from_numpy(np.packbits(ends, bitorder="little").view(np.int32))  # [num_words], bits
-        self._matchers: dict[int, LLMatcher | None] = {}  # None where none can be made
+        self._matchers: dict[int, LLMatcher | str] = {}  # or why there is none
+        self._texts: dict[int, str] = {}
         self._num_read: dict[int, int] = {}  # tokens of the sequence that are prompt or were given to its matcher
+        self._failures: dict[int, str] = {}
         # On few cores the model's threads are in the way of others: one wait for a core is longer than most masks.
         num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
         self._num_threads = num_threads
@@ -96,32 +143,39 @@ class Matchers:
         return sequence_id in self._matchers
 
     def admit(self, sequence_id: int, grammar: str, history: Sequence[int], num_prompt: int) -> None:
-        """Makes a sequence known, or anew; it goes on after `history`. May take a second if nobody has checked the
+        """Makes a sequence known, or anew; it goes on after `history`. May take seconds if nobody has loaded the
         grammar before."""
+        if self._grammars is None:
+            return
         try:
             matcher = self._grammars.matcher(grammar)
+        except ValueError as error:
+            self._matchers[sequence_id] = f"grammar: {error}"
+        else:
             matcher.consume_tokens(list(history[num_prompt:]))
-        except ValueError:
-            matcher = None
-        self._matchers[sequence_id] = matcher
+            self._matchers[sequence_id] = matcher
+        self._texts[sequence_id] = grammar
         self._num_read[sequence_id] = len(history)
 
     def release(self, sequence_id: int) -> None:
         """Idempotent."""
         self._matchers.pop(sequence_id, None)
+        self._texts.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
 
     def masks(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
         """Reads the tokens of such sequences' steps, none of them pending, and says what may follow: int32 [num_steps,
-        num_words], a bit for each token.
+        num_words], a bit for each token; of those that have failed, an end token.
 
-        Takes 5 to 500 us a sequence, during which other threads run; a GPU meanwhile computes the logits."""
+        Takes 5 to 500 us a sequence, or what the limits allow, during which other threads run; a GPU meanwhile computes
+        the logits."""
         masks = torch.zeros(len(steps), self._num_words, dtype=torch.int32)
         matchers: list[tuple[LLMatcher, int]] = []
         for row, step in enumerate(steps):
             matcher = self._matchers[step.sequence_id]
-            if matcher is None:
+            if isinstance(matcher, str):
                 masks[row] = self._ends
+                self._failures[step.sequence_id] = matcher
                 continue
             num_read = self._num_read[step.sequence_id]
             matcher.consume_tokens(list(step.token_ids[max(num_read - step.start, 0) :]))
@@ -134,7 +188,22 @@ class Matchers:
         else:
             for matcher, row in matchers:
                 matcher.unsafe_compute_mask_ptr(masks.data_ptr() + row * num_bytes, num_bytes)
+        for matcher, row in matchers:
+            if matcher.is_error():
+                masks[row] = self._ends
+                self._fail(steps[row].sequence_id, matcher)
         return masks
+
+    def take_failures(self) -> dict[int, str]:
+        """Why, by sequence, those have failed whose masks were asked for since the last call."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _fail(self, sequence_id: int, matcher: LLMatcher) -> None:
+        reason = f"grammar: the completion cannot go on: {_brief(matcher.get_error())}"
+        self._matchers[sequence_id] = self._failures[sequence_id] = reason
+        if self._grammars is not None:
+            self._grammars.forget(self._texts[sequence_id])
 
 
 def _brief(error: str) -> str:

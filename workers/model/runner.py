@@ -43,9 +43,10 @@ class ModelRunner(Executor):
         kv: PagedKv,
         on_stage: Callable[[str], None] | None = None,
         folder: Path | None = None,
+        leads: bool = True,
     ) -> None:
         """`on_stage` hears when a step comes to "model" and to "sample"; benchmarks listen there. `folder` is the
-        model's, without which there are no grammars."""
+        model's, without which there are no grammars. `leads`: what this rank draws is what counts, of a group."""
         self.config = config
         self.kv = kv
         self._decoder = decoder
@@ -56,7 +57,8 @@ class ModelRunner(Executor):
         self._graphs: DecodeGraphs | None = None
         self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
         self._grammars = Grammars(folder, config.vocab_size, config.eos_token_ids)
-        self._sampler = Sampler(config.vocab_size, config.eos_token_ids, self._grammars, self._device)
+        followed = self._grammars if leads else None
+        self._sampler = Sampler(config.vocab_size, config.eos_token_ids, followed, self._device)
         self._num_top: dict[int, int] = {}  # alternatives of each prompt token, where they are wanted, by sequence
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # what the last step drew,
         self._last_draws: dict[int, int] = {}  # and where, by sequence
@@ -86,17 +88,17 @@ class ModelRunner(Executor):
         kv = PagedKv(
             layout, num_blocks=num_blocks, block_size=block_size, device=place, shared=shared, tp=tp, rank=rank
         )
-        return cls(shard.config, decoder, kv, folder=folder)
+        return cls(shard.config, decoder, kv, folder=folder, leads=rank == 0)
 
     @property
     def launches_ahead(self) -> bool:
         """Whether `launch` returns before the step has run."""
         return self.kv.data.is_cuda
 
-    def check_grammar(self, grammar: str) -> None:
-        """Compiles a grammar of `SamplingParams`, which the sequences that come with it then find compiled. Raises
-        ValueError if it cannot be followed. From any thread; may take a second."""
-        self._grammars.check(grammar)
+    def load_grammar(self, grammar: str) -> object:
+        """Compiles a grammar of `SamplingParams`, which sequences find compiled as long as somebody holds the result.
+        Raises ValueError if it cannot be followed. From any thread; may take seconds."""
+        return self._grammars.load(grammar)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
@@ -112,13 +114,13 @@ class ModelRunner(Executor):
         logits, prompts = self._logits(plan, on_layers) if plan.sequences else (None, None)
         if logits is None or not sampled:
             return _collect(
-                self._last_tokens[:0], None, prompts
+                self._last_tokens[:0], None, prompts, {}
             )  # no token, but its end is to be waited for all the same
         self._on_stage("sample")
         drawn = self._sampler(logits, sampled)
         self._last_tokens = drawn.tokens
         self._last_draws = drawn.places
-        return _collect(drawn.tokens, drawn.logprobs, prompts)
+        return _collect(drawn.tokens, drawn.logprobs, prompts, drawn.failed)
 
     def warmup(self) -> None:
         """Runs small steps, so that the first request does not pay for first-use set-up, and captures graphs on a GPU.
@@ -174,9 +176,6 @@ class ModelRunner(Executor):
         if params.prompt_logprobs is not None:
             self._num_top[step.sequence_id] = params.prompt_logprobs
         self._sampler.admit(step, params)
-        if step.token_ids[0] == PENDING_TOKEN:
-            last = self._last_draws[step.sequence_id]
-            self._sampler.append(step.sequence_id, self._last_tokens[last : last + 1])
 
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> tuple[torch.Tensor, Measured | None]:
         """[num_sampled, vocab_size], and what is wanted of prompts."""
@@ -242,12 +241,14 @@ class ModelRunner(Executor):
         return StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows)
 
 
-def _collect(tokens: torch.Tensor, logprobs: Measured | None, prompts: Measured | None) -> Callable[[], Samples]:
+def _collect(
+    tokens: torch.Tensor, logprobs: Measured | None, prompts: Measured | None, failed: dict[int, str]
+) -> Callable[[], Samples]:
     """tokens [num_draws]"""
     measured = [each for each in (logprobs, prompts) if each is not None]
     wait = to_host(tokens, *(tensor for each in measured for tensor in each.tensors))
     if not measured:
-        return lambda: Samples(tokens=wait()[0])
+        return lambda: Samples(tokens=wait()[0], failed=failed)
 
     def collect() -> Samples:
         drawn, *rest = wait()
@@ -256,6 +257,7 @@ def _collect(tokens: torch.Tensor, logprobs: Measured | None, prompts: Measured 
             tokens=drawn,
             logprobs=next(read) if logprobs is not None else {},
             prompt_logprobs=next(read) if prompts is not None else {},
+            failed=failed,
         )
 
     return collect

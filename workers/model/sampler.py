@@ -25,8 +25,9 @@ class Drawn:
     """What a step draws, on the device."""
 
     tokens: torch.Tensor  # [num_draws], int64
-    places: dict[int, int]  # of the draws, by sequence; further ones for a sequence are of the ids after it
+    places: dict[int, int]  # of the draws that may be the pending tokens of the next step, by sequence
     logprobs: Measured | None
+    failed: dict[int, str]  # why, by sequence, a draw is no continuation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,11 @@ class _Draw:
 class Sampler:
     """Used from one thread."""
 
-    def __init__(self, vocab_size: int, end_ids: Sequence[int], grammars: Grammars, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, end_ids: Sequence[int], grammars: Grammars | None, device: torch.device
+    ) -> None:
+        """`grammars`: None on ranks that do not lead. Of a sequence under a grammar the next step always has the token
+        that the leader drew, so it does not matter what they draw."""
         self._params: dict[int, SamplingParams] = {}
         self._shaping = Shaping(vocab_size, end_ids, grammars, device)
         self._special: set[int] = set()  # who wants log probabilities or has its logits shaped
@@ -61,10 +66,6 @@ class Sampler:
         self._shaping.release(sequence_id)
         self._special.discard(sequence_id)
 
-    def append(self, sequence_id: int, token: torch.Tensor) -> None:
-        """token [1] on the device is the last of the sequence, though not in the history that it came with."""
-        self._shaping.append([sequence_id], token)
-
     def __call__(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> Drawn:
         """logits [num_sequences, vocab_size] of the steps that draw, in their order."""
         params = [self._params[step.sequence_id] for step in steps]
@@ -72,7 +73,7 @@ class Sampler:
         num_draws = sum([step.num_samples for step in steps])
         if num_draws == len(steps) and not self._special:
             places = {step.sequence_id: row for row, step in enumerate(steps)}
-            return Drawn(tokens=draw(logits, params, positions), places=places, logprobs=None)
+            return Drawn(tokens=draw(logits, params, positions), places=places, logprobs=None, failed={})
         draws = [
             _Draw(row=row, number=number, params=_seeded(params[row], number), position=positions[row])
             for row, step in enumerate(steps)
@@ -80,8 +81,13 @@ class Sampler:
         ]
         tokens = self._draw(logits, steps, draws)
         self._append(steps, draws, tokens)
-        places = {steps[each.row].sequence_id + each.number: place for place, each in enumerate(draws)}
-        return Drawn(tokens=tokens, places=places, logprobs=self._measure(logits, steps, draws, tokens))
+        may_pend = [step.num_samples == 1 and not own.grammar for step, own in zip(steps, params, strict=True)]
+        return Drawn(
+            tokens=tokens,
+            places={steps[each.row].sequence_id: place for place, each in enumerate(draws) if may_pend[each.row]},
+            logprobs=self._measure(logits, steps, draws, tokens),
+            failed=self._shaping.take_failures(),
+        )
 
     def _draw(self, logits: torch.Tensor, steps: Sequence[SequenceStep], draws: Sequence[_Draw]) -> torch.Tensor:
         """[num_draws], each from its row of `logits`, or from what its sequence makes of it."""

@@ -28,7 +28,9 @@ class _Additions:
 class Shaping:
     """The sequences that use any of this; the others are strangers to it."""
 
-    def __init__(self, vocab_size: int, end_ids: Sequence[int], grammars: Grammars, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, end_ids: Sequence[int], grammars: Grammars | None, device: torch.device
+    ) -> None:
         self._device = device
         self._end_ids = indices(end_ids, device)
         self._shifts = to_device(torch.arange(8, dtype=torch.uint8), device)
@@ -97,6 +99,10 @@ class Shaping:
             is_dead = scores.amax(-1, keepdim=True) < LEAST_SCORE
             scores[:, self._end_ids] = scores[:, self._end_ids].masked_fill_(is_dead, 0.0)
         return scores
+
+    def take_failures(self) -> dict[int, str]:
+        """See `Matchers.take_failures`."""
+        return self._matchers.take_failures()
 
     def _unpack(self, bits: torch.Tensor, num_bits: int) -> torch.Tensor:
         """int32 [num_rows, ceil(num_bits / 32)] on the host to uint8 [num_rows, num_bits] on the device."""

@@ -3,32 +3,49 @@
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Admitted, CacheChanged, Event, Joined, Opened, Preempted, Progress, Token
+from tandem.workers.engine.events import (
+    Admitted,
+    CacheChanged,
+    Event,
+    Failed,
+    Joined,
+    Opened,
+    Preempted,
+    Progress,
+    Token,
+)
 from tandem.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
-from tandem.workers.engine.plan import KvSpan, OnLayers, Samples, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, KvSpan, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State
 
 VOCAB_SIZE = 16
 
-Told = Admitted | Progress | Joined | Token | Opened | Preempted
+Told = Admitted | Progress | Joined | Token | Opened | Preempted | Failed
 """Events of sequences."""
 
 
 class RecordingExecutor(FakeExecutor):
-    """Keeps the plans. The fastest of devices: a step has ended when it is launched."""
+    """Keeps the plans. The fastest of devices: a step has ended when it is launched. What `failing` names fails."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size, vocab_size=VOCAB_SIZE)
         self.plans: list[StepPlan] = []
+        self.failing: dict[int, str] = {}
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         self.plans.append(plan)
-        return super().launch(plan, on_layers)
+        return self._failing(plan, super().launch(plan, on_layers))
+
+    def _failing(self, plan: StepPlan, collect: Callable[[], Samples]) -> Callable[[], Samples]:
+        ids = [step.sequence_id for step in plan.sequences if step.num_samples and step.sequence_id in self.failing]
+        failed = {number: self.failing[number] for number in ids}
+        return lambda: replace(collect(), failed=failed)
 
 
 class LateExecutor(RecordingExecutor):
@@ -50,7 +67,7 @@ class LateExecutor(RecordingExecutor):
                 self._queue.popleft()()
             return done[0]()
 
-        return collect
+        return self._failing(plan, collect)
 
     def catch_up(self) -> None:
         while self._queue:
@@ -104,6 +121,7 @@ class Worker:
             decodes = sum(step.start > 0 and step.num_samples and len(step.token_ids) == 1 for step in plan.sequences)
             assert plan.num_tokens - decodes <= max(self.config.chunk_tokens, self.config.mixed_chunk_tokens)
             assert len(plan.sequences) <= self.config.max_sequences
+            assert not any(step.sampling and PENDING_TOKEN in step.token_ids for step in plan.sequences)
             assert len({step.sequence_id for step in plan.sequences}) == len(plan.sequences)
         changes = [event for event in events if isinstance(event, CacheChanged)]
         assert len(changes) <= 1

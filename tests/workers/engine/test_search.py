@@ -1,6 +1,7 @@
 """Beam search in the engine: the hypotheses of the model, on blocks that beams share."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tandem.tests.workers.engine.harness import Told, Worker
 from tandem.tests.workers.engine.pair import best_hypotheses
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.engine import DoesNotFit
-from tandem.workers.engine.events import Admitted, Event, Joined, Opened, Preempted, Progress, Token
+from tandem.workers.engine.events import Admitted, Event, Failed, Joined, Opened, Preempted, Progress, Token
 from tandem.workers.engine.plan import Opening, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
 
@@ -40,7 +41,7 @@ def found(events: Sequence[Event], first: int, count: int) -> list[tuple[tuple[i
     st.frozensets(st.integers(0, 15), max_size=2),
     st.builds(
         BeamSearch,
-        num_best=st.just(1),
+        num_best=st.integers(1, 5),
         length_penalty=st.sampled_from([1.0, 0.0, -1.0, 2.0]),
         early_stopping=st.booleans(),
     ),
@@ -57,6 +58,7 @@ def test_hypotheses_are_those_of_a_search_without_an_engine(
     overlap: bool,
     late: bool,
 ) -> None:
+    beam = replace(beam, num_best=min(beam.num_best, width))
     prompt = tuple(range(1, length + 1))
     target = make_worker(num_blocks=120, block_size=block_size, overlap=overlap, late=late)
     options: dict[str, Any] = {
@@ -66,7 +68,9 @@ def test_hypotheses_are_those_of_a_search_without_an_engine(
     }
     target.submit(spec(1, prompt, stop_ids=tuple(stop_ids), **options))
     target.submit(spec(9, (5, 6), max_tokens=9))
-    assert found(run(target), 1, 1) == best_hypotheses(prompt, max_tokens, width, beam, stop_ids)
+    events = run(target)
+    assert found(events, 1, beam.num_best) == best_hypotheses(prompt, max_tokens, width, beam, stop_ids)
+    assert {e.id for e in events if isinstance(e, Token)} == {9, *range(1, 1 + beam.num_best)}
     target.check_idle()
 
 
@@ -205,3 +209,47 @@ def test_late_stop_tokens_end_no_hypothesis_before_their_time(worker: MakeWorker
     target.submit(spec(1, max_tokens=8, num_choices=3, beam=BEAM, stop_ids=(stop,), sampling=sampling))
     for tokens, _ in found(run(target), 1, 2):
         assert stop not in tokens[:3]
+
+
+def test_hypotheses_that_do_not_exist_are_failures(worker: MakeWorker) -> None:
+    """Of 16 tokens 14 are not to be drawn yet, and there is no step after the first."""
+    stops = tuple(range(14))
+    sampling = SamplingParams(stop_ids=stops, min_length=len(PROMPT) + 3)
+    target = worker()
+    beam = BeamSearch(num_best=4)
+    target.submit(spec(1, max_tokens=1, num_choices=5, beam=beam, stop_ids=stops, sampling=sampling))
+    target.engine.cancel_choice(1, 2)
+    events = run(target)
+    assert sorted(tokens_of(events, 1) + tokens_of(events, 2)) == [14, 15]
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert [(event.id, event.reason) for event in failed] == [(4, "beam_search: only 2 hypotheses exist")]
+    target.check_idle()
+
+
+@pytest.mark.parametrize("first", [5, 6, 7])
+def test_a_hypothesis_can_be_cancelled_whichever_beams_are_left(
+    worker: MakeWorker, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beams run out as they would if a model told of one token alone: here those of all sequences but one."""
+    target = worker(overlap=False)
+    target.submit(spec(5, max_tokens=9, num_choices=3, beam=BeamSearch(num_best=3)))
+    target.step()
+    target.step()
+    (search,) = target.engine.scheduler._ledger.searches.values()
+    place = [member.spec.id for member in search.members].index(first)
+    advance = search.beams.advance
+
+    def starved(candidates: Sequence[Sequence[tuple[int, float]]]) -> Any:
+        return advance([row if index == place else [] for index, row in enumerate(candidates)])[:1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(search.beams, "advance", starved)
+        patch.setattr(search.beams, "_most_running", 1)
+        target.step()
+    assert list(target.sequences) == [first]
+    target.engine.cancel_choice(5, 1)
+    assert search.choices == [0, 2]
+    target.engine.cancel_choice(5, 2)
+    target.engine.cancel_choice(5, 0)
+    target.check_idle()
+    assert run(target) == []

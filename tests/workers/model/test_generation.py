@@ -217,23 +217,6 @@ def test_pending_tokens_count_for_penalties_and_bad_words(folder: Path, kind: Sa
     assert [one for sample in samples for one in sample.logprobs.get(0, [])] == said
 
 
-def test_a_choice_may_begin_with_its_pending_token(folder: Path) -> None:
-    """The history that it comes with ends before that token, which its penalties must count all the same."""
-    kind, ids = SamplingParams(temperature=0.8, repetition_penalty=1.7, frequency_penalty=1.0, seed=9), prompt(32)
-    expected = generate(Driver(load(folder)), [ids], [replace(kind, seed=10)], 8)[0][0]
-    driver = Driver(load(folder))
-    samples = driver.sample(*chunks(driver, 5, ids, kind, 64, num_samples=2))
-    table, copies = fork(driver, 5, 6, 32)
-    step = driver.step(6, [PENDING_TOKEN], 32)
-    own = replace(kind, seed=10)
-    step = replace(step, new_blocks=table + step.new_blocks, sampling=own, history=tuple(ids), num_prompt=32)
-    tokens = [samples.tokens[1], *driver.run(step)]
-    assert copies == []
-    while len(tokens) < 8:
-        tokens += driver.run(driver.step(6, tokens[-1:], 31 + len(tokens)))
-    assert tokens == expected
-
-
 @pytest.mark.parametrize(
     ("kind", "config"),
     [

@@ -1,25 +1,34 @@
 """Completions under a grammar: they keep to it, go on after a move, and cannot take the engine down."""
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
+from tandem.proto import limits
 from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import EOS_ID, make_tiny_model
+from tandem.tests.workers.model.chains import CHAINS
 from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers import bench_grammar
-from tandem.workers.engine.plan import SamplingParams, SequenceStep
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep
 from tandem.workers.model import grammar as grammar_module
+from tandem.workers.model.deep_stack import on_deep_stack
 from tandem.workers.model.grammar import Grammars, Matchers
+from tandem.workers.model.sampler import Sampler
 
 
 @pytest.fixture(scope="module")
@@ -118,22 +127,22 @@ def test_min_length_and_bad_words_do_not_break_a_grammar(folder: Path, tokenizer
 def test_a_grammar_that_is_none_is_refused_in_a_line(folder: Path, text: str) -> None:
     runner = load(folder)
     with pytest.raises(ValueError, match=r"^the grammar cannot be followed: ") as caught:
-        runner.check_grammar(text)
+        runner.load_grammar(text)
     assert re.fullmatch(".{34,260}", str(caught.value))
-    runner.check_grammar('start: "fine"')
+    runner.load_grammar('start: "fine"')
 
 
 def test_models_that_cannot_follow_grammars_say_so(folder: Path, tmp_path: Path) -> None:
     for grammars in (Grammars(None, 512, (1,)), Grammars(folder, 512, ()), Grammars(tmp_path, 512, (1,))):
         with pytest.raises(ValueError, match=r"^this model"):
-            grammars.check('start: "a"')
+            grammars.load('start: "a"')
     for content in ("[]", "no json", "{}", '{"model": {"type": "BPE"}}'):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=r"^this model"):
-            Grammars(tmp_path, 512, (1,)).check('start: "a"')
+            Grammars(tmp_path, 512, (1,)).load('start: "a"')
     with pytest.raises(ValueError, match=r"^this model"):
-        Grammars(folder, 100, (1,)).check('start: "a"')
-    Grammars(folder, 9000, (1,)).check('start: "a"')  # a vocabulary padded beyond the tokenizer's
+        Grammars(folder, 100, (1,)).load('start: "a"')
+    Grammars(folder, 9000, (1,)).load('start: "a"')  # a vocabulary padded beyond the tokenizer's
 
 
 def test_a_sequence_whose_grammar_fails_ends_and_its_neighbour_goes_on(folder: Path) -> None:
@@ -148,28 +157,201 @@ def test_a_sequence_whose_grammar_fails_ends_and_its_neighbour_goes_on(folder: P
     steps = [driver.step(key, prompt(8), 0, kind) for key, kind in kinds.items()]
     history = (*prompt(8), 5, 6, 7)  # which is no "ab"
     steps[1] = driver.step(3, history, 0, kinds[2], num_prompt=8)
-    first, second, third = driver.run(*steps, driver.step(4, prompt(14), 0, plain))
-    assert (first, second) == (EOS_ID, EOS_ID)
-    tokens = [third]
+    samples = driver.sample(*steps, driver.step(4, prompt(14), 0, plain))
+    assert samples.failed.keys() == {1, 3}
+    assert re.fullmatch("grammar: the grammar cannot be followed: .{1,220}", samples.failed[1])
+    assert re.fullmatch("grammar: the completion cannot go on: .{1,220}", samples.failed[3])
+    tokens = samples.tokens[2:]
     while len(tokens) < 6:
-        drawn = driver.run(driver.step(4, tokens[-1:], 13 + len(tokens)), driver.step(1, [EOS_ID], 7 + len(tokens)))
-        tokens.append(drawn[0])
-        assert drawn[1] == EOS_ID
+        samples = driver.sample(driver.step(4, tokens[-1:], 13 + len(tokens)))
+        assert samples.failed == {}
+        tokens += samples.tokens
     assert tokens == expected
 
 
-def test_a_limit_reached_midway_ends_the_sequence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_reached_midway_is_a_failure_and_no_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one's parse grows with every token; the bias is for another "x"."""
     text = 'start: "ab" deep\ndeep: "x" | deep deep | deep deep deep'
     kind = SamplingParams(temperature=0.0, grammar=text, logit_bias=((89, 100.0),))
     (free,) = complete(Driver(load(folder)), [prompt(8)], [kind], most=30)
     assert free[2:] == [89] * 29
     monkeypatch.setattr(grammar_module, "_LIMITS", LLParserLimits(step_max_items=20, verbose_errors=False))
-    runner = load(folder)
-    runner.check_grammar(text)
-    (limited,) = complete(Driver(runner), [prompt(8)], [kind], most=30)
-    assert 4 < len(limited) < 10
-    assert limited == [*free[: len(limited) - 1], EOS_ID]
+    driver = Driver(load(folder))
+    grammars = driver.runner._grammars
+    held = driver.runner.load_grammar(text)
+    limited: list[int] = []
+    samples = driver.sample(driver.step(0, prompt(8), 0, kind))
+    while not samples.failed:
+        limited += samples.tokens
+        samples = driver.sample(driver.step(0, limited[-1:], 7 + len(limited)))
+    assert 3 < len(limited) < 10
+    assert limited == free[: len(limited)]
+    assert samples.failed.keys() == {0}
+    assert grammars.load(text) is not held  # whose lexer may be full, for good
+
+
+CHAIN = """
+import sys, threading
+from pathlib import Path
+from tandem.proto import limits
+from tandem.tests.tiny import EOS_ID
+from tandem.tests.workers.model.chains import CHAINS, longest
+from tandem.workers.model.grammar import Grammars
+
+threading.stack_size(2**19)  # less than any thread has that steps an engine or computes masks
+grammars = Grammars(Path(sys.argv[1]), 512, (EOS_ID,))
+
+def use(kind):
+    text = longest(CHAINS[kind], limits.MAX_GRAMMAR_CHARACTERS)
+    matcher = grammars.load(text).matcher.deep_copy()
+    length = 0
+    while not matcher.is_stopped() and length < 100:
+        mask = matcher.compute_bitmask()
+        matcher.consume_token(next(token for token in range(512) if mask[token // 8] >> token % 8 & 1))
+        length += 1
+    matcher.deep_copy().rollback(length)
+    del matcher
+    grammars.forget(text)
+    print(kind, len(text), length, flush=True)
+
+for kind in CHAINS:
+    thread = threading.Thread(target=use, args=(kind,))
+    thread.start()
+    thread.join()
+"""
+
+
+def test_the_longest_chains_overflow_no_stack(folder: Path) -> None:
+    command = [sys.executable, "-c", CHAIN, str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    told = [line.rsplit(maxsplit=2) for line in done.stdout.splitlines()]
+    assert [kind for kind, _, _ in told] == list(CHAINS)
+    assert all(int(size) > 0.99 * limits.MAX_GRAMMAR_CHARACTERS and int(length) >= 1 for _, size, length in told)
+
+
+LATE_ERROR = """
+import sys, time
+from pathlib import Path
+from tandem.tests.tiny import EOS_ID
+from tandem.tests.workers.model.chains import CHAINS
+from tandem.workers.model.grammar import Grammars
+
+grammars = Grammars(Path(sys.argv[1]), 512, (EOS_ID,))
+grammars.load('start: "the tokenizer is read now"')
+began = time.monotonic()
+try:
+    grammars.load(CHAINS["terminals"](1500).replace('"b"', "NOTHING"))
+except ValueError:
+    print(time.monotonic() - began)
+"""
+
+
+def test_an_error_at_the_end_of_a_long_chain_costs_little(folder: Path) -> None:
+    """Ten seconds with a backtrace for each link, and the square of that for longer chains."""
+    command = [sys.executable, "-c", LATE_ERROR, str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert float(done.stdout) < 2, done.stderr
+
+
+def test_later_threads_have_the_stack_that_they_had() -> None:
+    before = threading.stack_size()
+    assert on_deep_stack(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        on_deep_stack(lambda: 1 // 0)
+    assert threading.stack_size() == before
+
+
+AMBIGUOUS = {
+    "words of words": 'start: e\ne: e e e | e e | /[a-z ]/ | ""',
+    "pairs": "start: e\ne: e e | /[a-z]/",
+    "deep": 'start: "ab" deep\ndeep: "x" | deep deep | deep deep deep',
+    "deeper": 'start: "ab" deep\ndeep: "x" | "xx" | deep deep | deep deep deep deep',
+    "operators": "start: e\ne: e OP e | /[a-z]/\nOP: /[a-z]/",
+    "options": "start: " + "/[a-z]/? " * 1500,
+    "repeated": "start: (((/[a-z]/){0,30}){0,30}){0,30}",
+    "counted": LLMatcher.grammar_from_regex("(a{1000}){1000}"),
+    "remembered": LLMatcher.grammar_from_regex("(.*a.{40}b)|(.*b.{50}c)|(.*[^a].{60}d)"),
+    "lexemes": "start: (" + "|".join(f"/[a-z]*{chr(97 + i % 26)}[a-z]{{{i // 26}}}/" for i in range(200)) + ")+",
+}
+
+
+@pytest.mark.parametrize("kind", AMBIGUOUS)
+def test_no_ambiguous_grammar_takes_long_for_a_step(folder: Path, kind: str) -> None:
+    """Two seconds, with llguidance's own limits. Its processor's time is measured, since other tests may run."""
+    try:
+        matcher = Grammars(folder, 512, (EOS_ID,)).matcher(AMBIGUOUS[kind])
+    except ValueError:
+        return  # refused before any step
+    chance, longest_step = random.Random(kind), 0.0
+    for _ in range(150):
+        began = time.thread_time()
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        good = [int(token) for token in np.flatnonzero(np.unpackbits(mask, bitorder="little")) if token != EOS_ID]
+        matcher.consume_token(chance.choice(good or [EOS_ID]))
+        longest_step = max(longest_step, time.thread_time() - began)
+        if matcher.is_stopped():
+            break
+    assert longest_step < 0.06
+
+
+def test_what_people_ask_for_is_within_the_limits(folder: Path) -> None:
+    text: dict[str, object] = {"type": "string"}
+    deep: dict[str, object] = {"type": "integer"}
+    for _ in range(8):
+        deep = {"type": "object", "properties": {"a": deep, "b": {"type": "array", "items": deep}}, "required": ["a"]}
+    tools = [
+        {"properties": {"name": {"const": f"tool {n}"}, "arguments": {"properties": {"x": text}}}, "required": ["name"]}
+        for n in range(128)
+    ]
+    pattern = r"^[^@\s]+@[^@\s]+\.[^@\s]{2,}$"
+    schemas: list[dict[str, object]] = [
+        *(random_schema(seed) for seed in range(200)),
+        deep,
+        {"type": "array", "items": {"anyOf": tools}},
+        {"enum": [f"value {n}" for n in range(1000)]},
+        {"type": "object", "properties": {f"p{n}": text for n in range(300)}},
+        {"type": "string", "minLength": 500, "maxLength": 100_000},
+        {"type": "array", "items": {"type": "string", "pattern": pattern}, "minItems": 20},
+        *(text | {"format": name} for name in ("date-time", "email", "uuid", "uri", "ipv6")),
+    ]
+    texts = [json_grammar(schema) for schema in schemas]
+    texts += [
+        "start: " + " | ".join(json.dumps(f"choice {n * 7919 % 1024}") for n in range(limits.MAX_CONSTRAINT_CHOICES))
+    ]
+    texts += [
+        LLMatcher.grammar_from_regex(regex) for regex in (r"[\s\S]{0,2000}", r"\w+( \w+){0,50}", r"(.{1,80}\n){20}")
+    ]
+    grammars = Grammars(folder, 512, (EOS_ID,))
+    for number, each in enumerate(texts):
+        matcher, chance = grammars.matcher(each), random.Random(number)
+        for _ in range(150):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            good = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+            assert matcher.consume_token(chance.choice([token for token in good if token != EOS_ID] or good))
+            assert not matcher.is_error(), (each[:200], matcher.get_error()[:200])
+            if matcher.is_stopped():
+                break
+
+
+def test_a_rank_that_does_not_lead_follows_no_grammar(folder: Path) -> None:
+    """The leader's tokens come with the next plan, and never as pending."""
+    grammar = json_grammar(random_schema(7))
+    led, leading = load(folder), load(folder)
+    led._sampler = Sampler(512, (EOS_ID,), None, torch.device("cpu"))
+    kind = SamplingParams(temperature=0.9, seed=3, grammar=grammar, presence_penalty=0.5)
+    drivers = [Driver(runner) for runner in (leading, led)]
+    made, _ = [driver.run(driver.step(1, prompt(8), 0, kind)) for driver in drivers]
+    for _ in range(20):
+        samples = [driver.sample(driver.step(1, made[-1:], 7 + len(made))) for driver in drivers]
+        assert samples[1].failed == {}
+        made += samples[0].tokens
+    assert led._grammars._tokenizer is None
+    for driver in drivers:
+        with pytest.raises(KeyError):
+            driver.run(driver.step(1, [PENDING_TOKEN], 8 + len(made)))
 
 
 def test_checks_from_many_threads_while_grammars_are_in_use(folder: Path) -> None:
@@ -189,16 +371,26 @@ def test_checks_from_many_threads_while_grammars_are_in_use(folder: Path) -> Non
         masks = list(pool.map(work, range(8)))
     assert masks[0] == masks[2] == masks[4] == masks[6]
     assert masks[1] == masks[3] == masks[5] == masks[7]
-    assert len(grammars._compiled) == 20
+    assert len(grammars._recent) == len(grammars._compiled) == 20
 
 
-def test_the_cache_keeps_the_last_used(folder: Path) -> None:
+def test_the_last_used_stay_compiled_and_those_that_somebody_holds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     grammars = Grammars(folder, 512, (EOS_ID,))
     texts = [f'start: "{number}"' for number in range(40)]
+    held = grammars.load(texts[1])
     for text in texts:
-        grammars.check(text)
-        grammars.check(texts[0])
-    assert set(grammars._compiled) == {texts[0], *texts[9:]}
+        grammars.load(text)
+        grammars.load(texts[0])
+    assert set(grammars._compiled) == {*texts[:2], *texts[9:]}
+    monkeypatch.setattr(grammar_module, "_compile", lambda *_: pytest.fail("compiled again"))
+    matchers = Matchers(grammars, 512)
+    for number in (39, 0, 1):
+        matchers.admit(number, texts[number], (5, 6), 2)
+        assert number in matchers
+    del held
+    assert set(grammars._compiled) == {*texts[:2], *texts[10:]}, "the 32 last used are others now"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
