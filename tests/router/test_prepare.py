@@ -3,13 +3,12 @@ from typing import Any
 
 import pytest
 
-from tandem.proto import inference_pb2, limits
+from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.fake import byte_tokenizer
 from tandem.router.prepare import ServedModel, prepare
 from tandem.router.request import TokenRequest
-
-VOCAB = 258
+from tandem.tests.router.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
 
 
 def request(text: str = "hi", **fields: Any) -> inference_pb2.GenerateRequest:
@@ -103,10 +102,6 @@ async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
     assert (await refused(request("x" * 64, stopping={"max_tokens": 0}, echo=True))).field == "prompt"
 
 
-CHAT = {"messages": [{"role": "user", "content": "x"}]}
-TOOL_CHAT = CHAT | {"tools": [{"name": "f"}], "tool_choice": {"mode": inference_pb2.ToolChoice.MODE_REQUIRED}}
-
-
 async def test_a_demanded_call_is_a_grammar() -> None:
     assert "call" in (await prepared(request(prompt={"chat": TOOL_CHAT}))).grammar
     assert (await prepared(request(prompt={"chat": CHAT}))).grammar == ""
@@ -134,96 +129,7 @@ async def test_kinds_of_prompt() -> None:
     assert bytes(chat.prompt) == b"[user] x\n[assistant] "
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "bound"),
-    [
-        ({"sampling": {"temperature": math.nan}}, "sampling.temperature", "0 to 2"),
-        ({"sampling": {"temperature": math.inf}}, "sampling.temperature", "0 to 2"),
-        ({"sampling": {"temperature": -0.1}}, "sampling.temperature", "0 to 2"),
-        ({"sampling": {"temperature": 2.1}}, "sampling.temperature", "0 to 2"),
-        ({"sampling": {"top_k": -2}}, "sampling.top_k", "-1 to 1000000"),
-        ({"sampling": {"top_k": 1_000_001}}, "sampling.top_k", "-1 to 1000000"),
-        ({"sampling": {"top_p": 0.0}}, "sampling.top_p", "greater than 0"),
-        ({"sampling": {"top_p": 1.1}}, "sampling.top_p", "at most 1"),
-        ({"sampling": {"top_p": math.nan}}, "sampling.top_p", "at most 1"),
-        ({"sampling": {"min_p": -0.1}}, "sampling.min_p", "0 to 1"),
-        ({"sampling": {"min_p": 1.1}}, "sampling.min_p", "0 to 1"),
-        ({"sampling": {"min_p": math.nan}}, "sampling.min_p", "0 to 1"),
-        ({"stopping": {"max_tokens": -1}}, "stopping.max_tokens", "1 to 1048576"),
-        ({"stopping": {"max_tokens": 0}}, "stopping.max_tokens", "1 to 1048576"),
-        ({"stopping": {"max_tokens": 1_048_577}}, "stopping.max_tokens", "1 to 1048576"),
-        ({"stopping": {"max_tokens": 0, "min_tokens": 0}, "echo": False}, "stopping.max_tokens", "1 to 1048576"),
-        ({"stopping": {"max_tokens": -1}, "echo": True}, "stopping.max_tokens", "0 to 1048576"),
-        ({"stopping": {"min_tokens": -1}}, "stopping.min_tokens", "0 to 1048576"),
-        ({"stopping": {"min_tokens": 5, "max_tokens": 4}}, "stopping.min_tokens", "max_tokens, which is 4"),
-        ({"stopping": {"min_tokens": 63}}, "stopping.min_tokens", "max_tokens, which is 62"),
-        ({"sampling": {"typical_p": 0.0}}, "sampling.typical_p", "greater than 0"),
-        ({"sampling": {"typical_p": 1.1}}, "sampling.typical_p", "at most 1"),
-        ({"sampling": {"typical_p": math.nan}}, "sampling.typical_p", "at most 1"),
-        ({"sampling": {"repetition_penalty": 0.0}}, "sampling.repetition_penalty", "0.01 to 10"),
-        ({"sampling": {"repetition_penalty": 0.0099}}, "sampling.repetition_penalty", "0.01 to 10"),
-        ({"sampling": {"repetition_penalty": 10.1}}, "sampling.repetition_penalty", "0.01 to 10"),
-        ({"sampling": {"repetition_penalty": math.inf}}, "sampling.repetition_penalty", "0.01 to 10"),
-        ({"sampling": {"presence_penalty": 2.1}}, "sampling.presence_penalty", "-2 to 2"),
-        ({"sampling": {"presence_penalty": math.nan}}, "sampling.presence_penalty", "-2 to 2"),
-        ({"sampling": {"frequency_penalty": -2.1}}, "sampling.frequency_penalty", "-2 to 2"),
-        ({"sampling": {"frequency_penalty": -math.inf}}, "sampling.frequency_penalty", "-2 to 2"),
-        ({"sampling": {"logit_bias": {1: 100.1}}}, "sampling.logit_bias[1]", "-100 to 100"),
-        ({"sampling": {"logit_bias": {7: math.nan}}}, "sampling.logit_bias[7]", "-100 to 100"),
-        ({"sampling": {"logit_bias": {VOCAB: 1.0}}}, "sampling.logit_bias", "258 tokens"),
-        ({"sampling": {"logit_bias": dict.fromkeys(range(1_025), 1.0)}}, "sampling.logit_bias", "at most 1024"),
-        ({"sampling": {"bad_words": ["x"] * 129}}, "sampling.bad_words", "at most 128"),
-        ({"sampling": {"bad_words": ["x", "y", "z", ""]}}, "sampling.bad_words[3]", "1 to 256"),
-        ({"sampling": {"bad_words": ["x" * 257]}}, "sampling.bad_words[0]", "1 to 256"),
-        ({"sampling": {"bad_words": ["x", "y" * 64]}}, "sampling.bad_words[1]", "at most 64"),
-        ({"n": 33}, "n", "0 to 32"),
-        ({"best_of": 33}, "best_of", "0 to 32"),
-        ({"n": 3, "best_of": 2}, "best_of", "n, which is 3"),
-        ({"logprobs": 21}, "logprobs", "0 to 20"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "0 to 20"),
-        ({"priority": 101}, "priority", "-100 to 100"),
-        ({"priority": -101}, "priority", "-100 to 100"),
-        ({"echo": True, "prompt": {"chat": CHAT}}, "echo", "chat"),
-        ({"beam_search": {}}, "beam_search.width", "1 to 16"),
-        ({"beam_search": {"width": 17}}, "beam_search.width", "1 to 16"),
-        ({"beam_search": {"width": 3}, "n": 4}, "n", "beam_search.width, which is 3"),
-        ({"beam_search": {"width": 3, "length_penalty": 10.1}}, "beam_search.length_penalty", "-10 to 10"),
-        ({"beam_search": {"width": 3, "length_penalty": math.nan}}, "beam_search.length_penalty", "-10 to 10"),
-        ({"beam_search": {"width": 3}, "sampling": {"seed": 0}}, "sampling.seed", "beam_search"),
-        ({"beam_search": {"width": 3}, "sampling": {"temperature": 1.0}}, "sampling.temperature", "beam_search"),
-        ({"beam_search": {"width": 3}, "best_of": 3}, "best_of", "beam_search"),
-        ({"beam_search": {"width": 3}, "logprobs": 0}, "logprobs", "beam_search"),
-        ({"beam_search": {"width": 3}, "constraint": {"regex": "a"}}, "constraint", "beam_search"),
-        ({"constraint": {"regex": "a"}, "stopping": {"min_tokens": 1}}, "stopping.min_tokens", "constraint"),
-        ({"constraint": {"regex": "a"}, "stopping": {"ignore_eos": True}}, "stopping.ignore_eos", "constraint"),
-        ({"constraint": {"regex": "a("}}, "constraint.regex", "unclosed group"),
-        ({"constraint": {"regex": "a"}, "prompt": {"chat": TOOL_CHAT}}, "constraint", "tool_choice"),
-        ({"beam_search": {"width": 3}, "prompt": {"chat": TOOL_CHAT}}, "beam_search", "tool_choice"),
-        ({"stopping": {"min_tokens": 1}, "prompt": {"chat": TOOL_CHAT}}, "stopping.min_tokens", "constraint"),
-        ({"stopping": {"stop": ["x"] * 17}}, "stopping.stop", "at most 16"),
-        ({"stopping": {"stop": ["x", ""]}}, "stopping.stop[1]", "1 to 1024"),
-        ({"stopping": {"stop": ["x" * 1_025]}}, "stopping.stop[0]", "1 to 1024"),
-        ({"stopping": {"stop_token_ids": [1] * 65}}, "stopping.stop_token_ids", "at most 64"),
-        ({"stopping": {"stop_token_ids": [VOCAB]}}, "stopping.stop_token_ids", "258 tokens"),
-        ({"prompt": {"token_ids": {"ids": [1, VOCAB]}}}, "prompt.token_ids", "258 tokens"),
-        ({"prompt": {"token_ids": {}}}, "prompt", "at least 1"),
-        ({"prompt": {"text": ""}}, "prompt", "at least 1"),
-        ({"prompt": {}}, "prompt", "must be set"),
-        ({"prompt": {"text": "x" * (limits.MAX_PROMPT_CHARACTERS + 1)}}, "prompt.text", "at most 1000000"),
-        ({"prompt": {"chat": {}}}, "prompt.chat.messages", "1 to 1024"),
-        ({"prompt": {"chat": {"messages": [{"role": "user"}] * 1_025}}}, "prompt.chat.messages", "1 to 1024"),
-        ({"prompt": {"chat": {"messages": [{"content": "x"}]}}}, "prompt.chat.messages[0].role", "1 to 64"),
-        ({"prompt": {"chat": {"messages": [{"role": "r" * 65}]}}}, "prompt.chat.messages[0].role", "1 to 64"),
-        ({"prompt": {"chat": {"messages": [{"role": "robot", "content": "x"}]}}}, "prompt.chat", "unknown role"),
-        (
-            {"prompt": {"chat": {"messages": [{"role": "user", "content": "x" * 500_001}] * 2}}},
-            "prompt.chat",
-            "at most 1000000",
-        ),
-        ({"request_id": "x" * 129}, "request_id", "128"),
-        ({"request_id": "a\nb"}, "request_id", "ASCII"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "field", "bound"), REFUSED)
 async def test_each_bound_names_field_and_bound(fields: dict[str, Any], field: str, bound: str) -> None:
     error = await refused(request(**fields))
     assert error.field == field
@@ -231,21 +137,7 @@ async def test_each_bound_names_field_and_bound(fields: dict[str, Any], field: s
     assert error.message.startswith(f"{field}: ")
 
 
-@pytest.mark.parametrize(
-    ("fields", "prompt"),
-    [
-        ({"sampling": {"temperature": 2.0, "top_k": 1_000_000, "top_p": 1.0, "min_p": 1.0}}, "hi"),
-        ({"stopping": {"stop": ["x" * 1_024] * 16, "stop_token_ids": [257] * 64}}, "hi"),
-        ({"request_id": "x" * 128}, "hi"),
-        ({}, "x" * 63),
-        ({"n": 32, "best_of": 32, "logprobs": 20, "prompt_logprobs": 20, "priority": 100, "echo": True}, "hi"),
-        ({"priority": -100, "stopping": {"min_tokens": 62}}, "hi"),
-        ({"sampling": {"repetition_penalty": 0.01, "presence_penalty": 2.0, "frequency_penalty": -2.0}}, "hi"),
-        ({"sampling": {"repetition_penalty": 10.0, "typical_p": 1.0, "bad_words": ["x" * 63] * 128}}, "hi"),
-        ({"sampling": {"logit_bias": dict.fromkeys(range(VOCAB), 100.0)}}, "hi"),
-        ({"beam_search": {"width": 16, "length_penalty": -10.0}, "n": 16}, "hi"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "prompt"), ALLOWED)
 async def test_the_bounds_themselves_are_allowed(fields: dict[str, Any], prompt: str) -> None:
     assert len((await prepared(request(prompt, **fields))).prompt) == len(prompt)
 
