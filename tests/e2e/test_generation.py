@@ -1,4 +1,4 @@
-"""The demo model in float32 behind both pools: beam search as transformers', choices, conversations."""
+"""The demo model behind both pools: beam search as transformers', choices, conversations."""
 
 import asyncio
 import random
@@ -39,11 +39,11 @@ class Counting(Executor):
 
 
 @asynccontextmanager
-async def demo_fleet(prefill: int, decode: int) -> AsyncIterator[tuple[Fleet, list[Counting]]]:
+async def demo_fleet(prefill: int, decode: int, dtype: str = "float32") -> AsyncIterator[tuple[Fleet, list[Counting]]]:
     counters: list[Counting] = []
 
     def rank(role: str) -> Rank:
-        loaded = demo_model.rank(num_threads=1)
+        loaded = demo_model.rank(num_threads=1, dtype=dtype)
         counters.append(Counting(loaded.executor))
         return replace(loaded, executor=counters[-1])
 
@@ -131,7 +131,7 @@ async def test_conversations_find_their_prefix() -> None:
         system += f"Rule: when asked of {words.choice(topics)}, speak of {words.choice(topics)} too. "
     later: list[inference_pb2.Usage] = []
     ttft: dict[bool, list[float]] = {True: [], False: []}  # by: the first turn of the first conversation
-    async with demo_fleet(2, 2) as (running, _):
+    async with demo_fleet(2, 2, "bfloat16") as (running, _):
         model = ServedModel(name="demo", tokenizer=tokenizer, context_tokens=4096)
         completions = Completions([model], running.dispatcher)
         chats = [
