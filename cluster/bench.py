@@ -21,7 +21,7 @@ from .bench_options import (
     parse_address,
     parse_slo,
 )
-from .cli_client import TABLE_CHARACTERS
+from .timeline import TABLE_CHARACTERS
 
 _ROUNDS_WITH_PEER = 3
 

@@ -33,7 +33,7 @@ from ..router.prepare import ServedModel
 from ..workers.engine.null import NullExecutor
 from ..workers.rank import Rank
 from ..workers.worker import Worker, WorkerConfig
-from .cli_client import TABLE_CHARACTERS
+from .timeline import TABLE_CHARACTERS
 
 _CONTEXT_TOKENS: Final = 4096
 _VOCAB_SIZE: Final = 128  # of the byte tokenizer's: whole characters

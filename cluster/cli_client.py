@@ -15,7 +15,6 @@ from ..router.client.client import Client
 from ..router.client.core import Options
 from . import cli_options as o
 from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
-from .timeline import TABLE_CHARACTERS as TABLE_CHARACTERS
 
 DEFAULT_STATUS_URL: Final = "http://127.0.0.1:8000/tandem"
 STATUS_SECONDS: Final = 10.0

@@ -17,7 +17,7 @@ from .config import load_config
 from .environment import prepare_ray_environment
 from .signals import stopped_by_signals
 from .store import resolve_model
-from .timeline import timeline_table, total_of_parts
+from .timeline import TABLE_CHARACTERS, timeline_table, total_of_parts
 
 MODEL: Final = "smollm2-135m-instruct"
 PROMPTS: Final = (
@@ -29,7 +29,6 @@ PROMPTS: Final = (
 MAX_TOKENS: Final = 80
 TOLERANCE: Final = 0.05  # how far the parts of a timeline may be from the whole
 LINE_CHARACTERS: Final = 80
-TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
 
 
 class Screen(Protocol):

@@ -16,10 +16,10 @@ from ..workers.model.checkpoint import check_checkpoint
 from ..workers.model.config import ModelConfig
 from ..workers.model.footprint import kv_bytes_per_token, weight_bytes
 from .store import resolve_model
+from .timeline import TABLE_CHARACTERS
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 GIB: Final = 1024**3
-TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
 

@@ -4,22 +4,18 @@ A grammar is checked without a tokenizer, off the event loop, and remembered: th
 """
 
 import asyncio
-import functools
 import json
-import os
 import re
-import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, NoReturn
 
 import llguidance
 
 from ...proto import inference_pb2, limits
+from ...proto.deep_stack import on_deep_stack
 from ...proto.errors import InvalidArgument, Overloaded
-
-# Where it is 1, llguidance's errors take a backtrace for each rule on the way to them: minutes for a long chain.
-os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value, Python's. Free white space would let a model write it for ever."""
@@ -32,24 +28,7 @@ _CACHE_CHARACTERS: Final = 8 * 2**20
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
-_NUM_THREADS: Final = 2
-_STACK_BYTES: Final = 256 * 2**20
-"""llguidance recurses over chains of rules. The longest that the bounds allow take less than 64 MiB, and would end the
-process in a thread of the usual 8 MiB. Memory is taken as it is used."""
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Of its own: nothing else may wait for a slow grammar."""
-    threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
-    meeting = threading.Barrier(_NUM_THREADS)  # so that each gets a thread, which the pool makes when it has to
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        for met in [threads.submit(meeting.wait, _COMPILE_SECONDS) for _ in range(_NUM_THREADS)]:
-            met.result()
-    finally:
-        threading.stack_size(before)
-    return threads
+_threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")  # of its own: nothing else may wait for a slow grammar
 
 
 async def compile_constraint(constraint: inference_pb2.Constraint, field: str = "") -> str:
@@ -68,7 +47,7 @@ async def compile_constraint(constraint: inference_pb2.Constraint, field: str = 
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_COMPILE_SECONDS):
-            grammar, reason = await loop.run_in_executor(_threads(), _compile, constraint)
+            grammar, reason = await loop.run_in_executor(_threads, on_deep_stack, partial(_compile, constraint))
     except TimeoutError:
         raise Overloaded(f"{field}: took more than {_COMPILE_SECONDS:g} seconds to check") from None
     if reason:

@@ -19,11 +19,8 @@ import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+from ...proto.deep_stack import on_deep_stack
 from ..engine.plan import SequenceStep
-from .deep_stack import on_deep_stack
-
-# Where it is 1, llguidance's errors take a backtrace for each rule on the way to them: minutes for a long chain.
-os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
 
 _NUM_RECENT: Final = 32  # kept compiled, whoever uses them
 _MAX_MASK_THREADS: Final = 8

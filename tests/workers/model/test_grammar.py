@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
 from tandem.proto import limits
+from tandem.proto.deep_stack import on_deep_stack
 from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import EOS_ID, make_tiny_model
 from tandem.tests.workers.model.chains import CHAINS
@@ -26,7 +27,6 @@ from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers import bench_grammar
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep
 from tandem.workers.model import grammar as grammar_module
-from tandem.workers.model.deep_stack import on_deep_stack
 from tandem.workers.model.grammar import Grammars, Matchers
 from tandem.workers.model.sampler import Sampler
 
