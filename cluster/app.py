@@ -131,13 +131,15 @@ class Router:
     """The front doors over one dispatcher, and the status page behind Serve's HTTP proxy."""
 
     async def __init__(self, config: TandemConfig, folder: str, *pools: object) -> None:  # type: ignore[misc]
-        from .doors import Doors  # imports transformers for a second, which whoever only binds this class need not pay
+        from .runtime import (
+            RouterRuntime,
+        )  # imports transformers for a second, which whoever only binds this class need not pay
 
         self._config = config
         self._directory = DirectoryClient(config.name)
         self._workers: list[worker_pb2.WorkerInfo] = []
         self._changed = asyncio.Condition()
-        self._doors = await Doors.open(config, Path(folder), node_host(config.host))
+        self._doors = await RouterRuntime.open(config, Path(folder), node_host(config.host))
         _freeze()
         self._following = asyncio.create_task(self._follow())
 

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from ..proto.errors import TandemError
 from ..router.client.client import AsyncClient
-from ..router.client.core import Completion
+from ..router.client.types import Completion
 from ..workers.model.checkpoint import CheckpointError, check_checkpoint
 from .config import load_config
 from .environment import prepare_ray_environment
 from .signals import stopped_by_signals
-from .store import resolve_model
+from .store.store import resolve_model
 from .timeline import TABLE_CHARACTERS, timeline_table, total_of_parts
 
 MODEL: Final = "smollm2-135m-instruct"

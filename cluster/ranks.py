@@ -11,8 +11,8 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..workers.rank import RankConfig
-from ..workers.rank_server import RankServer
+from ..workers.tp.rank import RankConfig
+from ..workers.tp.rank_server import RankServer
 
 
 def node_host(host: str | None) -> str:

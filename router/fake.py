@@ -13,8 +13,8 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from ..proto import inference_pb2, worker_pb2
 from ..proto.errors import TandemError
 from .deadline import before
+from .frontend.tokenizer import Tokenizer
 from .request import TokenDelta, TokenRequest
-from .text.tokenizer import Tokenizer
 
 EOS_ID = 256
 BOS_ID = 257

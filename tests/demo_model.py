@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tandem.cluster.store import get_model
-from tandem.workers.rank import Rank, RankConfig, load_rank
+from tandem.cluster.store.store import get_model
+from tandem.workers.tp.rank import Rank, RankConfig, load_rank
 
 NAME = "smollm2-135m-instruct"
 

@@ -12,13 +12,13 @@ import grpc.aio
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.worker_pb2_grpc import WorkerStub
-from tandem.router.dispatcher import Dispatcher
-from tandem.router.placement.view import DirectoryView
+from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenRequest
+from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.workers.engine.fake import FakeExecutor
-from tandem.workers.rank import Rank
-from tandem.workers.rank_server import RankServer
-from tandem.workers.transfer.export import FrameHook
+from tandem.workers.tp.rank import Rank
+from tandem.workers.tp.rank_server import RankServer
+from tandem.workers.transfer.sender import FrameHook
 from tandem.workers.worker import Worker, WorkerConfig
 
 VOCAB = 1000
@@ -43,7 +43,7 @@ class Fleet:
     """A running set of workers. One that a test has broken leaves `workers`: it is stopped, but not audited."""
 
     workers: list[Worker]
-    view: DirectoryView
+    view: WorkerRegistry
     dispatcher: Dispatcher
     ranks: list[RankServer] = field(default_factory=list)  # other than 0, worker by worker
 
@@ -162,7 +162,7 @@ async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: o
 
 @asynccontextmanager
 async def _together(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
-    view = DirectoryView()
+    view = WorkerRegistry()
     view.update(worker.info() for worker in workers)
     running = Fleet(list(workers), view, Dispatcher(view), list(ranks))
     try:

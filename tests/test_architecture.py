@@ -17,21 +17,64 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
-# Which rooms a room may import; its own modules always. The names are those that `room_of` gives.
+# Which folders, or single modules, a folder may import; its own modules always, those below it only if they are named.
 ARROWS: dict[str, set[str]] = {
     "proto": set(),
-    "workers.engine": {"proto"},
-    "workers.model": {"proto", "workers.engine"},
-    "workers.transfer": {"proto", "workers.engine"},
-    "workers.rank": {"proto", "workers.engine", "workers.model", "workers.transfer"},
-    "workers.group": {"proto", "workers.engine", "workers.model", "workers.transfer", "workers.rank"},
-    "workers": {"proto", "workers.engine", "workers.model", "workers.transfer", "workers.rank", "workers.group"},
-    "router": {"proto"},
-    "": {"proto", "router"},
+    "workers.kv_cache": set(),
+    "workers.engine": {"workers.kv_cache"},
+    "workers.model.device": set(),
+    "workers.model.config": set(),
+    "workers.model.checkpoint": {"workers.model.config"},
+    "workers.model.weights": {"workers.model.checkpoint"},
+    "workers.model.kernels": {"workers.model.device"},
+    "workers.model.parallel": {"workers.kv_cache", "workers.model.config"},
+    "workers.model.layers": {*(f"workers.model.{name}" for name in ("config", "kernels", "parallel", "weights"))},
+    "workers.model.attention": {*(f"workers.model.{name}" for name in ("device", "kernels", "kv_store"))},
+    "workers.model.kv_store": {
+        *("workers.kv_cache", "workers.model.footprint"),
+        *(f"workers.model.{name}" for name in ("config", "device", "kernels", "weights")),
+    },
+    "workers.model.footprint": {"workers.kv_cache", "workers.model.checkpoint", "workers.model.config"},
+    "workers.model.sampling": {"workers.engine", "workers.model.device", "workers.model.kernels"},
+    "workers.transfer": {"workers.engine", "workers.kv_cache"},
+    "workers.threads": set(),
+    "workers.malloc": set(),
+    "router.request": set(),
+    "router.deadline": set(),
+    "router.client": set(),
+    "router.scheduling": {"router.request"},
+    "router.dispatch": {"router.scheduling", "router.request", "router.deadline"},
+    "router.frontend": {"router.request"},
+    "router.output": {"router.frontend", "router.request"},
+    "router.api": {"router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"},
+    "router.api.openai": {"router.api", "router.frontend", "router.request"},
+    "router": {"router.frontend", "router.request", "router.deadline"},
+    "": {"proto", "router.client"},
+    "cluster.store": set(),
+    "cluster.timeline": set(),
+    "cluster.cli.options": {"router.client"},
+    "cluster.eval": {"router.client", "cluster.cli.options"},
+    "cluster.bench": {"router.client"},
 }
-ARROWS["cluster"] = set(ARROWS)
-# A command, which nobody imports: it measures the transfer of real KV cache.
-ARROWS["workers.transfer.bench"] = {"proto", "workers", "workers.engine", "workers.model", "workers.transfer"}
+MODEL = {name for name in ARROWS if name.startswith("workers.model.")}
+ARROWS["workers.model"] = {"workers.engine", "workers.kv_cache", *MODEL}
+ARROWS["workers.tp"] = {
+    *ARROWS["workers.model"],
+    "workers.model",
+    "workers.transfer",
+    "workers.threads",
+    "workers.malloc",
+}
+ROOMS = {name: [other for other in ARROWS if other.split(".")[0] == name] for name in ("workers", "router", "cluster")}
+ARROWS["router.api"] |= {"router.api.openai"}
+ARROWS["workers"] = {*ROOMS["workers"]}
+ARROWS["workers.bench"] = {*ROOMS["workers"], "workers"}
+ARROWS["cluster"] = {*ROOMS["workers"], "workers", *ROOMS["router"], *ROOMS["cluster"]}
+ARROWS["cluster.bench.router"] = {*ARROWS["cluster"]}
+ARROWS["cluster.cli"] = {*ARROWS["cluster"], "cluster"}
+for folder, targets in ARROWS.items():
+    if folder != "proto":
+        targets.add("proto")
 
 # Which rooms alone may import a library, or which may not.
 ONLY_IN = {"ray": {"cluster"}}
@@ -87,14 +130,9 @@ def package_modules() -> list[Module]:
 
 
 def room_of(name: str) -> str:
-    """The room of a module: `workers` is the room of what lies directly in it; `` is the package's root."""
-    parts = name.split(".")[1:]
-    if ".".join(parts) in ARROWS:
-        return ".".join(parts)
-    if parts and parts[0] == "workers":
-        inner = ".".join(parts[:2])
-        return inner if inner in ARROWS else "workers" if len(parts) <= 2 else inner
-    return parts[0] if parts and parts[0] in ARROWS else "" if len(parts) <= 1 else parts[0]
+    """The entry of ARROWS that is the module or its folder; `` is the package's root. Unknown: its own name."""
+    inner = name.partition(".")[2]
+    return next((room for room in (inner, inner.rpartition(".")[0]) if room in ARROWS), name)
 
 
 def imported_names(module: Module) -> Iterator[str]:
@@ -198,8 +236,8 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
 
 def test_the_scan_sees_the_package() -> None:
     names = {module.name for module in package_modules()}
-    assert {"tandem", "tandem.proto.errors", "tandem.workers.engine.plan", "tandem.cluster.store"} <= names
-    assert edges(package_modules())["tandem.cluster.model_cli"] == {"tandem.cluster.store", "tandem.proto.errors"}
+    assert {"tandem", "tandem.proto.errors", "tandem.workers.engine.plan", "tandem.cluster.store.store"} <= names
+    assert edges(package_modules())["tandem.cluster.cli.model"] == {"tandem.cluster.store.store", "tandem.proto.errors"}
 
 
 def test_proto_is_a_namespace_folder() -> None:
@@ -216,7 +254,7 @@ def test_pyproject_lists_every_package() -> None:
 
 
 def made_up(**sources: str) -> list[Module]:
-    """Modules by names with `__` for the dot: `router__policy` is tandem.router.placement.policy."""
+    """Modules by names with `__` for the dot: `router__policy` is tandem.router.scheduling.policy."""
     return [Module(name=f"tandem.{name.replace('__', '.')}", source=source) for name, source in sources.items()]
 
 
@@ -225,8 +263,11 @@ CONTROLS: list[tuple[Rule, dict[str, str]]] = [
     (breaks_arrows, {"router__policy": "from .. import workers", "workers": ""}),
     (breaks_arrows, {"router__policy": "import tandem.cluster.config"}),
     (breaks_arrows, {"workers__worker": "from tandem.router.request import Request"}),
-    (breaks_arrows, {"workers__rank": "from . import worker", "workers__worker": ""}),
-    (breaks_arrows, {"workers__rank": "from .worker import Worker", "workers__worker": ""}),
+    (breaks_arrows, {"workers__tp__rank": "from .. import worker", "workers__worker": ""}),
+    (breaks_arrows, {"workers__tp__rank": "from ..worker import Worker", "workers__worker": ""}),
+    (breaks_arrows, {"workers__kv_cache__layout": "from ..engine import plan", "workers__engine__plan": ""}),
+    (breaks_arrows, {"router__scheduling__policy": "from ..dispatch import attempt", "router__dispatch__attempt": ""}),
+    (breaks_arrows, {"cluster__store__hub": "from ..cli import main", "cluster__cli__main": ""}),
     (breaks_arrows, {"workers__model__runner": "from ..transfer import wire"}),
     (breaks_arrows, {"workers__transfer__wire": "def f():\n    from ..model.kv import KvCache"}),
     (breaks_arrows, {"workers__engine__plan": "from ..model import runner"}),
@@ -269,8 +310,8 @@ def test_the_rule_complains(rule: Rule, sources: dict[str, str]) -> None:
 
 ALLOWED: dict[str, str] = {
     "cluster__app": "import ray\nimport torch\nfrom ..router import policy\nfrom ..workers import worker",
-    "workers__worker": "import grpc\nfrom . import rank\nfrom .model import runner\nfrom ..proto import limits",
-    "workers__rank": "from .model import runner\nfrom .engine.plan import StepPlan",
+    "workers__worker": "import grpc\nfrom .tp import rank\nfrom .model import runner\nfrom ..proto import limits",
+    "workers__tp__rank": "from ..model import runner\nfrom ..engine.plan import StepPlan",
     "workers__model__runner": "import torch\nfrom ..engine.plan import StepPlan\nmodel.eval()\nyaml.safe_load('')",
     "workers__engine__plan": "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1),
     "router__policy": "import grpc\nfrom ..proto.limits import MAX_TOKENS\nf(trust_remote_code=False)",

@@ -16,10 +16,10 @@ from typing import Any, Final
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.router.completion import Completions
-from tandem.router.doors.server import RouterServer
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
 from tandem.router.fake import FakeTokenSource, byte_tokenizer
-from tandem.router.prepare import ServedModel
+from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 
 ROOT: Final = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ def addresses() -> Iterator[dict[str, str]]:
 
     async def serve() -> None:
         model = ServedModel(name="smollm2-135m-instruct", tokenizer=byte_tokenizer(_TEMPLATE), context_tokens=2048)
-        server = await RouterServer.start(Completions([model], Script()))
+        server = await ApiServers.start(GenerationService([model], Script()))
         await server.set_serving(True)
         started.update({"127.0.0.1:50051": server.grpc_address, "127.0.0.1:8080": server.http_address})
         ready.set()

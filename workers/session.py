@@ -8,9 +8,9 @@ from typing import Final
 
 from ..proto import inference_pb2, worker_pb2
 from .engine.events import Token
-from .engine.plan import KvLayout, TokenLogprobs
+from .engine.plan import SampledLogprobs
 from .engine.sequence import FinishReason, SequenceSpec
-from .transfer.pull import Fetched, Target
+from .transfer.receiver import Fetched, Target
 
 JobKey = tuple[str, int]  # request id, attempt
 
@@ -25,7 +25,7 @@ _FINISH = {
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class WorkerRequest:
     """One submit that a worker has accepted and not yet ended."""
 
     spec: SequenceSpec
@@ -52,7 +52,7 @@ class Job:
 class RouterSession:
     """The jobs of one stream. Outputs and changes of the prefix cache gather here and leave as one message a step."""
 
-    jobs: dict[JobKey, Job] = field(default_factory=dict)
+    jobs: dict[JobKey, WorkerRequest] = field(default_factory=dict)
     _outputs: list[worker_pb2.Output] = field(default_factory=list)
     # Not yet complete, and what came after it; only the one request waits.
     _growing: dict[JobKey, list[worker_pb2.Output]] = field(default_factory=dict)
@@ -83,10 +83,10 @@ class RouterSession:
         self._growing.get(key, self._outputs).append(output)
         self._ready.set()
 
-    def _grow_soon(self, key: JobKey, scores: Iterator[TokenLogprobs]) -> None:
+    def _grow_soon(self, key: JobKey, scores: Iterator[SampledLogprobs]) -> None:
         asyncio.get_running_loop().call_soon(self._grow, key, scores)
 
-    def _grow(self, key: JobKey, scores: Iterator[TokenLogprobs]) -> None:
+    def _grow(self, key: JobKey, scores: Iterator[SampledLogprobs]) -> None:
         piece = list(itertools.islice(scores, _MAX_SCORES))
         if piece:
             self._growing[key][0].tokens.prompt_logprobs.extend(map(_scores, piece))
@@ -139,7 +139,7 @@ class RouterSession:
         )
 
 
-def tokens_output(events: Sequence[Token], prompt_logprobs: Iterable[TokenLogprobs] = ()) -> worker_pb2.Tokens:
+def tokens_output(events: Sequence[Token], prompt_logprobs: Iterable[SampledLogprobs] = ()) -> worker_pb2.Tokens:
     """Generated tokens of one choice, in order and at least one, as they go up the session."""
     return worker_pb2.Tokens(
         first_index=events[0].index,
@@ -152,33 +152,9 @@ def tokens_output(events: Sequence[Token], prompt_logprobs: Iterable[TokenLogpro
     )
 
 
-def _scores(logprobs: TokenLogprobs) -> worker_pb2.TokenScores:
+def _scores(logprobs: SampledLogprobs) -> worker_pb2.TokenScores:
     return worker_pb2.TokenScores(
         logprob=logprobs.logprob,
         top_ids=[token for token, _ in logprobs.top],
         top_logprobs=[logprob for _, logprob in logprobs.top],
-    )
-
-
-def layout_message(layout: KvLayout) -> worker_pb2.KvLayout:
-    """A KV layout as handles and the directory carry it."""
-    return worker_pb2.KvLayout(
-        num_layers=layout.num_layers,
-        num_heads=layout.num_heads,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        model=layout.model,
-    )
-
-
-def parse_layout(message: worker_pb2.KvLayout) -> KvLayout:
-    """The inverse of `layout_message`."""
-    return KvLayout(
-        num_layers=message.num_layers,
-        num_heads=message.num_heads,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        dtype=message.dtype,
-        model=message.model,
     )

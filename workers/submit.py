@@ -24,7 +24,7 @@ class InvalidSubmit(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class WorkerLimits:
     """What a worker can take at all."""
 
     vocab_size: int
@@ -33,7 +33,7 @@ class Room:
     eos_ids: frozenset[int]
 
 
-def parse_submit(submit: worker_pb2.Submit, sequence_id: int, room: Room) -> SequenceSpec:
+def parse_submit(submit: worker_pb2.Submit, sequence_id: int, room: WorkerLimits) -> SequenceSpec:
     """A submit as the engine takes it. Raises InvalidSubmit."""
     task = _TASKS.get(submit.task)
     if task is None:
@@ -63,7 +63,7 @@ def _check(good: bool, text: str) -> None:
         raise InvalidSubmit(text)
 
 
-def _check_prompt(submit: worker_pb2.Submit, task: Task, room: Room) -> None:
+def _check_prompt(submit: worker_pb2.Submit, task: Task, room: WorkerLimits) -> None:
     tokens, vocab_size = submit.token_ids, room.vocab_size
     _check(bool(tokens) and max(tokens) < vocab_size, f"token_ids: at least one, each below {vocab_size}")
     _check(
@@ -87,7 +87,7 @@ def _check_prompt(submit: worker_pb2.Submit, task: Task, room: Room) -> None:
     _check(-most <= submit.priority <= most, f"priority: between -{most} and {most}")
 
 
-def _check_choices(submit: worker_pb2.Submit, room: Room) -> None:
+def _check_choices(submit: worker_pb2.Submit, room: WorkerLimits) -> None:
     num_choices, most = max(submit.num_choices, 1), limits.MAX_CHOICES
     _check(num_choices <= most, f"num_choices: at most {most}")
     _check(submit.first_choice + num_choices <= most, f"first_choice: with num_choices at most {most}")

@@ -21,15 +21,16 @@ from .engine.config import Budgets, EngineConfig
 from .engine.engine import Engine
 from .engine.events import CacheChanged, Event
 from .engine_thread import EngineThread
-from .jobs import Jobs
-from .kv_group import KvGroup
-from .leader import Leader
 from .malloc import keep_freed_memory
-from .rank import Rank, RankConfig, enter_engine_thread
-from .session import RouterSession, layout_message
-from .submit import Room
-from .transfer.export import FrameHook
-from .transfer.mover import KvMover
+from .request_manager import RequestManager
+from .session import RouterSession
+from .submit import WorkerLimits
+from .tp.coordinator import TpCoordinator
+from .tp.kv_group import KvGroup
+from .tp.rank import Rank, RankConfig, enter_engine_thread
+from .transfer.connector import KvMover
+from .transfer.messages import layout_message
+from .transfer.sender import FrameHook
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self,
         rank: Rank,
         config: WorkerConfig,
-        leader: Leader,
+        leader: TpCoordinator,
         *,
         worker_id: str,
         role: str,
@@ -88,10 +89,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             frame_hook=frame_hook,
         )
         self._kv = KvGroup(self._mover, leader.links)
-        self._jobs = Jobs(
+        self._jobs = RequestManager(
             self._thread,
             self._kv,
-            Room(
+            WorkerLimits(
                 vocab_size=rank.vocab_size,
                 context_tokens=self._context_tokens,
                 max_sequences=config.max_sequences,
@@ -116,7 +117,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         Raises what `Leader.start` raises, such as CheckpointError for a bad model folder, and OSError for a port that
         is taken."""
         keep_freed_memory()
-        leader, rank = await Leader.start(config, ranks)
+        leader, rank = await TpCoordinator.start(config, ranks)
         try:
             worker = await cls.serve(rank, config, worker_id=worker_id, role=role, leader=leader)
         except BaseException:
@@ -134,10 +135,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         worker_id: str,
         role: str,
         frame_hook: FrameHook | None = None,
-        leader: Leader | None = None,
+        leader: TpCoordinator | None = None,
     ) -> Self:
         """Serves a loaded rank. `frame_hook` stands between the exporter and gRPC; fault tests put theirs there."""
-        leader = leader or Leader()
+        leader = leader or TpCoordinator()
         worker = cls(rank, config, leader, worker_id=worker_id, role=role, frame_hook=frame_hook)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
         worker._mover.serve_on(worker._server)

@@ -24,10 +24,10 @@ from grpc_health.v1 import health_pb2
 
 from ...proto import inference_pb2
 from ...proto.errors import Cancelled, Unavailable
-from . import core, wire
-from .core import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
+from . import types, wire
 from .request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
 from .results import Collector, model_infos
+from .types import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
 
 _R = TypeVar("_R", bound=ProtobufMessage)
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
@@ -128,22 +128,22 @@ class Client:
     ) -> list[int]:
         """The token ids that `generate` sees for a text, `chat` for messages with the same options of the template."""
         request = tokenize_request(prompt, model, options)
-        return list(self._ask(core.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout).token_ids)
+        return list(self._ask(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, model)
-        return self._ask(core.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout).text
+        return self._ask(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout).text
 
     def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """The names under which the service answers."""
         request = inference_pb2.ListModelsRequest()
-        return model_infos(self._ask(core.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
+        return model_infos(self._ask(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Whether the service can be reached and says that it can answer."""
         try:
-            answer = self._ask(core.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse, timeout)
+            answer = self._ask(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse, timeout)
         except Unavailable:
             return False
         return bool(answer.status == _SERVING)
@@ -161,7 +161,7 @@ class Client:
         self.close()
 
     def _start(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None) -> Stream:
-        start = self._channel.unary_stream(core.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
+        start = self._channel.unary_stream(types.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
         return Stream(start(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
 
     def _ask(self, method: str, request: ProtobufMessage, answer: type[_R], timeout: float | None) -> _R:
@@ -271,23 +271,23 @@ class AsyncClient:
     ) -> list[int]:
         """The token ids that `generate` sees for a text, `chat` for messages with the same options of the template."""
         request = tokenize_request(prompt, model, options)
-        return list((await self._ask(core.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout)).token_ids)
+        return list((await self._ask(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, model)
-        return (await self._ask(core.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout)).text
+        return (await self._ask(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout)).text
 
     async def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """The names under which the service answers."""
         request = inference_pb2.ListModelsRequest()
-        return model_infos(await self._ask(core.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
+        return model_infos(await self._ask(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
 
     async def health(self, *, timeout: float | None = None) -> bool:
         """Whether the service can be reached and says that it can answer."""
         request = health_pb2.HealthCheckRequest()
         try:
-            answer = await self._ask(core.HEALTH, request, health_pb2.HealthCheckResponse, timeout)
+            answer = await self._ask(types.HEALTH, request, health_pb2.HealthCheckResponse, timeout)
         except Unavailable:
             return False
         return bool(answer.status == _SERVING)
@@ -307,7 +307,7 @@ class AsyncClient:
     def _start(
         self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None
     ) -> AsyncStream:
-        start = self._channel.unary_stream(core.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
+        start = self._channel.unary_stream(types.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
         return AsyncStream(start(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
 
     async def _ask(self, method: str, request: ProtobufMessage, answer: type[_R], timeout: float | None) -> _R:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
-from .core import ChatOptions, Message, Options, TemplateOptions, Tool, ToolCall
+from .types import ChatOptions, Message, Options, TemplateOptions, Tool, ToolCall
 
 _SAMPLING: Final = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "typical_p"),

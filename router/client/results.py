@@ -6,18 +6,7 @@ from typing import Final
 
 from ...proto import inference_pb2
 from ...proto.errors import InternalError
-from .core import (
-    Choice,
-    Completion,
-    Delta,
-    FinishReason,
-    Logprob,
-    ModelInfo,
-    Timeline,
-    TokenLogprobs,
-    ToolCall,
-    Usage,
-)
+from .types import Choice, Completion, Delta, FinishReason, Logprob, ModelInfo, Timeline, TokenLogprobs, ToolCall, Usage
 from .wire import Metadata
 
 _TIMELINE_KEY: Final = "tandem-timeline-bin"

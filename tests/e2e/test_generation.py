@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.proto import inference_pb2
-from tandem.router.completion import Completions
-from tandem.router.prepare import ServedModel
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, fleet, token_request
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
-from tandem.workers.rank import Rank
+from tandem.workers.tp.rank import Rank
 
 BEAM_PROMPTS = (3, 5, 9, 14, 16, 17, 25, 40, 64, 100)  # tokens
 BEAM_TOKENS = 16
@@ -133,7 +133,7 @@ async def test_conversations_find_their_prefix() -> None:
     ttft: dict[bool, list[float]] = {True: [], False: []}  # by: the first turn of the first conversation
     async with demo_fleet(2, 2, "bfloat16") as (running, _):
         model = ServedModel(name="demo", tokenizer=tokenizer, context_tokens=4096)
-        completions = Completions([model], running.dispatcher)
+        completions = GenerationService([model], running.dispatcher)
         chats = [
             inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="system", content=system)]) for _ in range(4)
         ]

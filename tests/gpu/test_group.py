@@ -7,14 +7,14 @@ import torch
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, prompt
-from tandem.workers.group import ProcessGroup
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.tp.process_group import TpGroup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def lonely_group() -> ProcessGroup:
-    group = ProcessGroup.listen(host="127.0.0.1", size=1, device="cuda", timeout=30, start_timeout=30)
+def lonely_group() -> TpGroup:
+    group = TpGroup.listen(host="127.0.0.1", size=1, device="cuda", timeout=30, start_timeout=30)
     group.meet()
     return group
 

@@ -13,13 +13,14 @@ from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.spans import span
-from tandem.workers import bench
+from tandem.workers.bench import __main__
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Token
-from tandem.workers.engine.plan import PENDING_TOKEN, KvLayout, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.model.kv import PagedKv
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -184,5 +185,5 @@ def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--shape tiny --random-weights --device cuda --batches 1,3,16 --prompts 40,600 --context 300 --raw"
-    assert bench.main(arguments.split()) == 0
+    assert __main__.main(arguments.split()) == 0
     assert "roofline" in capsys.readouterr().out

@@ -6,12 +6,12 @@ from typing import Protocol
 
 import pytest
 
-from tandem.router.completion import Completions
-from tandem.router.doors.grpc_door import GrpcDoor
-from tandem.router.doors.server import RouterServer
+from tandem.router.api.grpc_server import GrpcServer
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
 from tandem.router.fake import FakeTokenSource, byte_tokenizer
-from tandem.router.prepare import ServedModel
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 512
 
@@ -44,7 +44,7 @@ def model(tokenizer: Tokenizer) -> ServedModel:
 async def service(model: ServedModel) -> AsyncIterator[Service]:
     """Both doors."""
     source = FakeTokenSource()
-    server = await RouterServer.start(Completions([model], source))
+    server = await ApiServers.start(GenerationService([model], source))
     await server.set_serving(True)
     yield Service(doors=server, source=source, grpc=server.grpc_address, http=server.http_address)
     await server.stop(0)
@@ -55,7 +55,7 @@ async def service(model: ServedModel) -> AsyncIterator[Service]:
 async def grpc_service(model: ServedModel) -> AsyncIterator[Service]:
     """The gRPC door alone: starts and stops faster."""
     source = FakeTokenSource()
-    door = GrpcDoor(Completions([model], source), reflection=True)
+    door = GrpcServer(GenerationService([model], source), reflection=True)
     address = await door.start("127.0.0.1:0")
     await door.set_serving(True)
     yield Service(doors=door, source=source, grpc=address)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tandem.router.placement.view import DirectoryView
 from tandem.router.request import TokenRequest
+from tandem.router.scheduling.registry import WorkerRegistry
 
 BLOCK_SIZE = 16
 
@@ -42,7 +42,7 @@ def info(
     )
 
 
-def fill(view: DirectoryView, *, prefill: int, decode: int, max_sequences: int = 0, num_blocks: int = 256) -> None:
+def fill(view: WorkerRegistry, *, prefill: int, decode: int, max_sequences: int = 0, num_blocks: int = 256) -> None:
     """Workers p0, p1, ... and d0, d1, ..."""
     view.update(
         [info(f"p{n}", ROLE_PREFILL, num_blocks=num_blocks) for n in range(prefill)]

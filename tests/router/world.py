@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.router.flight import Leg, WorkerLeft
-from tandem.router.link import WorkerLink
-from tandem.router.placement.policy import Placement
+from tandem.router.dispatch.attempt import Leg, WorkerLeft
+from tandem.router.dispatch.execution import RequestExecution
+from tandem.router.dispatch.request_timer import RequestTimer
+from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenDelta, TokenRequest
-from tandem.router.run import Run
-from tandem.router.stopwatch import Stopwatch
+from tandem.router.scheduling.policy import Placement
 from tandem.tests.fleet import token_request
 
 SEED = 1000
@@ -37,7 +37,7 @@ def completion(prompt: tuple[int, ...], seed: int, max_tokens: int) -> list[int]
     return ids
 
 
-class PlayedLink(WorkerLink):
+class PlayedLink(WorkerClient):
     """A link without a stream."""
 
     def __init__(self) -> None:
@@ -200,11 +200,13 @@ class World:
                 self.left.add(job.worker)
 
 
-def start(world: World, request: TokenRequest, ended: Collection[int] = ()) -> tuple[Run, inference_pb2.Timeline]:
+def start(
+    world: World, request: TokenRequest, ended: Collection[int] = ()
+) -> tuple[RequestExecution, inference_pb2.Timeline]:
     timeline = inference_pb2.Timeline()
-    watch = Stopwatch(request, timeline)
+    watch = RequestTimer(request, timeline)
     view: Any = world
-    run = Run(request, ended, send=world.send, view=view, watch=watch)
+    run = RequestExecution(request, ended, send=world.send, view=view, watch=watch)
     run.start()
     return run, timeline
 
@@ -234,7 +236,7 @@ def choices_request(num_choices: int, max_tokens: int = 30, **fields: Any) -> To
     )
 
 
-def deltas_until(world: World, run: Run, caller: Caller, num_tokens: int) -> None:
+def deltas_until(world: World, run: RequestExecution, caller: Caller, num_tokens: int) -> None:
     """Advances until the caller has so many tokens of each choice that goes on."""
     while any(len(ids) < num_tokens for choice, ids in enumerate(caller.ids) if choice not in caller.finished):
         world.advance()

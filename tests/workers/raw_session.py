@@ -11,7 +11,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.tests.fleet import is_idle, worker_stub
 from tandem.workers.engine.fake import FakeExecutor
-from tandem.workers.rank import Rank
+from tandem.workers.tp.rank import Rank
 from tandem.workers.worker import Worker, WorkerConfig
 
 GREEDY = inference_pb2.SamplingParams(temperature=0, top_p=1)

@@ -1,6 +1,7 @@
 """A short way to name a part of a rank's KV cache."""
 
-from tandem.workers.engine.plan import KvSpan, KvStore
+from tandem.workers.kv_cache.layout import KvSpan
+from tandem.workers.kv_cache.store import KvStore
 
 
 def span(kv: KvStore, first_token: int, num_tokens: int, first_layer: int = 0, num_layers: int | None = None) -> KvSpan:

@@ -16,9 +16,9 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
 from tandem.tests.workers.raw_session import GREEDY, RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
-from tandem.workers.engine.plan import OnLayers, Opening, Samples, StepPlan
-from tandem.workers.rank import Rank
-from tandem.workers.transfer.export import Exporter
+from tandem.workers.engine.plan import FirstTokens, OnLayers, Samples, StepPlan
+from tandem.workers.tp.rank import Rank
+from tandem.workers.transfer.sender import KvSender
 from tandem.workers.worker import Worker
 
 PROMPT = range(20)
@@ -242,27 +242,27 @@ async def test_a_preempted_beam_search_ends_as_one() -> None:
 
 # --- openings ------------------------------------------------------------------------------------------------------
 
-BROKEN: list[tuple[dict[str, Any], Opening]] = [
-    ({"num_choices": 2}, Opening(tokens=(1,))),
-    ({"num_choices": 2}, Opening(tokens=(1, 2, 3))),
-    ({"num_choices": 2}, Opening(tokens=(1, VOCAB))),
-    ({"num_choices": 2}, Opening(tokens=(1, 2), logprobs=(-1.0, -2.0))),
-    ({"num_choices": 1}, Opening(tokens=())),
-    ({"num_choices": 1}, Opening(tokens=(2**40,))),
-    ({"beam_search": {"width": 2}}, Opening(tokens=(1, 2))),
-    ({"beam_search": {"width": 2}}, Opening(tokens=(1,), logprobs=(-1.0,))),
-    ({"beam_search": {"width": 2}}, Opening(tokens=(1, VOCAB, 3), logprobs=(-1.0, -2.0, -3.0))),
-    ({"beam_search": {"width": 2}}, Opening(tokens=(1, 2, 3), logprobs=(-1.0, float("nan"), -3.0))),
-    ({"beam_search": {"width": 2}}, Opening(tokens=(1, 2, 3), logprobs=(-1.0, -3.0))),
+BROKEN: list[tuple[dict[str, Any], FirstTokens]] = [
+    ({"num_choices": 2}, FirstTokens(tokens=(1,))),
+    ({"num_choices": 2}, FirstTokens(tokens=(1, 2, 3))),
+    ({"num_choices": 2}, FirstTokens(tokens=(1, VOCAB))),
+    ({"num_choices": 2}, FirstTokens(tokens=(1, 2), logprobs=(-1.0, -2.0))),
+    ({"num_choices": 1}, FirstTokens(tokens=())),
+    ({"num_choices": 1}, FirstTokens(tokens=(2**40,))),
+    ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, 2))),
+    ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1,), logprobs=(-1.0,))),
+    ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, VOCAB, 3), logprobs=(-1.0, -2.0, -3.0))),
+    ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, 2, 3), logprobs=(-1.0, float("nan"), -3.0))),
+    ({"beam_search": {"width": 2}}, FirstTokens(tokens=(1, 2, 3), logprobs=(-1.0, -3.0))),
 ]
 
 
 @pytest.mark.parametrize(("fields", "opening"), BROKEN)
 async def test_a_broken_opening_is_a_failed_transfer(
-    fields: dict[str, Any], opening: Opening, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], opening: FirstTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = Exporter.complete
-    monkeypatch.setattr(Exporter, "complete", lambda self, sequence_id, good: complete(self, sequence_id, opening))
+    complete = KvSender.complete
+    monkeypatch.setattr(KvSender, "complete", lambda self, sequence_id, good: complete(self, sequence_id, opening))
     async with pair() as (_, prefill, decode):
         await hand_over(prefill, decode, **fields)
         (failed,) = await decode.until(is_failure)

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Event, Joined
+from tandem.workers.engine.events import Event, KvReceived
 from tandem.workers.engine_thread import EngineStopped, EngineThread
 
 
@@ -37,8 +37,8 @@ class PlayedEngine:
             raise self.fault
         self.steps_left -= 1
         self.num_steps += 1
-        early([Joined(id=-self.num_steps)])
-        return [Joined(id=self.num_steps)]
+        early([KvReceived(id=-self.num_steps)])
+        return [KvReceived(id=self.num_steps)]
 
 
 class Running:
@@ -52,7 +52,7 @@ class Running:
         self.thread = EngineThread(engine, deliver=self.deliver, failed=self.failures.append)
 
     def deliver(self, events: list[Event]) -> None:
-        self.events += [event.id for event in events if isinstance(event, Joined)]
+        self.events += [event.id for event in events if isinstance(event, KvReceived)]
 
     def give(self, steps: int) -> Callable[[Engine], None]:
         return lambda engine: setattr(engine, "steps_left", steps)

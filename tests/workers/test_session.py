@@ -10,9 +10,11 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers import session as room
 from tandem.workers.engine.events import Token
-from tandem.workers.engine.plan import KvLayout, TokenLogprobs
+from tandem.workers.engine.plan import SampledLogprobs
 from tandem.workers.engine.sequence import FinishReason
-from tandem.workers.session import RouterSession, layout_message, parse_layout, tokens_output
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.session import RouterSession, tokens_output
+from tandem.workers.transfer.messages import layout_message, parse_layout
 
 
 async def taken(session: RouterSession) -> worker_pb2.SessionResponse:
@@ -151,8 +153,8 @@ def test_a_token_as_it_goes_up(finish: FinishReason | None, expected: int) -> No
 
 
 def test_tokens_that_come_together_are_one_message() -> None:
-    scored = [TokenLogprobs(logprob=-0.5, top=((7, -0.25), (8, -0.5))), TokenLogprobs(logprob=-1.0, top=())]
-    prompt = (TokenLogprobs(logprob=-2.0, top=((1, -1.5),)),)
+    scored = [SampledLogprobs(logprob=-0.5, top=((7, -0.25), (8, -0.5))), SampledLogprobs(logprob=-1.0, top=())]
+    prompt = (SampledLogprobs(logprob=-2.0, top=((1, -1.5),)),)
     message = tokens_output(
         [
             Token(id=1, index=0, token=8, finish=None, prefill_seconds=0.5, logprobs=scored[0]),
@@ -175,7 +177,7 @@ def test_tokens_that_come_together_are_one_message() -> None:
 
 
 def scored_token(count: int, index: int = 0) -> Token:
-    scores = tuple(TokenLogprobs(logprob=-float(number), top=((number, -0.5),)) for number in range(count))
+    scores = tuple(SampledLogprobs(logprob=-float(number), top=((number, -0.5),)) for number in range(count))
     return Token(id=1, index=index, token=7, finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
 
 
@@ -214,7 +216,7 @@ async def test_a_closed_session_gives_what_is_not_complete_yet(monkeypatch: pyte
 async def test_no_turn_of_the_loop_is_long_for_a_long_prompt() -> None:
     """In its processor's time, since other tests may run; all at once they take a tenth of a second."""
     top = tuple((number, -0.5) for number in range(20))
-    scores = tuple(TokenLogprobs(logprob=-1.0, top=top) for _ in range(32_768))
+    scores = tuple(SampledLogprobs(logprob=-1.0, top=top) for _ in range(32_768))
     token = Token(id=1, index=0, token=7, finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
     session, longest, began = RouterSession(), 0.0, time.thread_time()
     session.put_tokens(("a", 1), 0, [token])

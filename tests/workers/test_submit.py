@@ -7,9 +7,9 @@ import pytest
 from tandem.proto import inference_pb2, limits, worker_pb2
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, Task
-from tandem.workers.submit import MAX_GRAMMAR_CHARACTERS, InvalidSubmit, Room, parse_submit
+from tandem.workers.submit import MAX_GRAMMAR_CHARACTERS, InvalidSubmit, WorkerLimits, parse_submit
 
-ROOM = Room(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
+ROOM = WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
 NAN, INF = float("nan"), float("inf")
 PAST = 1.0000002  # a factor that a float32 feels
 
@@ -21,7 +21,7 @@ def submit(**fields: Any) -> worker_pb2.Submit:
     return worker_pb2.Submit(**good | fields, sampling=inference_pb2.SamplingParams(**sampling))
 
 
-def parse(room: Room = ROOM, **fields: Any) -> SequenceSpec:
+def parse(room: WorkerLimits = ROOM, **fields: Any) -> SequenceSpec:
     return parse_submit(submit(**fields), 9, room)
 
 
@@ -114,7 +114,7 @@ def test_a_beam_search() -> None:
 
 
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
-    room = Room(vocab_size=5, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
+    room = WorkerLimits(vocab_size=5, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
     sampling = parse(room, logprobs=20, prompt_logprobs=6).sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (5, 5)
 
@@ -206,7 +206,7 @@ def test_every_bound_is_the_last_good_value(field: str, at: dict[str, Any], past
 
 
 def test_so_many_biases_and_no_more() -> None:
-    room = Room(vocab_size=5000, context_tokens=200, max_sequences=64, eos_ids=frozenset())
+    room = WorkerLimits(vocab_size=5000, context_tokens=200, max_sequences=64, eos_ids=frozenset())
     assert len(parse(room, sampling={"logit_bias": dict.fromkeys(range(1024), 1.0)}).sampling.logit_bias) == 1024
     with pytest.raises(InvalidSubmit, match="logit_bias"):
         parse(room, sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)})
@@ -214,13 +214,13 @@ def test_so_many_biases_and_no_more() -> None:
 
 @pytest.mark.parametrize("fields", [{"num_choices": 5}, {"beam_search": {"width": 5}}])
 def test_as_many_sequences_as_the_worker_computes(fields: dict[str, Any]) -> None:
-    parse(Room(vocab_size=100, context_tokens=200, max_sequences=5, eos_ids=frozenset()), **fields)
+    parse(WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=5, eos_ids=frozenset()), **fields)
     with pytest.raises(InvalidSubmit, match="num_choices"):
-        parse(Room(vocab_size=100, context_tokens=200, max_sequences=4, eos_ids=frozenset()), **fields)
+        parse(WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=4, eos_ids=frozenset()), **fields)
 
 
 def test_a_model_with_more_end_tokens_than_an_opening_has_room_for() -> None:
-    many = Room(vocab_size=500, context_tokens=200, max_sequences=64, eos_ids=frozenset(range(140)))
+    many = WorkerLimits(vocab_size=500, context_tokens=200, max_sequences=64, eos_ids=frozenset(range(140)))
     assert parse(many).stop_ids == many.eos_ids
     parse(many, beam_search={"width": 4})
     with pytest.raises(InvalidSubmit, match="stop_token_ids"):

@@ -17,7 +17,7 @@ from tandem.proto.errors import TandemError
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request, worker_stub
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.workers.engine.fake import expected_tokens
-from tandem.workers.rank import Rank
+from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.wire import PULL_METHOD, Open, Pull, TransferKey, encode
 from tandem.workers.worker import Worker, WorkerConfig
 

@@ -10,7 +10,7 @@ from typing import Final
 from .block_pool import BlockState
 from .config import EngineConfig
 from .events import Event
-from .plan import Executor, Opening, Samples, StepPlan
+from .plan import Executor, FirstTokens, Samples, StepPlan
 from .scheduler import Scheduler
 from .sequence import SequenceSpec
 
@@ -69,7 +69,7 @@ class Engine:
         all."""
         self.scheduler.cancel_choice(sequence_id, choice)
 
-    def commit_import(self, sequence_id: int, opening: Opening) -> None:
+    def commit_import(self, sequence_id: int, opening: FirstTokens) -> None:
         """The KV cache of a DECODE sequence has arrived whole and verified: from the next step on it runs. A choice
         that its first token does not end yields the tokens after it; one that it ends yields that token again.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .plan import Opening, TokenLogprobs
+from .plan import FirstTokens, SampledLogprobs
 from .sequence import FinishReason
 
 
@@ -28,7 +28,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class KvReceived:
     """The committed import takes part in the batch from this step on."""
 
     id: int
@@ -43,20 +43,20 @@ class Token:
     token: int
     finish: FinishReason | None
     prefill_seconds: float  # from admission to this token if it is the first here, else 0
-    logprobs: TokenLogprobs | None = None  # if asked for
+    logprobs: SampledLogprobs | None = None  # if asked for
     prompt_logprobs: tuple[
-        TokenLogprobs, ...
+        SampledLogprobs, ...
     ] = ()  # of the prompt after its first token; with the first choice's first
     score: float = 0.0  # of a hypothesis, with its last token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class PrefillFinished:
     """A PREFILL sequence is computed and leased. Comes after the first tokens of its choices, unless these have ended
     them all, and for a beam search in their place."""
 
     id: int
-    opening: Opening
+    opening: FirstTokens
     prefill_seconds: float
 
 
@@ -83,4 +83,4 @@ class Failed:
     reason: str  # a user may see it
 
 
-Event = Admitted | Progress | Joined | Token | Opened | Preempted | Failed | CacheChanged
+Event = Admitted | Progress | KvReceived | Token | PrefillFinished | Preempted | Failed | CacheChanged

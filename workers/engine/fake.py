@@ -14,19 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from .plan import (
-    PENDING_TOKEN,
-    Executor,
-    KvLayout,
-    KvReader,
-    KvSpan,
-    OnLayers,
-    Samples,
-    SamplingParams,
-    SequenceStep,
-    StepPlan,
-    TokenLogprobs,
-)
+from ..kv_cache.layout import KvLayout, KvSpan
+from ..kv_cache.store import KvReader
+from .plan import PENDING_TOKEN, Executor, OnLayers, SampledLogprobs, Samples, SamplingParams, SequenceStep, StepPlan
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -274,6 +264,6 @@ def _distribution(history: bytes, vocab_size: int) -> tuple[tuple[int, float], .
     return tuple(sorted(enumerate(logprobs), key=lambda item: (-item[1], item[0] != first)))
 
 
-def _score(history: bytes, token: int, vocab_size: int, top: int) -> TokenLogprobs:
+def _score(history: bytes, token: int, vocab_size: int, top: int) -> SampledLogprobs:
     ranked = _distribution(history, vocab_size)
-    return TokenLogprobs(logprob=next(score for other, score in ranked if other == token), top=ranked[:top])
+    return SampledLogprobs(logprob=next(score for other, score in ranked if other == token), top=ranked[:top])

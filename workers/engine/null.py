@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from .plan import Executor, KvLayout, KvReader, KvSpan, OnLayers, Samples, StepPlan
+from ..kv_cache.layout import KvLayout, KvSpan
+from ..kv_cache.store import KvReader
+from .plan import Executor, OnLayers, Samples, StepPlan
 
 
 class NullKv:

@@ -3,9 +3,8 @@
 Knows nothing of tensors, devices or networks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from mmap import mmap
 from typing import Final, Protocol
 
 PENDING_TOKEN: Final = -1
@@ -77,7 +76,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs:
+class SampledLogprobs:
     """Natural logarithms of the model's own distribution, before temperature, penalties, filters and masks; float32."""
 
     logprob: float  # of the token itself
@@ -89,14 +88,16 @@ class Samples:
     """What a step drew."""
 
     tokens: list[int]  # of every draw, in the plan's order
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by sequence id, one for each of its draws
+    logprobs: dict[int, list[SampledLogprobs]] = field(
+        default_factory=dict
+    )  # by sequence id, one for each of its draws
     # By sequence id: of the tokens that follow each of the step's positions in the prompt, in order.
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)  # why, by sequence id, its draws are none and it cannot go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class FirstTokens:
     """What a decode goes on with, beside the KV cache of the prompt."""
 
     tokens: tuple[int, ...]  # the first of each choice; or the candidates for the first of a beam search,
@@ -121,119 +122,3 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> list[int]:
         """Launches a step and waits for its tokens."""
         return self.launch(plan)().tokens
-
-
-ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""By the dtypes of weights and of KV cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvLayout:
-    """The KV cache of a model, however ranks split it. Its canonical form is [layer, key or value, token, KV head,
-    head_dim] of dtype."""
-
-    num_layers: int
-    num_heads: int  # query heads: they decide which KV heads a rank has, see `sharding`
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # float32, bfloat16 or float16
-    model: str  # the model's fingerprint: equal weights and config, equal KV cache
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one token's key and value in one layer and KV slot."""
-        return 2 * self.head_dim * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvSpan:
-    """A box of a rank's KV cache: layers, tokens (positions in a sequence) and KV slots (see `sharding`)."""
-
-    first_layer: int
-    num_layers: int
-    first_token: int
-    num_tokens: int
-    first_slot: int
-    num_slots: int
-
-    def check(self, *, num_layers: int, num_tokens: int, num_slots: int) -> None:
-        """Raises ValueError unless it lies within a cache of this many."""
-        for first, count, size, what in (
-            (self.first_layer, self.num_layers, num_layers, "layers"),
-            (self.first_token, self.num_tokens, num_tokens, "tokens"),
-            (self.first_slot, self.num_slots, num_slots, "KV slots"),
-        ):
-            if min(first, count - 1) < 0 or first + count > size:
-                raise ValueError(f"{what} {first} + {count} are not within {size}")
-
-    def size(self, layout: KvLayout) -> int:
-        """Bytes in canonical form."""
-        return self.num_layers * self.num_tokens * self.num_slots * layout.bytes_per_slot
-
-
-LEDGER_BYTES: Final = 64 * 1024
-SAMPLE_BYTES: Final = 2 * 1024 * 1024
-TAIL_BYTES: Final = SAMPLE_BYTES + LEDGER_BYTES
-"""At the end of KV cache memory that is shared; for those who move the cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMemory:
-    """KV cache memory that other processes of the host can map."""
-
-    fd: int  # of a file that is the memory
-    sample: memoryview  # SAMPLE_BYTES, before
-    ledger: memoryview  # its last LEDGER_BYTES
-    num_blocks: int
-    block_size: int
-    num_slots: int
-
-
-class KvReader(Protocol):
-    """KV cache that can be read."""
-
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """Copies out a span of the sequence whose block table is `blocks`.
-
-        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_dim]. Raises ValueError if
-        something is out of range."""
-        ...
-
-
-class KvStore(KvReader, Protocol):
-    """The KV cache memory of one rank, as the transfer reads and writes it in canonical form.
-
-    The caller owns the blocks for the whole call. Reads and writes of blocks that the running step does not touch
-    are safe from any thread while a step runs.
-    """
-
-    @property
-    def layout(self) -> KvLayout:
-        """Of the whole model; equal on all ranks and on both sides of a transfer."""
-        ...
-
-    @property
-    def tp(self) -> int:
-        """How many ranks share the model."""
-        ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def num_slots(self) -> int:
-        """KV slots of this rank: `len(kv_heads(layout.num_heads, layout.num_kv_heads, tp, rank))` of `sharding`."""
-        ...
-
-    @property
-    def shared(self) -> SharedMemory | None:
-        """None if other processes cannot map it."""
-        ...
-
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, num_slots: int) -> KvReader:
-        """The cache of another process, of the same layout. Raises ValueError if `memory` is too small for it."""
-        ...
-
-    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        """The inverse of `read`. Raises ValueError if `data` has not exactly the expected length."""
-        ...

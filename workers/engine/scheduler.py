@@ -11,11 +11,11 @@ from typing import Final
 from . import fork
 from .block_pool import BlockPool
 from .config import EngineConfig
-from .events import Admitted, CacheChanged, Event, Failed, Joined, Preempted, Progress, Token
-from .ledger import Ledger
-from .outcome import Outcome
-from .plan import PENDING_TOKEN, Opening, Samples, SequenceStep, StepPlan
+from .events import Admitted, CacheChanged, Event, Failed, KvReceived, Preempted, Progress, Token
+from .plan import PENDING_TOKEN, FirstTokens, Samples, SequenceStep, StepPlan
+from .request_table import RequestTable
 from .sequence import Search, Sequence, SequenceSpec, State, Task
+from .update import OutputUpdate
 
 _LEAST_AHEAD: Final = 128  # tokens of a step; fewer are moved in the time that it takes to speak of them
 
@@ -38,8 +38,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self.config = config
         self._clock = clock
-        self._ledger = Ledger(config)
-        self._outcome = Outcome(self._ledger, clock)
+        self._ledger = RequestTable(config)
+        self._outcome = OutputUpdate(self._ledger, clock)
 
     @property
     def pool(self) -> BlockPool:
@@ -88,7 +88,7 @@ class Scheduler:
         """See `Engine.cancel_choice`."""
         self._ledger.cancel_choice(sequence_id, choice)
 
-    def commit_import(self, sequence_id: int, opening: Opening) -> None:
+    def commit_import(self, sequence_id: int, opening: FirstTokens) -> None:
         """See `Engine.commit_import`."""
         sequence = self._ledger.sequences.get(sequence_id)
         if sequence is None:
@@ -199,7 +199,7 @@ class Scheduler:
         for sequence, opening in self._ledger.joined:
             if sequence.state is not State.RUNNING:
                 continue
-            events.append(Joined(id=sequence.spec.id))
+            events.append(KvReceived(id=sequence.spec.id))
             if sequence.search:
                 candidates = list(zip(opening.tokens, opening.logprobs, strict=True))
                 events += self._outcome.advance(sequence.search, [candidates])

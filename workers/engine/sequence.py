@@ -10,7 +10,7 @@ from typing import Self
 
 from ...proto.hashing import hash_block, hash_chain, hash_root
 from .beam import Beams
-from .plan import SamplingParams, TokenLogprobs
+from .plan import SampledLogprobs, SamplingParams
 
 
 class Task(enum.Enum):
@@ -132,7 +132,7 @@ class Sequence:
     scores_prompt: bool = field(init=False)  # log probabilities of its prompt are wanted
     search: "Search | None" = None  # whose beam it is
     copy_source: int | None = None  # holds the block whose content its last block is to have
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # so far
+    prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # so far
     chain: list[bytes] = field(init=False)  # hashes of the full blocks, as far as computed
     num_published: int = 0
 
@@ -211,7 +211,7 @@ class Sequence:
         """The ranks are to know it anew from its next step on."""
         self.num_sent_blocks, self.sampling_sent = 0, False
 
-    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+    def take_prompt_logprobs(self) -> tuple[SampledLogprobs, ...]:
         """Those of the prompt's tokens after the first, once; what is generated has its own."""
         taken, self.prompt_logprobs = self.prompt_logprobs, []
         return tuple(taken[: self.spec.num_prompt - 1])

@@ -6,11 +6,11 @@ from typing import Final
 import torch
 
 from ..engine.plan import OnLayers
-from .attention import StepAttention
+from .attention.torch_attention import StepAttention
 from .config import ModelConfig
-from .layers import GatedMlp, Linear, RmsNorm
+from .layers.linear import GatedMlp, Linear, RmsNorm
+from .layers.rotary import rotate
 from .parallel import Shard
-from .rope import rotate
 from .weights import Weights
 
 _LAYER_GROUPS: Final = 4

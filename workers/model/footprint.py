@@ -6,8 +6,8 @@ is tied to the embedding is packed for its kernel beside it.
 
 import math
 
-from ..engine.plan import ITEM_BYTES
-from ..engine.sharding import kv_heads, part
+from ..kv_cache.layout import ITEM_BYTES
+from ..kv_cache.sharding import kv_heads, part
 from .checkpoint import expected_tensors
 from .config import ModelConfig
 

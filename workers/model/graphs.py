@@ -5,8 +5,8 @@ from typing import Final, Protocol
 
 import torch
 
-from .attention import SequenceSpan, StepAttention
-from .paged_attention import GpuAttention, StaticDecodes
+from .attention.gpu_attention import GpuAttention, StaticDecodes
+from .attention.torch_attention import SequenceSpan, StepAttention
 
 BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """A step is padded to the next of these. Beyond the last it runs without a graph."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ..engine.sharding import kv_heads, part
+from ..kv_cache.sharding import kv_heads, part
 from .config import ModelConfig
 
 

@@ -11,17 +11,17 @@ import torch
 
 from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
 from . import kernels
-from .attention import AttentionBackend, SequenceSpan, StepAttention, TorchAttention
+from .attention.torch_attention import AttentionBackend, SequenceSpan, StepAttention, TorchAttention
 from .checkpoint import check_checkpoint, fingerprint
 from .config import ModelConfig
 from .decoder import Decoder, StepBatch
 from .device import ship, to_host
-from .grammar import Grammars
-from .kv import PagedKv, kv_bytes_per_block, kv_layout
-from .logprobs import Measured, following, measure_prompts
+from .kv_store import PagedKv, kv_bytes_per_block, kv_layout
+from .layers.rotary import RotaryTable
 from .parallel import Group, Shard
-from .rope import RotaryTable
-from .sampler import Sampler
+from .sampling.grammar import Grammars
+from .sampling.logprobs import Measured, following, measure_prompts
+from .sampling.sampler import Sampler
 from .weights import DTYPES, Weights
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ class ModelRunner(Executor):
     def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:
         """From now on decode steps of up to the largest of `batches` sequences are replayed. Only with `GpuAttention`;
         call it before the first plan."""
+        from .attention.gpu_attention import GpuAttention
         from .graphs import DecodeGraphs  # with Triton, which is not everywhere and takes a second
-        from .paged_attention import GpuAttention
 
         assert isinstance(self._attention, GpuAttention)
         self._graphs = DecodeGraphs(self._forward, self._attention, capture, batches)
@@ -265,7 +265,7 @@ def _collect(
 
 def _attention(kv: PagedKv, config: ModelConfig) -> AttentionBackend:
     if kernels.on_gpu(kv.data):
-        from .paged_attention import GpuAttention  # with Triton
+        from .attention.gpu_attention import GpuAttention  # with Triton
 
         return GpuAttention(kv, config.windows, config.num_heads)
     return TorchAttention(kv, config.windows, config.num_heads)

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Final
 
-from ..engine.plan import SAMPLE_BYTES, KvStore
+from ..kv_cache.store import SAMPLE_BYTES, KvStore
 from .outlets import Outlet, open_outlet
-from .shared import Ledger, host_id
+from .shared import LeaseTable, host_id
 from .transports import CONNECT_SECONDS, Means
 from .wire import (
     FRAME_BYTES,
@@ -38,7 +38,7 @@ _TRIAL_SECONDS: Final = 2 * CONNECT_SECONDS  # until the puller has tried one wa
 class Acceptor:
     """The connections of this rank to those that pull from it, by their ids."""
 
-    def __init__(self, kv: KvStore, *, epoch: int, means: Means, ledger: Ledger) -> None:
+    def __init__(self, kv: KvStore, *, epoch: int, means: Means, ledger: LeaseTable) -> None:
         self._kv = kv
         self._epoch = epoch
         self._means = means
@@ -106,7 +106,7 @@ class Acceptor:
 class _Accepted:
     """One connection."""
 
-    def __init__(self, key: TransferKey, means: Means, ledger: Ledger, sample: bytes) -> None:
+    def __init__(self, key: TransferKey, means: Means, ledger: LeaseTable, sample: bytes) -> None:
         self.outlets: dict[str, Outlet] = {}
         self.outbox: asyncio.Queue[bytes | None] = asyncio.Queue()  # bounded by what the pair takes; None is the end
         self.error: TransferError | None = None  # in which it has ended

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import grpc.aio
 
-from ..engine.plan import SAMPLE_BYTES, KvStore
+from ..kv_cache.store import SAMPLE_BYTES, KvStore
 from .inlets import Inlet, Source, open_inlet
 from .shared import host_id
 from .transports import CONNECT_SECONDS, NUM_SAMPLES, Means

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ..engine.plan import SAMPLE_BYTES, KvSpan, KvStore
+from ..kv_cache.layout import KvSpan
+from ..kv_cache.store import SAMPLE_BYTES, KvStore
 from .collective import Pair
 from .remote import RemoteMemory
 from .shared import Memory, PeerMemory, Remote

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
-from ..engine.plan import KvSpan, KvStore
+from ..kv_cache.layout import KvSpan
+from ..kv_cache.store import KvStore
 from .collective import Pair
-from .shared import Ledger, Memory, Remote
+from .shared import LeaseTable, Memory, Remote
 from .transports import CONNECT_SECONDS, NUM_SAMPLES, Means
 from .wire import FRAME_BYTES, PAIR_GONE, SLICE_BYTES, Sent, TransportError, checksum_of
 
@@ -183,7 +184,7 @@ class _PairCarrier:
 
 
 async def open_outlet(
-    name: str, means: Means, ledger: Ledger, sample: bytes, say: Callable[[Sent], None]
+    name: str, means: Means, ledger: LeaseTable, sample: bytes, say: Callable[[Sent], None]
 ) -> SharedOutlet | PairOutlet:
     """Raises ValueError or OSError if there is no such way from here."""
     if name == "nixl":

@@ -13,7 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.plan import LEDGER_BYTES, SAMPLE_BYTES, TAIL_BYTES, KvSpan, KvStore
+from ..kv_cache.layout import KvSpan
+from ..kv_cache.store import LEDGER_BYTES, SAMPLE_BYTES, TAIL_BYTES, KvStore
 from .nixl import NixlPeer, NixlReader
 from .shared import LINE_BYTES, Remote, check_line, line_start
 from .transports import CONNECT_SECONDS

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from ..engine.plan import LEDGER_BYTES, SAMPLE_BYTES, TAIL_BYTES, KvStore
+from ..kv_cache.store import LEDGER_BYTES, SAMPLE_BYTES, TAIL_BYTES, KvStore
 from .nixl import NixlMemory
 from .wire import Offer, TransferError
 
@@ -54,7 +54,7 @@ class Remote:
     num_slots: int
 
 
-class Ledger:
+class LeaseTable:
     """The exporter's side: which exports still own their blocks."""
 
     def __init__(self, kv: KvStore) -> None:

@@ -22,7 +22,8 @@ import msgpack
 from crc32c import crc32c
 
 from ...proto import limits
-from ..engine.plan import KvSpan, Opening
+from ..engine.plan import FirstTokens
+from ..kv_cache.layout import KvSpan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -108,9 +109,9 @@ class Commit:
     logprobs: list[float]  # none, or one for each
 
     @property
-    def opening(self) -> Opening:
+    def opening(self) -> FirstTokens:
         """What the decode goes on with."""
-        return Opening(tokens=tuple(self.tokens), logprobs=tuple(self.logprobs))
+        return FirstTokens(tokens=tuple(self.tokens), logprobs=tuple(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from tandem.tests.workers.spans import span
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, Event, Token
 from tandem.workers.engine.fake import expected_tokens
-from tandem.workers.engine.plan import Opening, SamplingParams
+from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task
 
 PROMPT = tuple(range(1, 11))
@@ -51,8 +51,8 @@ def spec(
     )
 
 
-def opening(*tokens: int) -> Opening:
-    return Opening(tokens=tokens)
+def opening(*tokens: int) -> FirstTokens:
+    return FirstTokens(tokens=tokens)
 
 
 def expected(tokens: tuple[int, ...], count: int) -> list[int]:

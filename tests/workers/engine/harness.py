@@ -13,20 +13,21 @@ from tandem.workers.engine.events import (
     CacheChanged,
     Event,
     Failed,
-    Joined,
-    Opened,
+    KvReceived,
     Preempted,
+    PrefillFinished,
     Progress,
     Token,
 )
 from tandem.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
-from tandem.workers.engine.plan import PENDING_TOKEN, KvSpan, OnLayers, Samples, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State
+from tandem.workers.kv_cache.layout import KvSpan
 
 VOCAB_SIZE = 16
 
-Told = Admitted | Progress | Joined | Token | Opened | Preempted | Failed
+Told = Admitted | Progress | KvReceived | Token | PrefillFinished | Preempted | Failed
 """Events of sequences."""
 
 

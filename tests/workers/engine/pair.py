@@ -9,9 +9,9 @@ from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.events import Admitted, Joined, Opened, Preempted, Progress, Token
+from tandem.workers.engine.events import Admitted, KvReceived, Preempted, PrefillFinished, Progress, Token
 from tandem.workers.engine.fake import expected_logprobs, expected_tokens
-from tandem.workers.engine.plan import Opening, SamplingParams
+from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, State, Task
 
 
@@ -38,7 +38,7 @@ class Request:
     target: Admitted | None = None
     num_readable: int = 0  # tokens whose KV cache the prefill worker has
     num_pulled: int | None = None
-    opening: Opening | None = None
+    opening: FirstTokens | None = None
 
     @functools.cached_property
     def expected(self) -> list[int]:
@@ -202,9 +202,9 @@ class Pair:
             case Progress():
                 assert request.num_readable <= event.num_computed <= len(request.prompt) + len(request.tokens)
                 request.num_readable = event.num_computed
-            case Joined():
+            case KvReceived():
                 assert worker is self.decode
-            case Opened():
+            case PrefillFinished():
                 assert worker is self.prefill
                 request.opening = event.opening
             case Token() if request.choices:

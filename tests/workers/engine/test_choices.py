@@ -21,7 +21,7 @@ from tandem.tests.workers.engine.drive import (
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.engine import DoesNotFit
-from tandem.workers.engine.events import Admitted, Event, Joined, Opened, Preempted, Progress, Token
+from tandem.workers.engine.events import Admitted, Event, KvReceived, Preempted, PrefillFinished, Progress, Token
 from tandem.workers.engine.fake import expected_choices
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import FinishReason, Task
@@ -167,12 +167,12 @@ def test_prefill_tells_all_first_tokens_and_then_the_opening(worker: MakeWorker)
     firsts = [tokens[0] for tokens in wanted(3, 1)]
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, stop_ids=(firsts[1],)))
-    events = [event for event in run(target) if isinstance(event, Token | Opened)]
+    events = [event for event in run(target) if isinstance(event, Token | PrefillFinished)]
     told = [(event.id, event.token) for event in events[:3] if isinstance(event, Token)]
     assert told == [(1, firsts[0]), (2, firsts[1]), (3, firsts[2])]
     assert finish_of(events, 2) == [FinishReason.STOP]
     opened = events[3]
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, PrefillFinished)
     assert (opened.id, opened.opening) == (1, opening(*firsts))
     assert target.engine.scheduler.num_leased == 1
     assert target.executor.num_tokens == len(PROMPT)
@@ -201,7 +201,7 @@ def test_an_import_is_forked_when_it_joins(worker: MakeWorker, growth: int) -> N
     imported(target, 1, 4, max_tokens=5)
     target.engine.commit_import(1, opening(*(tokens[0] for tokens in want)))
     events = run(target)
-    assert isinstance(events[0], Joined)
+    assert isinstance(events[0], KvReceived)
     assert choices_of(events, 1, 4) == [tokens[1:] for tokens in want]
     assert target.executor.num_tokens == 4 * 4
     target.check_idle()

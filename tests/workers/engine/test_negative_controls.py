@@ -13,10 +13,11 @@ from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, Progress, Token
 from tandem.workers.engine.fake import FakeKv
-from tandem.workers.engine.plan import KvSpan, OnLayers, Samples, SequenceStep, StepPlan
+from tandem.workers.engine.plan import OnLayers, Samples, SequenceStep, StepPlan
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.sequence import BeamSearch
 from tandem.workers.engine.sequence import Sequence as EngineSequence
+from tandem.workers.kv_cache.layout import KvSpan
 
 HASH_CHAIN = "tandem.workers.engine.sequence.hash_chain"
 CONFIG = EngineConfig(num_blocks=16, block_size=2, chunk_tokens=8, growth_tokens=2)

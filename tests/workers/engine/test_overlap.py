@@ -22,7 +22,7 @@ from tandem.tests.workers.engine.harness import LateExecutor, Told, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Admitted, CacheChanged, Event, Joined, Preempted, Progress, Token
+from tandem.workers.engine.events import Admitted, CacheChanged, Event, KvReceived, Preempted, Progress, Token
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import FinishReason, Task
@@ -196,7 +196,7 @@ def test_import_joins_with_its_first_token_beside_a_step_in_flight(worker: MakeW
     first = fill(target, admitted, PROMPT)
     target.engine.commit_import(1, opening(first))
     events = target.step()
-    assert [type(event) for event in events if event.id == 1] == [Joined]
+    assert [type(event) for event in events if event.id == 1] == [KvReceived]
     assert [(step.sequence_id, step.token_ids) for step in target.executor.plans[-1].sequences] == [
         (2, (PENDING_TOKEN,)),
         (1, (first,)),

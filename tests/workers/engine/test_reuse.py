@@ -16,7 +16,7 @@ from tandem.tests.workers.engine.drive import (
 )
 from tandem.tests.workers.engine.harness import Told, Worker
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.events import Admitted, Joined, Preempted, Token
+from tandem.workers.engine.events import Admitted, KvReceived, Preempted, Token
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
@@ -75,7 +75,7 @@ def test_import_whose_first_token_is_its_last_ends_when_it_joins(
     target.step()
     target.engine.commit_import(1, opening(first))
     events = run(target)
-    assert [type(event) for event in events] == [Joined, Token]
+    assert [type(event) for event in events] == [KvReceived, Token]
     assert finish_of(events, 1) == [FinishReason.STOP if stop else FinishReason.LENGTH]
     assert not any(plan.sequences for plan in target.executor.plans), "nothing was left to compute"
     target.check_idle()
@@ -98,7 +98,7 @@ def test_prefill_and_decode_apart_give_the_same_tokens(
     tokens = tuple(range(1, length + 1))
     target = worker(block_size=to_size)
     _, events = imported(target, worker(block_size=from_size, chunk_tokens=5), tokens, 6)
-    assert [type(event) for event in events[:1]] == [Joined]
+    assert [type(event) for event in events[:1]] == [KvReceived]
     assert tokens_of(events, 9) == expected(tokens, 6)[1:]
     assert [event.index for event in events if isinstance(event, Token)] == [1, 2, 3, 4, 5]
     target.check_idle()

@@ -8,13 +8,13 @@ from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, cached_of, exp
 from tandem.tests.workers.engine.harness import VOCAB_SIZE
 from tandem.workers.engine.events import Event, Token
 from tandem.workers.engine.fake import expected_logprobs
-from tandem.workers.engine.plan import SamplingParams, TokenLogprobs
+from tandem.workers.engine.plan import SampledLogprobs, SamplingParams
 from tandem.workers.engine.sequence import Task
 
 
-def score(tokens: tuple[int, ...], token: int, top: int) -> TokenLogprobs:
+def score(tokens: tuple[int, ...], token: int, top: int) -> SampledLogprobs:
     every = expected_logprobs(tokens, VOCAB_SIZE, VOCAB_SIZE)
-    return TokenLogprobs(logprob=dict(every)[token], top=every[:top])
+    return SampledLogprobs(logprob=dict(every)[token], top=every[:top])
 
 
 def tokens_in(events: Sequence[Event], number: int) -> list[Token]:

@@ -13,8 +13,17 @@ from tandem.tests.workers.engine.harness import Told, Worker
 from tandem.tests.workers.engine.pair import best_hypotheses
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.engine import DoesNotFit
-from tandem.workers.engine.events import Admitted, Event, Failed, Joined, Opened, Preempted, Progress, Token
-from tandem.workers.engine.plan import Opening, SamplingParams
+from tandem.workers.engine.events import (
+    Admitted,
+    Event,
+    Failed,
+    KvReceived,
+    Preempted,
+    PrefillFinished,
+    Progress,
+    Token,
+)
+from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
 
 BEAM = BeamSearch(num_best=2)
@@ -112,14 +121,14 @@ def test_steps_ask_for_candidates_only_and_beams_share_the_prompt(worker: MakeWo
     assert len(shared) == 1
 
 
-def opened(worker: Worker, **options: Any) -> Opening:
+def opened(worker: Worker, **options: Any) -> FirstTokens:
     worker.submit(spec(1, task=Task.PREFILL, **options))
     events = run(worker)
-    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, Opened], "no token is told"
+    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, PrefillFinished], "no token is told"
     assert worker.engine.blocks()[BlockState.LEASED] == 3
     worker.engine.cancel(1)
     worker.check_idle()
-    (event,) = (e for e in events if isinstance(e, Opened))
+    (event,) = (e for e in events if isinstance(e, PrefillFinished))
     return event.opening
 
 
@@ -134,13 +143,13 @@ def test_prefill_and_decode_apart_give_the_same_hypotheses(worker: MakeWorker, m
     fill(target, admitted, PROMPT)
     target.engine.commit_import(5, start)
     events = run(target)
-    assert isinstance(events[0], Joined)
+    assert isinstance(events[0], KvReceived)
     assert found(events, 5, 2) == best_hypotheses(PROMPT, max_tokens, 3, BEAM, frozenset())
     target.check_idle()
 
 
-@pytest.mark.parametrize("wrong", [Opening(tokens=(1, 2), logprobs=(-1.0, -2.0)), Opening(tokens=(1, 2, 3))])
-def test_an_opening_without_candidates_is_refused(worker: MakeWorker, wrong: Opening) -> None:
+@pytest.mark.parametrize("wrong", [FirstTokens(tokens=(1, 2), logprobs=(-1.0, -2.0)), FirstTokens(tokens=(1, 2, 3))])
+def test_an_opening_without_candidates_is_refused(worker: MakeWorker, wrong: FirstTokens) -> None:
     target = worker()
     target.submit(spec(5, task=Task.DECODE, num_choices=3, beam=BEAM))
     target.step()

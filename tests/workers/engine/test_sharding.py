@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.workers.engine.sharding import check_split, kv_heads, part, query_heads
+from tandem.workers.kv_cache.sharding import check_split, kv_heads, part, query_heads
 
 
 def divisors(number: int) -> list[int]:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tandem.workers.engine.plan import Samples, SamplingParams, SequenceStep, StepPlan
-from tandem.workers.model.draw import draw
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.sampling.draw import sample
 
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -127,10 +127,10 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tens
 
     def record(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
         recorded.append(logits.clone())
-        return draw(logits, params, positions)
+        return sample(logits, params, positions)
 
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.workers.model.sampler.draw", record)
+        patch.setattr("tandem.workers.model.sampling.sampler.sample", record)
         yield recorded
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem.workers.engine.plan import KvLayout, SamplingParams
-from tandem.workers.model.attention import SequenceSpan, TorchAttention
+from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model.attention.torch_attention import SequenceSpan, TorchAttention
 from tandem.workers.model.config import RopeConfig
-from tandem.workers.model.draw import draw
 from tandem.workers.model.kernels import build, cpu
-from tandem.workers.model.kv import PagedKv
-from tandem.workers.model.layers import Linear, RmsNorm
-from tandem.workers.model.rope import RotaryTable, rotate
+from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.layers.linear import Linear, RmsNorm
+from tandem.workers.model.layers.rotary import RotaryTable, rotate
+from tandem.workers.model.sampling.draw import sample
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -144,9 +145,9 @@ def test_sampling_equals_plain_torch(dtype: str, vocab_size: int, monkeypatch: p
         SamplingParams(temperature=1.0, top_p=0.9, seed=9),
     ]
     params = [kinds[row % 4] for row in range(600)]
-    ours = draw(logits, params, range(600))
+    ours = sample(logits, params, range(600))
     monkeypatch.setattr(cpu, "usable", lambda tensor: False)
-    reference = draw(logits, params, range(600))
+    reference = sample(logits, params, range(600))
     assert ours[0] == vocab_size - 1
     assert torch.equal(ours[::4], reference[::4])
     assert torch.equal(ours[3::4], reference[3::4])
@@ -158,7 +159,7 @@ def test_equal_logits_are_drawn_equally_often() -> None:
     logits = torch.zeros(64, 64)
     counts = torch.zeros(64)
     for first in range(0, 65_536, 64):
-        tokens = draw(logits, [SamplingParams(seed=1)] * 64, range(first, first + 64))
+        tokens = sample(logits, [SamplingParams(seed=1)] * 64, range(first, first + 64))
         counts += torch.bincount(tokens, minlength=64)
     chi_square = ((counts - 1024).square() / 1024).sum().item()
     assert abs(chi_square - 63) < 5 * (2 * 63) ** 0.5

@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.model import filters
-from tandem.workers.model.draw import _keys, draw, exponential_noise
-from tandem.workers.model.filters import filter_scores
+from tandem.workers.model.sampling import filters
+from tandem.workers.model.sampling.draw import _keys, exponential_noise, sample
+from tandem.workers.model.sampling.filters import filter_scores
 
 DRAWS = 20_000
 
@@ -60,7 +60,7 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def test_distribution(params: SamplingParams) -> None:
     """Chi-square of 20,000 draws against the exact softmax of what is kept; five standard deviations."""
     logits = logits_row(spread=1.0)
-    tokens = draw(logits.expand(DRAWS, -1), [params] * DRAWS, range(DRAWS))
+    tokens = sample(logits.expand(DRAWS, -1), [params] * DRAWS, range(DRAWS))
     expected = warped(logits, params)[0].double().softmax(-1) * DRAWS
     counts = torch.bincount(tokens, minlength=64).double()
     assert not counts[expected == 0].any()
@@ -74,22 +74,22 @@ def test_distribution(params: SamplingParams) -> None:
 def test_seeds_draw_independently() -> None:
     """Pairs drawn with two seeds at the same positions fall as the product of the distributions."""
     logits = logits_row(4, spread=1.0).expand(DRAWS, -1)
-    first, second = (draw(logits, [SamplingParams(seed=seed)] * DRAWS, range(DRAWS)) for seed in (7, 8))
+    first, second = (sample(logits, [SamplingParams(seed=seed)] * DRAWS, range(DRAWS)) for seed in (7, 8))
     expected = logits[0].double().softmax(-1).outer(logits[0].double().softmax(-1)).flatten() * DRAWS
     chi_square = ((torch.bincount(first * 4 + second, minlength=16) - expected).square() / expected).sum()
     assert abs(chi_square.item() - 15) < 5 * math.sqrt(30)
-    following = (draw(logits, [SamplingParams(seed=7)] * DRAWS, range(1, DRAWS + 1))).roll(1)
+    following = (sample(logits, [SamplingParams(seed=7)] * DRAWS, range(1, DRAWS + 1))).roll(1)
     assert torch.equal(first[1:], following[1:])
 
 
 def test_greedy_rows_are_argmax_in_any_company() -> None:
     logits = torch.stack([logits_row(1000, seed) for seed in range(6)])
     greedy, hot = SamplingParams(temperature=0.0, top_k=3, seed=9), SamplingParams(temperature=2.0, seed=9)
-    assert torch.equal(draw(logits, [greedy] * 6, range(6)), logits.argmax(-1))
-    mixed = draw(logits, [greedy, hot, hot, greedy, hot, greedy], range(6))
+    assert torch.equal(sample(logits, [greedy] * 6, range(6)), logits.argmax(-1))
+    mixed = sample(logits, [greedy, hot, hot, greedy, hot, greedy], range(6))
     assert torch.equal(mixed[[0, 3, 5]], logits[[0, 3, 5]].argmax(-1))
     assert not torch.equal(mixed[[1, 2, 4]], logits[[1, 2, 4]].argmax(-1))
-    assert torch.equal(draw(logits, [SamplingParams(temperature=1e-6)] * 6, range(6)), logits.argmax(-1)), (
+    assert torch.equal(sample(logits, [SamplingParams(temperature=1e-6)] * 6, range(6)), logits.argmax(-1)), (
         "a temperature next to 0 is greedy, not NaN"
     )
 
@@ -101,18 +101,18 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     ]
     logits = torch.stack([logits_row(3000, row) for row in range(24)])
     positions = [100 + row % 5 for row in range(24)]
-    together = draw(logits, params, positions)
+    together = sample(logits, params, positions)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = draw(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    shuffled = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
     assert torch.equal(shuffled, together[order])
     for row in range(24):
-        assert draw(logits[row : row + 1], params[row : row + 1], positions[row : row + 1])[0] == together[row]
+        assert sample(logits[row : row + 1], params[row : row + 1], positions[row : row + 1])[0] == together[row]
 
 
 def test_seed_and_position_change_the_draw() -> None:
     logits = logits_row(5000, spread=0.1)[None]
     draws = [
-        draw(logits, [SamplingParams(seed=seed)], [position]).item()
+        sample(logits, [SamplingParams(seed=seed)], [position]).item()
         for seed in (0, 1, 2**31, 2**32, 2**63, 2**64 - 1)
         for position in (0, 1, 2, 1000)
     ]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model import load_alone
-from tandem.workers.engine.plan import ITEM_BYTES
+from tandem.workers.kv_cache.layout import ITEM_BYTES
 from tandem.workers.model.checkpoint import check_checkpoint, expected_tensors
 from tandem.workers.model.config import ModelConfig, load_model_config
 from tandem.workers.model.footprint import kv_bytes_per_token, rank_tensors, weight_bytes
@@ -37,7 +37,7 @@ def tensors(part: object) -> Iterator[torch.Tensor]:
     elif isinstance(part, list):
         for each in part:
             yield from tensors(each)
-    elif type(part).__module__.startswith(("tandem.workers.model.decoder", "tandem.workers.model.layers")):
+    elif type(part).__module__.startswith(("tandem.workers.model.decoder", "tandem.workers.model.layers.linear")):
         yield from tensors(list(vars(part).values()))
 
 

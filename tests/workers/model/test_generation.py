@@ -11,9 +11,9 @@ from transformers import GenerationConfig
 
 from tandem.tests.tiny import EOS_ID, make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt, reference, reference_logits
-from tandem.workers.engine.plan import PENDING_TOKEN, Samples, SamplingParams, SequenceStep, StepPlan, TokenLogprobs
-from tandem.workers.model import logprobs
+from tandem.workers.engine.plan import PENDING_TOKEN, SampledLogprobs, Samples, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model.runner import ModelRunner
+from tandem.workers.model.sampling import logprobs
 
 ALL_KINDS = [
     SamplingParams(temperature=0.0),
@@ -49,7 +49,7 @@ def generate(
 ) -> list[Any]:
     """Prompts one after the other in chunks of 16, beside the decodes of those before: of each sequence its tokens,
     their logprobs and those of its prompt."""
-    made: list[tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]] = [([], [], []) for _ in kinds]
+    made: list[tuple[list[int], list[SampledLogprobs], list[SampledLogprobs]]] = [([], [], []) for _ in kinds]
     waiting = [list(chunks(driver, row, prompts[row], kind, 16)) for row, kind in enumerate(kinds)]
     while any(waiting) or any(len(tokens) < count for tokens, _, _ in made):
         first = next((row for row, steps in enumerate(waiting) if steps), None)
@@ -68,7 +68,7 @@ def generate(
     return made
 
 
-def check_logprobs(ours: Sequence[TokenLogprobs], tokens: Sequence[int], logits: torch.Tensor, num_top: int) -> None:
+def check_logprobs(ours: Sequence[SampledLogprobs], tokens: Sequence[int], logits: torch.Tensor, num_top: int) -> None:
     """Against logits [num_tokens, vocab_size] of transformers."""
     expected = logits.log_softmax(-1)
     assert len(ours) == len(tokens) == len(expected)
@@ -102,7 +102,7 @@ def test_logprobs_are_those_of_transformers(folder: Path) -> None:
 def test_prompt_logprobs_in_any_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
     monkeypatch.setattr(logprobs, "_ROWS_AT_ONCE", rows_at_once)
     ids, kind = prompt(300), SamplingParams(temperature=0.0, prompt_logprobs=4)
-    said: dict[int, list[TokenLogprobs]] = {}
+    said: dict[int, list[SampledLogprobs]] = {}
     for size in (1, 16, 512):
         driver = Driver(load(folder))
         neighbour = driver.step(7, prompt(40, 7), 0)

@@ -10,7 +10,8 @@ from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.workers.engine.plan import PENDING_TOKEN, Samples, SamplingParams, SequenceStep, StepPlan
-from tandem.workers.model import graphs, kernels, paged_attention
+from tandem.workers.model import graphs, kernels
+from tandem.workers.model.attention import gpu_attention
 from tandem.workers.model.kernels import gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself")
@@ -69,7 +70,7 @@ def test_a_step_without_room_in_the_graph_runs_without(
 ) -> None:
     folder = make_tiny_model(tmp_path)
     expected = Driver(load(folder)).generate(1, prompt(30), 4)
-    monkeypatch.setattr(paged_attention, "_MAX_GRAPH_BLOCKS", 1)
+    monkeypatch.setattr(gpu_attention, "_MAX_GRAPH_BLOCKS", 1)
     runner = load(folder)
     runner.capture_graphs(record, (1,))
     assert Driver(runner).generate(1, prompt(30), 4) == expected

@@ -24,11 +24,11 @@ from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import EOS_ID, make_tiny_model
 from tandem.tests.workers.model.chains import CHAINS
 from tandem.tests.workers.model.helpers import Driver, load, prompt
-from tandem.workers import bench_grammar
+from tandem.workers.bench import grammar
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep
-from tandem.workers.model import grammar as grammar_module
-from tandem.workers.model.grammar import Grammars, Matchers
-from tandem.workers.model.sampler import Sampler
+from tandem.workers.model.sampling import grammar as grammar_module
+from tandem.workers.model.sampling.grammar import Grammars, Matchers
+from tandem.workers.model.sampling.sampler import Sampler
 
 
 @pytest.fixture(scope="module")
@@ -414,7 +414,7 @@ def test_masks_computed_in_threads_are_the_same(folder: Path, num_threads: int) 
 
 def test_the_benchmark_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--batch", "2", "--steps", "3", "--dtype", "float32", "--model"]
-    assert bench_grammar.main([*arguments, str(folder)]) == 0
+    assert grammar.main([*arguments, str(folder)]) == 0
     assert re.search(r"ratio +[0-9.]+\n", capsys.readouterr().out)
-    assert bench_grammar.main([*arguments, str(tmp_path)]) == 2
+    assert grammar.main([*arguments, str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("bench_grammar: ")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.plan import KvLayout, KvSpan
-from tandem.workers.model import kv as module
-from tandem.workers.model.kv import PagedKv
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.model import kv_store as module
+from tandem.workers.model.kv_store import PagedKv
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 

@@ -9,11 +9,11 @@ import torch
 
 from tandem.tests.workers.model.test_draw import logits_row, warped
 from tandem.tests.workers.model.test_shaping import expected_scores
-from tandem.workers.engine.plan import SamplingParams, SequenceStep, TokenLogprobs
-from tandem.workers.model.draw import draw
-from tandem.workers.model.grammar import Grammars
-from tandem.workers.model.logprobs import Measured, measure
-from tandem.workers.model.sampler import Drawn, Sampler
+from tandem.workers.engine.plan import SampledLogprobs, SamplingParams, SequenceStep
+from tandem.workers.model.sampling.draw import sample
+from tandem.workers.model.sampling.grammar import Grammars
+from tandem.workers.model.sampling.logprobs import Measured, measure
+from tandem.workers.model.sampling.sampler import SampledTokens, Sampler
 
 DRAWS = 20_000
 HISTORY = (3, 9, 9, 4, 9, 5, 3)
@@ -31,7 +31,7 @@ def step(sequence_id: int, params: SamplingParams, num_samples: int = 1, **field
     )
 
 
-def draw_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep]) -> Drawn:
+def draw_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep]) -> SampledTokens:
     with torch.inference_mode():
         for each in steps:
             assert each.sampling is not None
@@ -39,7 +39,7 @@ def draw_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep])
         return sampler(logits, steps)
 
 
-def read(measured: Measured | None) -> dict[int, list[TokenLogprobs]]:
+def read(measured: Measured | None) -> dict[int, list[SampledLogprobs]]:
     assert measured is not None
     chosen, values, ids = (tensor.tolist() for tensor in measured.tensors)
     return measured.read(chosen, values, ids)
@@ -146,7 +146,7 @@ def test_rows_without_features_are_drawn_as_ever() -> None:
     logits = torch.stack([logits_row(1000, row) for row in range(12)]).bfloat16()
     plain = [SamplingParams(temperature=row % 3 / 2, top_k=row % 2 * 9, seed=row) for row in range(12)]
     params = [replace(own, presence_penalty=1.0) if row % 4 == 1 else own for row, own in enumerate(plain)]
-    expected = draw(logits, plain, [len(HISTORY)] * 12)
+    expected = sample(logits, plain, [len(HISTORY)] * 12)
     drawn = draw_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)]).tokens
     rows = [row for row in range(12) if row % 4 != 1]
     assert torch.equal(drawn[rows], expected[rows])

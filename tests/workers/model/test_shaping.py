@@ -15,17 +15,17 @@ from transformers import (
 )
 
 from tandem.workers.engine.plan import SamplingParams, SequenceStep
-from tandem.workers.model.grammar import Grammars
-from tandem.workers.model.penalties import LEAST_SCORE
-from tandem.workers.model.shaping import Shaping
+from tandem.workers.model.sampling.grammar import Grammars
+from tandem.workers.model.sampling.penalties import LEAST_SCORE
+from tandem.workers.model.sampling.processors import LogitsProcessors
 
 VOCAB_SIZE = 300
 CPU = torch.device("cpu")
 STOPS = (7, 299)
 
 
-def make_shaping(end_ids: Sequence[int] = (1,)) -> Shaping:
-    return Shaping(VOCAB_SIZE, end_ids, Grammars(None, VOCAB_SIZE, end_ids), CPU)
+def make_shaping(end_ids: Sequence[int] = (1,)) -> LogitsProcessors:
+    return LogitsProcessors(VOCAB_SIZE, end_ids, Grammars(None, VOCAB_SIZE, end_ids), CPU)
 
 
 def decode_step(sequence_id: int, history: Sequence[int], num_prompt: int) -> SequenceStep:

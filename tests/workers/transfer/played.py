@@ -8,7 +8,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from tandem.workers.transfer.export import Exporter
+from tandem.workers.transfer.sender import KvSender
 from tandem.workers.transfer.wire import CONNECT_METHOD, Message, TransferError, decode
 
 Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
@@ -65,7 +65,7 @@ class Call:
 class Calls:
     """Makes the channels to exporters and keeps the calls over them, with their endpoints."""
 
-    def __init__(self, exporters: Mapping[str, Exporter]) -> None:
+    def __init__(self, exporters: Mapping[str, KvSender]) -> None:
         self.made: list[tuple[str, Call]] = []  # to pull
         self.connects: list[tuple[str, Call]] = []
         self._exporters = exporters

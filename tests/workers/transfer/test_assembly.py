@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
-from tandem.workers.engine.plan import KvLayout
-from tandem.workers.transfer.export import plan_frames
-from tandem.workers.transfer.layout import Piece
-from tandem.workers.transfer.pull import Assembly, Target, Want
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.reshard import Piece
+from tandem.workers.transfer.receiver import Assembly, Target, Want
+from tandem.workers.transfer.sender import plan_frames
 from tandem.workers.transfer.wire import FRAME_BYTES, Commit, Data, TransferError, TransferKey
 
 LAYOUT = KvLayout(num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake")

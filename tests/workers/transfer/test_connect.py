@@ -17,15 +17,17 @@ import torch
 from tandem.proto.channel import bind, peer_server
 from tandem.tests.fleet import fleet, token_request
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.plan import SAMPLE_BYTES, KvLayout, Opening
-from tandem.workers.model.kv import PagedKv
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.store import SAMPLE_BYTES
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import accept, connect, inlets, outlets
 from tandem.workers.transfer.collective import Pair
 from tandem.workers.transfer.connect import Connection
+from tandem.workers.transfer.connector import KvMover
 from tandem.workers.transfer.inlets import PairInlet
-from tandem.workers.transfer.mover import KvMover
 from tandem.workers.transfer.outlets import PairOutlet
-from tandem.workers.transfer.pull import Fetched, Target, Want
+from tandem.workers.transfer.receiver import Fetched, Target, Want
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import (
     PAIR_GONE,
@@ -94,7 +96,7 @@ class Two:
 
     def finish(self, number: int = 0) -> None:
         self.exporter.exporter.progress(number, NUM_TOKENS)
-        self.exporter.exporter.complete(number, Opening(tokens=(42,)))
+        self.exporter.exporter.complete(number, FirstTokens(tokens=(42,)))
 
     def half(self, number: int = 0) -> None:
         self.exporter.exporter.progress(number, NUM_TOKENS // 2)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tandem.workers.engine.sharding import kv_heads
-from tandem.workers.transfer.layout import Piece, plan
+from tandem.workers.kv_cache.reshard import Piece, plan
+from tandem.workers.kv_cache.sharding import kv_heads
 
 Pair = tuple[int, int, int, int]  # num_heads, num_kv_heads, source_tp, target_tp
 

@@ -20,13 +20,14 @@ import torch
 from tandem.proto.channel import bind, peer_server
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
-from tandem.workers.engine.plan import SAMPLE_BYTES, Opening
-from tandem.workers.model.kv import PagedKv
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.store import SAMPLE_BYTES
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import connect, remote, shared
-from tandem.workers.transfer.mover import KvMover
+from tandem.workers.transfer.connector import KvMover
 from tandem.workers.transfer.nixl import NixlMemory, NixlPeer, NixlReader, available
-from tandem.workers.transfer.pull import Fetched, Target, Want
-from tandem.workers.transfer.shared import Ledger
+from tandem.workers.transfer.receiver import Fetched, Target, Want
+from tandem.workers.transfer.shared import LeaseTable
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import Commit, TransferError, TransferKey, TransportError, decode
 
@@ -227,7 +228,7 @@ async def test_what_is_larger_than_the_staging_comes_in_parts(
     layout = replace(layout_of(8), head_dim=1024)
     kv = PagedKv(layout, num_blocks=16, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256)
-    ledger = Ledger(kv)
+    ledger = LeaseTable(kv)
     memory = await remote.RemoteMemory.open(ledger.serve("lo"), kv, devices="lo")
     blocks, part = (9, 3, 4, 15), span(kv, 5, 50)
     assert part.size(layout) > SAMPLE_BYTES
@@ -342,7 +343,7 @@ async def serve() -> None:
     for number, (key, blocks) in enumerate(zip(KEYS, BLOCKS, strict=True)):
         there.exporter.offer(number, key.transfer_id, blocks, NUM_TOKENS, b"hash")
     there.exporter.progress(0, NUM_TOKENS)
-    there.exporter.complete(0, Opening(tokens=(42,)))
+    there.exporter.complete(0, FirstTokens(tokens=(42,)))
     there.exporter.progress(1, NUM_TOKENS // 2)
     print(bind(server, "127.0.0.1", 0), flush=True)
     await server.start()

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import Calls
-from tandem.workers.engine.plan import KvLayout, Opening
-from tandem.workers.model.kv import PagedKv
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import connect, shared
-from tandem.workers.transfer.export import Exporter, FrameHook
-from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
-from tandem.workers.transfer.shared import Ledger, Memory, PeerMemory
+from tandem.workers.transfer.receiver import Fetched, KvReceiver, Target, Want
+from tandem.workers.transfer.sender import FrameHook, KvSender
+from tandem.workers.transfer.shared import LeaseTable, Memory, PeerMemory
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import Commit, Data, Offer, TransferError, TransferKey, decode
 
@@ -49,7 +50,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.released: list[int] = []
-        self.exporter = Exporter(
+        self.exporter = KvSender(
             self.source,
             epoch=EPOCH,
             lease_seconds=30,
@@ -59,7 +60,7 @@ class Pair:
             frame_hook=self._spy,
         )
         self.calls = Calls({"there": self.exporter})
-        self.puller = Puller(self.target, stall_seconds=5, channel=self.calls.channel, means=MEANS)
+        self.puller = KvReceiver(self.target, stall_seconds=5, channel=self.calls.channel, means=MEANS)
 
     async def _spy(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in self.hook(frames) if self.hook else frames:
@@ -78,7 +79,7 @@ class Pair:
         for ready in range(chunk, num_tokens + chunk, chunk):
             self.exporter.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)
-        self.exporter.complete(1, Opening(tokens=(42,)))
+        self.exporter.complete(1, FirstTokens(tokens=(42,)))
         try:
             return await fetching
         finally:
@@ -211,7 +212,7 @@ async def test_blocks_that_the_memory_has_not_are_a_failed_transfer(monkeypatch:
 
 def test_a_line_is_reused_under_another_number() -> None:
     kv = memory()
-    ledger = Ledger(kv)
+    ledger = LeaseTable(kv)
     peer = PeerMemory(described(ledger), kv)
     first = Offer(**dict(zip(("line", "number"), ledger.open(), strict=True)))
     peer.check(first)
@@ -225,7 +226,7 @@ def test_a_line_is_reused_under_another_number() -> None:
         peer.check(first)
 
 
-def described(ledger: Ledger) -> Memory:
+def described(ledger: LeaseTable) -> Memory:
     found = ledger.describe()
     assert found is not None
     return found

@@ -12,14 +12,15 @@ import torch
 
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import Calls
-from tandem.workers.engine.plan import KvLayout, Opening
-from tandem.workers.engine.sharding import kv_heads
-from tandem.workers.model.kv import PagedKv
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.reshard import plan
+from tandem.workers.kv_cache.sharding import kv_heads
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import connect
-from tandem.workers.transfer.export import Exporter
-from tandem.workers.transfer.layout import plan
 from tandem.workers.transfer.nixl import available
-from tandem.workers.transfer.pull import Fetched, Puller, Target, Want
+from tandem.workers.transfer.receiver import Fetched, KvReceiver, Target, Want
+from tandem.workers.transfer.sender import KvSender
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import Ack, Open, Pull, TransferError, TransferKey
 
@@ -28,7 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 LAYERS, HEAD_DIM, NUM_TOKENS, NUM_BLOCKS = 2, 4, 37, 8
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=3)
 WANT = Want(key=KEY, num_tokens=NUM_TOKENS, prefix_hash=b"hash")
-OPENING = Opening(tokens=(42, 7), logprobs=(-0.125, -3.0))
+OPENING = FirstTokens(tokens=(42, 7), logprobs=(-0.125, -3.0))
 SIZES = (1, 2, 4)
 
 
@@ -72,7 +73,7 @@ class Transfer:
         self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
         self.calls = [Calls(dict(zip(self.endpoints, self.exporters, strict=True))) for _ in self.targets]
         self.pullers = [
-            Puller(kv, stall_seconds=5, channel=calls.channel, means=Means(transports=("shared", "gloo", "nixl")))
+            KvReceiver(kv, stall_seconds=5, channel=calls.channel, means=Means(transports=("shared", "gloo", "nixl")))
             for kv, calls in zip(self.targets, self.calls, strict=True)
         ]
         self.before = [self.cache(rank) for rank in range(self.target_tp)]
@@ -90,8 +91,8 @@ class Transfer:
         kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(rank))
         return kv
 
-    def _exporter(self, rank: int) -> Exporter:
-        exporter = Exporter(
+    def _exporter(self, rank: int) -> KvSender:
+        exporter = KvSender(
             self.sources[rank],
             epoch=KEY.epoch,
             lease_seconds=None if rank else 30,
@@ -277,7 +278,7 @@ async def test_a_pin_that_fails_ends_the_fetch(fault: str) -> None:
         transfer.exporters[0].withdraw(1)
     else:
         transfer.exporters[0].progress(1, NUM_TOKENS)
-        transfer.exporters[0].complete(1, Opening(tokens=(43,)))  # the others say OPENING
+        transfer.exporters[0].complete(1, FirstTokens(tokens=(43,)))  # the others say OPENING
         for exporter in transfer.exporters[1:]:
             exporter.progress(1, NUM_TOKENS)
             exporter.complete(1, OPENING)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.workers.engine.plan import Opening
+from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.transfer.wire import (
     MAX_OPENING_TOKENS,
     Ack,
@@ -209,7 +209,7 @@ def test_the_largest_opening_fits_and_keeps_every_bit() -> None:
     message = Commit(num_frames=2**63, num_tokens=2**63, prefix_hash=bytes(64), tokens=tokens, logprobs=logprobs)
     found = decode(encode(KEY, message))[1]
     assert isinstance(found, Commit)
-    assert found.opening == Opening(tokens=tuple(tokens), logprobs=tuple(logprobs))
+    assert found.opening == FirstTokens(tokens=tuple(tokens), logprobs=tuple(logprobs))
     assert np.array_equal(np.array(found.logprobs, np.float32), -abs(numbers))
     with pytest.raises(TransferError):
         decode(encode(KEY, replace(message, tokens=[*tokens, 1], logprobs=[])))

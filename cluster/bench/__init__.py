@@ -1,0 +1,1 @@
+"""Measures services as their users see them."""

@@ -1,0 +1,131 @@
+"""Sends a benchmark's load and measures it: closed or open loop, rounds of two servers in turn, one event loop."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from ...proto.errors import Unavailable
+from .metrics import FailureReason, RequestRecord, Summary, summarize
+from .options import BenchOptions, LoadOptions, LoadPace, ServerAddress
+from .target import BenchServer, RequestFailed, TokenCounts, open_target
+from .workload import BenchPrompt, Prompts, arrival_offsets, load_prompts
+
+_WARMUP_CONCURRENCY = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One server's rounds."""
+
+    address: ServerAddress
+    rounds: tuple[Summary, ...]
+
+
+async def run_bench(options: BenchOptions, report: Callable[[ServerAddress, int, Summary], None]) -> list[Measured]:
+    """Measures the server, and the peer in turn with it if there is one.
+
+    Both get the same arrival times and prompts of the same lengths, but never the same random prompts: if the two URLs
+    are two doors of one service, its prefix cache would favour the second.
+
+    `report` is called after each round. Raises InvalidArgument for a bad file, and Unavailable if a server answers no
+    warm-up request."""
+    prompts = load_prompts(options.workload)
+    addresses = [options.address, *([options.peer] if options.peer else [])]
+    async with AsyncExitStack() as stack:
+        targets = [
+            await stack.enter_async_context(open_target(address, ignore_eos=options.workload.ignore_eos))
+            for address in addresses
+        ]
+        for address, target in zip(addresses, targets, strict=True):
+            await _warm_up(address, target, prompts, options.load)
+        rounds: list[list[Summary]] = [[] for _ in targets]
+        for number in range(options.rounds):
+            for turn, (address, target, summaries) in enumerate(zip(addresses, targets, rounds, strict=True)):
+                own = prompts.of_round(number * len(targets) + turn, options.load)
+                records = await send_load(target, own, options.load, options.workload.seed + number)
+                summaries.append(summarize(records, options.slo))
+                report(address, number, summaries[-1])
+    return [Measured(address=each, rounds=tuple(found)) for each, found in zip(addresses, rounds, strict=True)]
+
+
+async def send_load(
+    target: BenchServer, prompts: Iterator[BenchPrompt], load: LoadOptions, seed: int
+) -> list[RequestRecord]:
+    """Sends one round and waits for every answer, each at most `load.timeout` seconds. At least one is sent."""
+    if load.pace.rate is not None:
+        return await _open_loop(target, prompts, arrival_offsets(load.pace.rate, seed), load)
+    return await _closed_loop(target, prompts, load)
+
+
+async def _closed_loop(target: BenchServer, prompts: Iterator[BenchPrompt], load: LoadOptions) -> list[RequestRecord]:
+    """Each of `load.pace.concurrency` callers sends its next request when the one before has ended."""
+    records: list[RequestRecord] = []
+    end = perf_counter() + (load.seconds or float("inf"))
+
+    async def call() -> None:
+        for prompt in prompts:
+            records.append(await _measure(target, prompt, load.timeout))
+            if perf_counter() >= end:
+                return
+
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(load.pace.concurrency or 1):
+            callers.create_task(call())
+    return records
+
+
+async def _open_loop(
+    target: BenchServer, prompts: Iterator[BenchPrompt], offsets: Iterator[float], load: LoadOptions
+) -> list[RequestRecord]:
+    """Sends each request when it arrives, whatever the ones before are doing."""
+    records: list[RequestRecord] = []
+    begin = perf_counter()
+
+    async def send(prompt: BenchPrompt, planned: float) -> None:
+        record = await _measure(target, prompt, load.timeout)
+        records.append(replace(record, late=max(0.0, record.started - planned)))
+
+    async with asyncio.TaskGroup() as requests:
+        for number, (offset, prompt) in enumerate(zip(offsets, prompts, strict=False)):
+            if number and load.seconds is not None and offset > load.seconds:
+                break
+            await asyncio.sleep(max(0.0, begin + offset - perf_counter()))
+            requests.create_task(send(prompt, begin + offset))
+    return records
+
+
+async def _measure(target: BenchServer, prompt: BenchPrompt, timeout: float) -> RequestRecord:
+    chunk_times: list[float] = []
+    usage, failure = TokenCounts(prompt_tokens=0, output_tokens=0), None
+    started = perf_counter()
+    try:
+        async with asyncio.timeout(timeout):
+            usage = await target.stream(prompt, chunk_times)
+    except RequestFailed as error:
+        failure = error.failure
+    except TimeoutError:
+        failure = FailureReason(
+            kind="timeout", detail=f"not complete after {timeout:g} s, {len(chunk_times)} chunks came"
+        )
+    return RequestRecord(
+        started=started,
+        ended=perf_counter(),
+        chunk_times=chunk_times,
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.output_tokens,
+        failure=failure,
+    )
+
+
+async def _warm_up(address: ServerAddress, target: BenchServer, prompts: Prompts, load: LoadOptions) -> None:
+    if not load.warmup:
+        return
+    concurrency = min(load.warmup, load.pace.concurrency or _WARMUP_CONCURRENCY)
+    some = LoadOptions(pace=LoadPace(concurrency=concurrency), timeout=load.timeout)
+    warmups = (prompt for _, prompt in zip(range(load.warmup), prompts.warmup(), strict=False))
+    failures = [record.failure for record in await _closed_loop(target, warmups, some)]
+    if all(failures) and failures[0]:
+        said = f" ({failures[0].detail})" if failures[0].detail else ""
+        raise Unavailable(f"{address.url} answers no warm-up request: {failures[0].kind}{said}")

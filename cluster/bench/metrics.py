@@ -1,0 +1,164 @@
+"""What a benchmark's figures mean: pure functions from the times of requests. Does no I/O and reads no clock.
+
+The latencies are those of the requests that completed, but for a refusal's; the rates are those of a whole round, which
+lasts from the start of its first request to the end of its last. Definitions and names are those of `vllm bench serve`,
+so that both tools give the same figures for the same server.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+LATENCIES: Final = ("ttft", "tpot", "itl", "e2e", "refusal")
+REFUSALS: Final = ("RESOURCE_EXHAUSTED", "HTTP 429")
+"""Kinds of failure that say: too much at the moment."""
+RATES: Final = ("request_throughput", "output_throughput", "total_throughput", "goodput", "slo_attainment")
+_QUANTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+_TAIL: Final = {"p99.9": 99.9}  # of gaps alone: there are enough of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReason:
+    """Why a request did not complete."""
+
+    kind: str  # a few words, the same for every failure of the kind
+    detail: str = ""  # what the server said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request. Times are in seconds of one monotonic clock."""
+
+    started: float  # sent
+    ended: float  # answered or given up
+    chunk_times: Sequence[float]  # arrival of each chunk that bears tokens; not empty if it completed
+    prompt_tokens: int
+    output_tokens: int
+    failure: FailureReason | None = None
+    late: float = 0.0  # seconds that it was sent after the time that an open loop had planned
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.chunk_times[0] - self.started
+
+    @property
+    def e2e(self) -> float:
+        """Seconds to the last token."""
+        return self.chunk_times[-1] - self.started
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds for each token after the first; None if there is none."""
+        return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between successive chunks."""
+        return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """How often a kind of failure was met."""
+
+    kind: str
+    count: int
+    example: str  # the first one's detail
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of one round.
+
+    `figures` holds the RATES (goodput and slo_attainment only under an SLO), `late_ms`, and {mean, p50, p90, p99, max}
+    of each of LATENCIES as `mean_ttft_ms` and so on, `p99.9_itl_ms` besides; latencies that no request had are absent.
+    """
+
+    duration: float  # seconds
+    num_requests: int
+    num_completed: int
+    prompt_tokens: int  # of completed requests
+    output_tokens: int
+    failures: tuple[FailureCount, ...]  # the most frequent first
+    figures: Mapping[str, float]
+
+
+def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Summary:
+    """The figures of a round of one request or more. `slo`: limits in ms on ttft, tpot, e2e; empty for none."""
+    completed = [record for record in records if record.failure is None]
+    duration = max(record.ended for record in records) - min(record.started for record in records)
+    prompt_tokens = sum(record.prompt_tokens for record in completed)
+    output_tokens = sum(record.output_tokens for record in completed)
+    figures = {
+        "request_throughput": len(completed) / duration,
+        "output_throughput": output_tokens / duration,
+        "total_throughput": (prompt_tokens + output_tokens) / duration,
+        "late_ms": 1000 * max(record.late for record in records),
+    }
+    if slo:
+        good = sum(meets(record, slo) for record in records)
+        figures |= {"goodput": good / duration, "slo_attainment": good / len(records)}
+    refusals = [each.ended - each.started for each in records if each.failure and each.failure.kind in REFUSALS]
+    figures |= _latencies(completed) | distribution("refusal", refusals)
+    return Summary(
+        duration=duration,
+        num_requests=len(records),
+        num_completed=len(completed),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        failures=count_failures(record.failure for record in records),
+        figures=figures,
+    )
+
+
+def meets(record: RequestRecord, slo: Mapping[str, float]) -> bool:
+    """Whether the request completed within every limit (ms). One token has no TPOT, and so meets any limit on it."""
+    if record.failure is not None:
+        return False
+    found = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2e": record.e2e}
+    return all(1000 * found[name] <= limit for name, limit in slo.items())
+
+
+def count_failures(failures: Iterable[FailureReason | None]) -> tuple[FailureCount, ...]:
+    """The failures by kind, the most frequent first."""
+    met = [failure for failure in failures if failure is not None]
+    examples = {failure.kind: failure.detail for failure in reversed(met)}
+    counts = Counter(failure.kind for failure in met).most_common()
+    return tuple(FailureCount(kind=kind, count=count, example=examples[kind]) for kind, count in counts)
+
+
+def medians(rounds: Sequence[Summary]) -> dict[str, float]:
+    """The median of each figure over the rounds that have it."""
+    names = dict.fromkeys(name for each in rounds for name in each.figures)
+    return {name: statistics.median(each.figures[name] for each in rounds if name in each.figures) for name in names}
+
+
+def ratios(ours: Mapping[str, float], peers: Mapping[str, float]) -> dict[str, float]:
+    """ours / peers, of the figures that both have and the peer's is not 0 of."""
+    return {name: ours[name] / peers[name] for name in ours if peers.get(name) and name != "late_ms"}
+
+
+def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """The mean, the quantiles (between two values: interpolated) and the greatest, in ms; empty for no value."""
+    if not seconds:
+        return {}
+    quantiles = _QUANTILES | (_TAIL if name == "itl" else {})
+    ms = 1000 * np.asarray(seconds)
+    points = dict(zip(quantiles, np.percentile(ms, list(quantiles.values())), strict=True))
+    found = {"mean": ms.mean(), **points, "max": ms.max()}
+    return {f"{statistic}_{name}_ms": float(value) for statistic, value in found.items()}
+
+
+def _latencies(completed: Sequence[RequestRecord]) -> dict[str, float]:
+    values = {
+        "ttft": [record.ttft for record in completed],
+        "tpot": [tpot for record in completed if (tpot := record.tpot) is not None],
+        "itl": [gap for record in completed for gap in record.gaps],
+        "e2e": [record.e2e for record in completed],
+    }
+    return {key: figure for name in values for key, figure in distribution(name, values[name]).items()}

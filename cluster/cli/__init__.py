@@ -1,0 +1,1 @@
+"""Implements the tandem command."""

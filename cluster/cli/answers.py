@@ -1,0 +1,119 @@
+"""Completions as `tandem generate` shows them: as they come, as a table of log probabilities, as JSON."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...proto.errors import TandemError
+from ...router.client.client import Stream
+from ...router.client.types import Choice, Completion, Logprob, Timeline, TokenLogprobs
+from ..timeline import TABLE_CHARACTERS, timeline_table
+
+
+def print_stream(stream: Stream) -> None:
+    """Prints the pieces of the first choice as they come. Raises a TandemError, below what has been printed."""
+    printed = False
+    try:
+        for delta in stream:
+            if delta.choice == 0:
+                typer.echo(delta.text, nl=False)
+                printed = printed or bool(delta.text)
+    except TandemError:
+        if printed:
+            typer.echo()
+        raise
+    typer.echo()
+
+
+def print_choices(completion: Completion, scored: bool) -> None:
+    """Prints every choice below a line that numbers it; `scored`: with its score."""
+    for index, choice in enumerate(completion.choices):
+        score = f", score {choice.score:.4f}" if scored else ""
+        typer.echo(f"--- {index} ({choice.finish_reason}{score})")
+        typer.echo(choice.text)
+
+
+def error_console() -> Console:
+    """A console on stderr, wide enough for tables."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_CHARACTERS)
+
+
+def print_timeline(timeline: Timeline | None) -> None:
+    if timeline is not None:
+        error_console().print(timeline_table([("request", timeline)]))
+
+
+def print_logprobs(completion: Completion) -> None:
+    """Tables on stderr: of the prompt if it was asked for, and of each choice."""
+    console = error_console()
+    if completion.prompt_logprobs:
+        console.print(_logprob_table("prompt", completion.prompt_logprobs))
+    for index, choice in enumerate(completion.choices):
+        if choice.logprobs:
+            title = "completion" if len(completion.choices) == 1 else f"completion {index}"
+            console.print(_logprob_table(title, choice.logprobs))
+
+
+def completion_json(completion: Completion) -> dict[str, Any]:
+    """One object with all that came; log probabilities are null where there are none."""
+    return {
+        "request_id": completion.request_id,
+        "choices": [_choice_json(choice) for choice in completion.choices],
+        "prompt_logprobs": [_token_json(each) for each in completion.prompt_logprobs],
+        "usage": {
+            "prompt_tokens": completion.usage.prompt_tokens,
+            "completion_tokens": completion.usage.completion_tokens,
+            "cached_tokens": completion.usage.cached_tokens,
+        },
+        "timeline": MessageToDict(completion.timeline, preserving_proto_field_name=True),
+    }
+
+
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    return {
+        "text": choice.text,
+        "token_ids": list(choice.token_ids),
+        "finish_reason": choice.finish_reason,
+        "logprobs": [_token_json(each) for each in choice.logprobs],
+        "score": choice.score,
+    }
+
+
+def _token_json(token: TokenLogprobs) -> dict[str, Any]:
+    return _logprob_json(token.token) | {"top": [_logprob_json(each) for each in token.top]}
+
+
+def _logprob_json(given: Logprob) -> dict[str, Any]:
+    return {
+        "token_id": given.token_id,
+        "token": given.text,
+        "bytes": list(given.token_bytes),
+        "logprob": given.logprob,
+    }
+
+
+def _logprob_table(title: str, tokens: Sequence[TokenLogprobs]) -> Table:
+    """One line for each token, what else could have stood there to its right."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("token", no_wrap=True)
+    table.add_column("logprob", justify="right")
+    for place in range(max(len(each.top) for each in tokens)):
+        table.add_column(f"top {place + 1}", no_wrap=True)
+    for each in tokens:
+        # Text, not str: a token may look like rich's markup
+        table.add_row(Text(repr(each.token.text)), _number(each.token), *(Text(_alternative(top)) for top in each.top))
+    return table
+
+
+def _alternative(top: Logprob) -> str:
+    return f"{top.text!r} {_number(top)}"
+
+
+def _number(given: Logprob) -> str:
+    return "-" if given.logprob is None else f"{given.logprob:.4f}"

@@ -1,0 +1,152 @@
+"""`tandem generate` and `status`: a service seen from outside, over its own two doors."""
+
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...proto.errors import InvalidArgument, Unavailable
+from ...router.client.client import Client
+from ...router.client.types import Options
+from . import options as o
+from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
+
+DEFAULT_STATUS_URL: Final = "http://127.0.0.1:8000/tandem"
+STATUS_SECONDS: Final = 10.0
+
+
+def generate(
+    context: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; - or none: stdin.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Continue the text of this file.")] = None,
+    target: o.Target = o.DEFAULT_TARGET,
+    api_key: o.ApiKey = "",
+    model: o.Model = None,
+    request_id: o.RequestId = None,
+    priority: o.Priority = None,
+    timeout: o.Timeout = None,
+    max_tokens: o.MaxTokens = 128,
+    min_tokens: o.MinTokens = None,
+    stop: o.Stop = None,
+    stop_token_ids: o.StopTokenIds = None,
+    ignore_eos: o.IgnoreEos = False,
+    truncate_prompt: o.TruncatePrompt = False,
+    temperature: o.AnyTemperature = None,
+    top_k: o.TopK = None,
+    top_p: o.TopP = None,
+    min_p: o.MinP = None,
+    typical_p: o.TypicalP = None,
+    repetition_penalty: o.RepetitionPenalty = None,
+    presence_penalty: o.PresencePenalty = None,
+    frequency_penalty: o.FrequencyPenalty = None,
+    logit_bias: o.LogitBias = None,
+    bad_words: o.BadWords = None,
+    seed: o.Seed = None,
+    n: o.N = None,
+    best_of: o.BestOf = None,
+    beam_width: o.BeamWidth = None,
+    length_penalty: o.LengthPenalty = None,
+    early_stopping: o.EarlyStopping = False,
+    logprobs: o.Logprobs = None,
+    prompt_logprobs: o.PromptLogprobs = None,
+    echo: o.Echo = False,
+    json_schema: o.JsonSchema = None,
+    json_object: o.JsonObject = False,
+    regex: o.Regex = None,
+    choice: o.Choice = None,
+    grammar: o.Grammar = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    timeline: o.ShowTimeline = False,
+) -> None:
+    """Continue a text; the continuation streams to stdout. Several completions come one below the other, when all are
+    there. Tables of log probabilities and times go to stderr."""
+    options = o.given_options(context.params)  # which are these parameters
+    if not options.keys() & {"n", "best_of", "beam_width"}:
+        options.setdefault("temperature", 0.0)
+    text = _prompt(prompt, file)
+    with Client(target, api_key=api_key) as client:
+        _generate(client, text, options, timeout, as_json=as_json, timeline=timeline)
+
+
+def status(
+    url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show a running service: its pools and workers, their blocks and load, and the ways of KV cache between them."""
+    service = _fetch(url)
+    if as_json:
+        typer.echo(json.dumps(service, indent=2))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{service['service']}: {service['model']}  grpc={service['grpc']} http={service['http']}")
+    console.print(_worker_table(service["workers"]))
+    if any(worker["peers"] for worker in service["workers"]):
+        console.print(_peer_table(service["workers"]))
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    """The text to continue: of the argument, a file or stdin. Raises InvalidArgument."""
+    if file is not None:
+        if prompt is not None:
+            raise InvalidArgument("goes with no other prompt", "file")
+        return o.read_text(file, "file")
+    if prompt is None and sys.stdin.isatty():
+        raise InvalidArgument("missing; give a text, --file, or - to type one", "prompt")
+    return sys.stdin.read() if prompt in (None, "-") else prompt
+
+
+def _generate(
+    client: Client, prompt: str, options: Options, timeout: float | None, *, as_json: bool, timeline: bool
+) -> None:
+    with client.stream(prompt, timeout=timeout, **options) as stream:
+        if as_json:
+            typer.echo(json.dumps(completion_json(stream.completion()), ensure_ascii=False))
+        elif options.get("n", 1) > 1:
+            print_choices(stream.completion(), scored="beam_width" in options)
+        else:
+            print_stream(stream)
+        if not as_json:
+            print_logprobs(stream.completion())
+        if timeline:
+            print_timeline(stream.timeline)
+
+
+def _fetch(url: str) -> Any:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=STATUS_SECONDS) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise Unavailable(f"no service answers at {url}: {reason}") from None
+
+
+def _worker_table(workers: list[dict[str, Any]]) -> Table:
+    numbers = ("running", "waiting", "total", "free", "cached", "owned", "leased", "reserved", "leases", "transfers")
+    table = Table("pool", "worker", "state", box=None, header_style="bold", pad_edge=False)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for worker in workers:
+        load = worker["load"]
+        counts = [load["num_running"], load["num_waiting"]]
+        counts += [load[f"{state}_blocks"] for state in numbers[2:8]]
+        counts += [worker["leases"], worker["transfers"]]
+        table.add_row(worker["role"], worker["id"], worker["state"], *map(str, counts))
+    return table
+
+
+def _peer_table(workers: list[dict[str, Any]]) -> Table:
+    """From whom a worker has pulled KV cache, and how fast that was found to go when they connected."""
+    table = Table("worker", "pulls from", "transport", box=None, header_style="bold", pad_edge=False)
+    table.add_column("GB/s", justify="right")
+    for worker in workers:
+        for peer in worker["peers"]:
+            table.add_row(worker["id"], peer["endpoint"], peer["transport"], f"{peer['gb_per_second']:.2f}")
+    return table

@@ -1,0 +1,118 @@
+"""`tandem eval`: how good the served model is, measured through the service's own door."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ...router.client.client import AsyncClient
+from ...router.client.types import Options
+from ..eval.generate import Answered, answer_cases, read_cases, write_answers
+from ..eval.perplexity import Perplexity, measure_perplexity
+from ..eval.scores import Scores, check_libraries, score_texts
+from . import options as o
+
+eval_app = typer.Typer(help="Measure how good the served model is.", no_args_is_help=True)
+
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at the same time.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@eval_app.command()
+def perplexity(
+    file: Annotated[Path, typer.Argument(help="A text in UTF-8.")],
+    target: o.Target = o.DEFAULT_TARGET,
+    api_key: o.ApiKey = "",
+    model: o.Model = None,
+    window: Annotated[int | None, typer.Option(min=2, help="Tokens; by default the context less one.")] = None,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; by default half of one.")] = None,
+    concurrency: Concurrency = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Score a text: the perplexity of its tokens, each with at least WINDOW - STRIDE tokens before it."""
+    text = o.read_text(file, "file")
+
+    async def measure() -> Perplexity:
+        with _progress("windows") as bar:
+            async with AsyncClient(target, api_key=api_key) as client:
+                return await measure_perplexity(
+                    client,
+                    text,
+                    window=window,
+                    stride=stride,
+                    model=model or "",
+                    concurrency=concurrency,
+                    on_window=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
+                )
+
+    found = asyncio.run(measure())
+    figures = {
+        "tokens": found.num_tokens,
+        "windows": found.num_windows,
+        "mean_nll": found.mean_nll,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+    }
+    _print_figures(figures, as_json)
+
+
+@eval_app.command()
+def generate(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")],
+    target: o.Target = o.DEFAULT_TARGET,
+    api_key: o.ApiKey = "",
+    model: o.Model = None,
+    max_tokens: o.MaxTokens = 128,
+    stop: o.Stop = None,
+    temperature: o.Temperature = 0.0,
+    seed: o.Seed = None,
+    concurrency: Concurrency = 8,
+    output: Annotated[Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer the prompts of FILE and compare with the references: BLEU, chrF, ROUGE, exact match, F1."""
+    check_libraries()  # before the model has worked for minutes
+    cases = read_cases(file)
+    options: Options = o.given_options(context.params)
+
+    async def answer() -> list[Answered]:
+        with _progress("answers", len(cases)) as bar:
+            async with AsyncClient(target, api_key=api_key) as client:
+                return await answer_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
+
+    answers = asyncio.run(answer())
+    if output is not None:
+        write_answers(output, answers)
+    scores: Scores = score_texts([each.text for each in answers], [each.case.all_references for each in answers])
+    _print_figures({"cases": len(answers)} | asdict(scores), as_json)
+
+
+@contextmanager
+def _progress(what: str, total: int | None = None) -> Iterator[Progress]:
+    """A bar on stderr, if that is a terminal, that is gone at the end."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        bar.add_task(what, total=total)
+        yield bar
+
+
+def _print_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.4f}")
+    Console(highlight=False).print(table)

@@ -1,0 +1,37 @@
+"""`tandem model get|list`: the model store on the command line."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Column, Table
+
+from ...proto.errors import TandemError
+from ..store.store import get_model, list_models
+
+model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
+
+
+@model_app.command("get")
+def get_command(name: Annotated[str, typer.Argument(help="A name that `tandem model list` shows.")]) -> None:
+    """Fetch a built-in model unless it is here already, and print its folder."""
+    try:
+        folder = get_model(name, progress=True)
+    except TandemError as error:
+        typer.echo(f"error: {error.message}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(folder)
+
+
+@model_app.command("list")
+def list_command() -> None:
+    """List the built-in models: where they are, or that they are not fetched yet."""
+    table = Table("NAME", "SIZE", Column("FOLDER", overflow="fold"), box=None, header_style="bold", pad_edge=False)
+    for model in list_models():
+        where = str(model.folder) if model.present else "not fetched"
+        table.add_row(model.name, decimal(model.num_bytes) if model.present else "-", where)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 4096  # a pipe has no edge to wrap at
+    console.print(table)

@@ -1,0 +1,133 @@
+"""`tandem plan memory`: what a model takes on each rank, before anything is started. Imports neither torch nor Ray."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...proto.errors import InvalidArgument
+from ...workers.kv_cache.layout import ITEM_BYTES
+from ...workers.kv_cache.sharding import check_split
+from ...workers.model.checkpoint import check_checkpoint
+from ...workers.model.config import ModelConfig
+from ...workers.model.footprint import kv_bytes_per_token, weight_bytes
+from ..store.store import resolve_model
+from ..timeline import TABLE_CHARACTERS
+
+DEFAULT_TPS: Final = (1, 2, 4, 8)
+GIB: Final = 1024**3
+
+plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget:
+    """The memory of one rank, and how its KV cache is cut."""
+
+    num_bytes: int  # that the rank may use for weights and KV cache
+    block_size: int  # tokens
+    context_tokens: int  # of the sequences that are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What each of `tp` ranks holds, in bytes."""
+
+    tp: int
+    weights: int
+    kv_per_token: int
+    num_copies: int  # in how many places of all ranks together a KV head's cache lies
+
+    def kv_cache(self, budget: MemoryBudget) -> int:
+        """What the weights leave; negative if they do not fit."""
+        return budget.num_bytes - self.weights
+
+    def num_tokens(self, budget: MemoryBudget) -> int:
+        """Tokens that whole blocks of the rest hold; every rank holds its heads of each."""
+        return self._num_blocks(budget) * budget.block_size
+
+    def num_sequences(self, budget: MemoryBudget) -> int:
+        """Sequences of the full context that fit at once."""
+        return self._num_blocks(budget) // -(-budget.context_tokens // budget.block_size)
+
+    def _num_blocks(self, budget: MemoryBudget) -> int:
+        return max(self.kv_cache(budget), 0) // (budget.block_size * self.kv_per_token)
+
+
+def rank_memory(config: ModelConfig, tp: int, dtype: str) -> RankMemory:
+    """Raises InvalidArgument if the model's heads cannot be split so."""
+    try:
+        check_split(config.num_heads, config.num_kv_heads, tp)
+    except ValueError as error:
+        raise InvalidArgument(f"--{error}") from None
+    per_rank, whole = (kv_bytes_per_token(config, ranks, dtype) for ranks in (tp, 1))
+    weights = weight_bytes(config, tp, dtype)
+    return RankMemory(tp=tp, weights=weights, kv_per_token=per_rank, num_copies=per_rank * tp // whole)
+
+
+@plan_app.command("memory")
+def memory_command(
+    model: Annotated[str, typer.Argument(help="What `tandem serve` takes.")],
+    tp: Annotated[list[int] | None, typer.Option(help="Ranks; several times for several rows.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    gpu_memory_gb: Annotated[float | None, typer.Option(help="GiB of memory of each rank's device.")] = None,
+    utilization: Annotated[float, typer.Option(help="The part of it for weights and KV cache.")] = 0.9,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
+    context_tokens: Annotated[int | None, typer.Option(help="Of a sequence; the model's own if that is less.")] = None,
+) -> None:
+    """What MODEL takes on each of its ranks: weights, KV cache per token, tokens that fit.
+
+    Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. In bfloat16 on CPUs a model whose head is
+    tied to its embedding holds the latter twice, and the figure here has it once.
+    """
+    if dtype not in ITEM_BYTES:
+        raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
+    _check("--gpu-memory-gb", gpu_memory_gb, 0.001, 4096)
+    _check("--utilization", utilization, 0.01, 1)
+    _check("--block-size", block_size, 1, 1024)
+    _check("--context-tokens", context_tokens, 2, 1_048_576)
+    config = check_checkpoint(resolve_model(model, progress=True))
+    rows = [rank_memory(config, each, dtype) for each in tp or (n for n in DEFAULT_TPS if config.num_heads % n == 0)]
+    budget = None
+    if gpu_memory_gb is not None:
+        context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)
+        num_bytes = int(gpu_memory_gb * GIB * utilization)
+        budget = MemoryBudget(num_bytes=num_bytes, block_size=block_size, context_tokens=context)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
+    typer.echo(f"{model}, {dtype}: {config.num_heads} query heads, {config.num_kv_heads} KV heads; on each rank:")
+    console.print(memory_table(rows, budget))
+    for row in rows:
+        if budget and row.kv_cache(budget) < 0:
+            typer.echo(f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit {_size(budget.num_bytes)}")
+
+
+def memory_table(rows: Sequence[RankMemory], budget: MemoryBudget | None) -> Table:
+    """One line for each number of ranks; what fits is shown if there is a budget."""
+    table = Table(header_style="bold")
+    columns = ["tp", "weights", "KV a token", "on all ranks", "copies of KV"]
+    if budget:
+        columns += ["for KV cache", "tokens", f"sequences of {budget.context_tokens:,}"]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [str(row.tp), _size(row.weights), f"{row.kv_per_token:,} B", f"{row.kv_per_token * row.tp:,} B"]
+        cells.append(str(row.num_copies))
+        if budget:
+            rest = row.kv_cache(budget)
+            cells += [_size(rest) if rest >= 0 else "-", f"{row.num_tokens(budget):,}"]
+            cells.append(f"{row.num_sequences(budget):,}")
+        table.add_row(*cells)
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 1024**2:,.1f} MiB"
+
+
+def _check(option: str, number: float | None, low: float, high: float) -> None:
+    if number is not None and not low <= number <= high:
+        raise InvalidArgument(f"must be from {low} to {high}", option)

@@ -1,0 +1,1 @@
+"""Measures how good the served model is."""

@@ -1,0 +1,142 @@
+"""The perplexity of a text under the served model, over sliding windows of log probabilities of a prompt."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...proto import limits
+from ...proto.errors import InternalError, InvalidArgument
+from ...router.client.client import AsyncClient
+from .gather import map_concurrently
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Tokens of a text that one forward pass reads; of those from `score_from` on the log probability counts."""
+
+    begin: int
+    end: int
+    score_from: int  # as an index into the text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """What a text scored. Natural logarithms but for the bits."""
+
+    num_tokens: int  # of the text; the first is never scored, since nothing is before it
+    num_windows: int
+    nll: float  # negative log likelihood of all scored tokens together
+    num_scored: int
+    num_bytes: int  # of the text in UTF-8
+
+    @property
+    def mean_nll(self) -> float:
+        return self.nll / self.num_scored
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean_nll)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Does not depend on the tokenizer, so that models can be compared (Gao et al., 2020, The Pile)."""
+        return self.nll / math.log(2) / self.num_bytes
+
+
+def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
+    """Windows of `window` tokens, `stride` apart, the last cut at the end. Each token is scored in the first window
+    that has it, after at least `window - stride` tokens where the text has them. A token that begins its window is not
+    scored: the first of all, and with a stride of a whole window the first of each.
+
+    This is the method of "Perplexity of fixed-length models" in transformers' documentation; its example lets each
+    window but the first count in the mean as one token too few, here each counts its tokens. Raises InvalidArgument."""
+    if window < 2:
+        raise InvalidArgument("must be at least 2 tokens", "window")
+    if not 1 <= stride <= window:
+        raise InvalidArgument(f"must be from 1 to the window's {window} tokens", "stride")
+    windows = [Window(begin=0, end=min(window, num_tokens), score_from=1)]
+    while (last := windows[-1]).end < num_tokens:
+        begin = last.begin + stride
+        end = min(begin + window, num_tokens)
+        windows.append(Window(begin=begin, end=end, score_from=max(last.end, begin + 1)))
+    return windows
+
+
+async def measure_perplexity(
+    client: AsyncClient,
+    text: str,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    model: str = "",
+    concurrency: int = 4,
+    on_window: Callable[[int, int], None] = lambda done, total: None,
+) -> Perplexity:
+    """Scores `text` through the service. `window`: tokens, at most and by default one less than the model's context,
+    which always has room for a token after a prompt; `stride`: by default half a window. `on_window(windows done,
+    windows in all)` is called as they come. Raises a TandemError."""
+    longest = await _context_tokens(client, model) - 1
+    window = window or longest
+    if window > longest:
+        raise InvalidArgument(f"must be at most {longest} tokens, one less than the model's context", "window")
+    ids = await tokenize_long(client, text, model)
+    if len(ids) < 2:
+        raise InvalidArgument("has fewer than two tokens", "text")
+    windows = sliding_windows(len(ids), window, stride or max(window // 2, 1))
+    done = 0
+
+    async def score(one: Window) -> float:
+        nonlocal done
+        scored = await _score(client, ids, one, model)
+        done += 1
+        on_window(done, len(windows))
+        return scored
+
+    nlls = await map_concurrently(score, windows, concurrency)
+    return Perplexity(
+        num_tokens=len(ids),
+        num_windows=len(windows),
+        nll=math.fsum(nlls),
+        num_scored=sum(each.end - each.score_from for each in windows),
+        num_bytes=len(text.encode()),
+    )
+
+
+async def tokenize_long(client: AsyncClient, text: str, model: str) -> list[int]:
+    """The token ids of a text of any length. What is longer than the service takes goes in pieces that end at line
+    ends, where they can; the special tokens that a tokenizer puts before a text stand before the first alone."""
+    pieces = _pieces(text, limits.MAX_PROMPT_CHARACTERS)
+    ids = await client.tokenize(pieces[0], model=model)
+    if len(pieces) > 1:
+        a, b = await client.tokenize("a", model=model), await client.tokenize("b", model=model)
+        num_special = next(i for i, pair in enumerate(zip([*a, -1], [*b, -2], strict=False)) if pair[0] != pair[1])
+        for piece in pieces[1:]:
+            ids += (await client.tokenize(piece, model=model))[num_special:]
+    return ids
+
+
+def _pieces(text: str, most: int) -> list[str]:
+    pieces = []
+    while len(text) > most:
+        end = text.rfind("\n", 0, most) + 1 or most
+        pieces.append(text[:end])
+        text = text[end:]
+    return [*pieces, text]
+
+
+async def _context_tokens(client: AsyncClient, model: str) -> int:
+    for info in await client.list_models():
+        if model in ("", info.id):
+            return info.context_tokens
+    raise InvalidArgument("is not served here", "model")
+
+
+async def _score(client: AsyncClient, ids: Sequence[int], window: Window, model: str) -> float:
+    """The negative log likelihood of the window's scored tokens."""
+    prompt = ids[window.begin : window.end]
+    answer = await client.generate(prompt, max_tokens=0, prompt_logprobs=0, model=model)
+    found = [each.token.logprob for each in answer.prompt_logprobs[window.score_from - window.begin :]]
+    numbers = [each for each in found if each is not None]
+    if len(numbers) != window.end - window.score_from:
+        raise InternalError("the service did not tell the log probability of every token of the prompt")
+    return -math.fsum(numbers)

@@ -1,0 +1,82 @@
+"""How close generated texts are to references: BLEU and chrF by sacrebleu, ROUGE by rouge-score, exact match, F1."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ...proto.errors import Unavailable
+
+MISSING_EXTRA = "tandem eval generate needs sacrebleu and rouge-score: pip install 'tandem-llm[eval]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """From 0 to 100, higher is better. With several references, each but the corpus scores takes the best one."""
+
+    bleu: float  # of the corpus; Papineni et al., 2002
+    chrf: float  # of the corpus; Popović, 2015
+    rouge1: float  # F-measures, mean over the texts; Lin, 2004
+    rouge2: float
+    rouge_l: float
+    exact_match: float  # mean over the texts
+    f1: float  # of words, mean over the texts
+
+
+def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """`references`: for each text at least one. Raises Unavailable if the extra `eval` is not installed."""
+    sacrebleu, rouge_scorer = _libraries()
+    most = max(map(len, references))
+    streams = [[each[i] if i < len(each) else None for each in references] for i in range(most)]
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    rouges = [scorer.score_multi(list(refs), text) for text, refs in zip(texts, references, strict=True)]
+    pairs = list(zip(texts, references, strict=True))
+    return Scores(
+        bleu=float(sacrebleu.corpus_bleu(list(texts), streams).score),
+        chrf=float(sacrebleu.corpus_chrf(list(texts), streams).score),
+        rouge1=100 * fmean(each["rouge1"].fmeasure for each in rouges),
+        rouge2=100 * fmean(each["rouge2"].fmeasure for each in rouges),
+        rouge_l=100 * fmean(each["rougeL"].fmeasure for each in rouges),
+        exact_match=100 * fmean(max(exact_match(text, ref) for ref in refs) for text, refs in pairs),
+        f1=100 * fmean(max(word_f1(text, ref) for ref in refs) for text, refs in pairs),
+    )
+
+
+def check_libraries() -> None:
+    """Raises Unavailable if the extra `eval` is not installed."""
+    _libraries()
+
+
+def normalise_answer(text: str) -> str:
+    """Lower case without punctuation, articles and repeated white space, as the evaluation script of SQuAD does
+    (Rajpurkar et al., 2016)."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_match(text: str, reference: str) -> bool:
+    """Whether both are the same when normalised."""
+    return normalise_answer(text) == normalise_answer(reference)
+
+
+def word_f1(text: str, reference: str) -> float:
+    """The harmonic mean of precision and recall of the normalised words, from 0 to 1; as SQuAD 2.0 does, 1 if neither
+    has any (Rajpurkar et al., 2018)."""
+    found, wanted = normalise_answer(text).split(), normalise_answer(reference).split()
+    if not found or not wanted:
+        return float(found == wanted)
+    common = (Counter(found) & Counter(wanted)).total()
+    return 2 * common / (len(found) + len(wanted))
+
+
+def _libraries() -> tuple[Any, Any]:
+    """The libraries of the extra, which take a second to import."""
+    try:
+        import sacrebleu
+        from rouge_score import rouge_scorer
+    except ImportError:
+        raise Unavailable(MISSING_EXTRA) from None
+    return sacrebleu, rouge_scorer

@@ -1,0 +1,1 @@
+"""Finds, downloads and converts models."""

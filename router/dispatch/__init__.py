@@ -1,0 +1,1 @@
+"""Carries requests through workers and their failures."""

@@ -1,1 +1,0 @@
-"""The front doors: gRPC and OpenAI's HTTP API, thin over `completion`."""

@@ -1,0 +1,1 @@
+"""Prepares requests: chat templates, tokenization, constraints, every bound."""

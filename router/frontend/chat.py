@@ -1,0 +1,194 @@
+"""Chats: every bound of a Chat message, and the form in which chat templates take it.
+
+Pure: knows nothing of tokens or doors.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ...proto import inference_pb2, limits
+from ...proto.errors import InvalidArgument
+from .sampling import check_count
+from .template import global_names
+
+_PATH: Final = "prompt.chat"
+_TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}")
+
+_RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+_CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+def check_chat(chat: inference_pb2.Chat) -> None:
+    """Raises InvalidArgument, which names the field by its path (`prompt.chat.tools[0].name`), if a bound is broken."""
+    if not 1 <= len(chat.messages) <= limits.MAX_CHAT_MESSAGES:
+        raise InvalidArgument(
+            f"has {len(chat.messages)} messages; 1 to {limits.MAX_CHAT_MESSAGES} are taken", f"{_PATH}.messages"
+        )
+    for i, message in enumerate(chat.messages):
+        _check_message(message, f"{_PATH}.messages[{i}]")
+    _check_tools(chat)
+    _check_tool_choice(chat)
+    template_kwargs(chat)
+    if chat.continue_final_message:
+        _check_continuation(chat)
+    check_count(_num_characters(chat), limits.MAX_PROMPT_CHARACTERS, "characters", _PATH)
+
+
+def active_tools(chat: inference_pb2.Chat) -> list[inference_pb2.Tool]:
+    """The tools that the model hears of."""
+    return [] if chat.tool_choice.mode == inference_pb2.ToolChoice.MODE_NONE else list(chat.tools)
+
+
+def must_call(chat: inference_pb2.Chat) -> bool:
+    """Whether the answer has to be a call."""
+    return chat.tool_choice.mode in (inference_pb2.ToolChoice.MODE_REQUIRED, inference_pb2.ToolChoice.MODE_NAMED)
+
+
+def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
+    """The caller's variables of the template. Raises InvalidArgument."""
+    field = f"{_PATH}.template_kwargs"
+    if not chat.template_kwargs:
+        return {}
+    check_count(len(chat.template_kwargs), limits.MAX_TEMPLATE_KWARGS_CHARACTERS, "characters", field)
+    given = json_object(chat.template_kwargs)
+    if given is None:
+        raise InvalidArgument("must be a JSON object", field)
+    for name in given:
+        if name in _RESERVED or name in global_names():
+            raise InvalidArgument(f"{name!r} is a name of the service's own", field)
+    return given
+
+
+def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
+    """What the template of a checked chat sees, in the form of transformers' apply_chat_template."""
+    messages = [_template_message(message) for message in chat.messages]
+    if chat.continue_final_message:
+        messages[-1]["content"] += _CONTINUE_TAG
+    return {
+        **template_kwargs(chat),
+        "messages": messages,
+        "tools": [tool_object(tool) for tool in active_tools(chat)] or None,
+        "add_generation_prompt": not chat.continue_final_message,
+    }
+
+
+def cut_after_final_message(text: str) -> str:
+    """The rendered chat up to where its last message ends, if it is to be continued.
+
+    The method is transformers': a tag at the end of the message tells where. Raises InvalidArgument if the template
+    has not written the message."""
+    end = text.rfind(_CONTINUE_TAG.strip())
+    if end < 0:
+        raise InvalidArgument(
+            "the model's chat template does not repeat the last message", f"{_PATH}.continue_final_message"
+        )
+    trimmed = not text.startswith(_CONTINUE_TAG, end)  # the template strips contents, so what ends here is stripped
+    return text[:end].rstrip() if trimmed else text[:end]
+
+
+def tool_object(tool: inference_pb2.Tool) -> dict[str, Any]:
+    """A tool as OpenAI and chat templates write it."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    function["parameters"] = parameters_schema(tool)
+    return {"type": "function", "function": function}
+
+
+def parameters_schema(tool: inference_pb2.Tool) -> dict[str, Any]:
+    """The JSON schema of the arguments of a checked tool."""
+    schema = json_object(tool.parameters or "{}") or {"properties": {}, "additionalProperties": False}
+    return schema if "type" in schema else {"type": "object", **schema}
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that `text` is; None if it is none, or none that can be written as JSON and UTF-8 again."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no infinity, no lone surrogate
+    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeEncodeError are ValueErrors
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name:
+        found["name"] = message.name
+    return found
+
+
+def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
+    # Templates write the arguments by `tojson`, so they want an object; what a model wrote wrongly stays its text.
+    arguments = json_object(call.arguments or "{}")
+    function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
+    if not 1 <= len(message.role) <= limits.MAX_ROLE_CHARACTERS:
+        raise InvalidArgument(f"must have 1 to {limits.MAX_ROLE_CHARACTERS} characters", f"{path}.role")
+    check_count(len(message.name), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.name")
+    check_count(len(message.tool_call_id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_call_id")
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidArgument("are the assistant's only", f"{path}.tool_calls")
+    check_count(len(message.tool_calls), limits.MAX_TOOL_CALLS, "calls", f"{path}.tool_calls")
+    for i, call in enumerate(message.tool_calls):
+        check_count(len(call.id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_calls[{i}].id")
+        _check_tool_name(call.name, f"{path}.tool_calls[{i}].name")
+
+
+def _check_tools(chat: inference_pb2.Chat) -> None:
+    check_count(len(chat.tools), limits.MAX_TOOLS, "tools", f"{_PATH}.tools")
+    names = set()
+    for i, tool in enumerate(chat.tools):
+        path = f"{_PATH}.tools[{i}]"
+        _check_tool_name(tool.name, f"{path}.name")
+        if tool.name in names:
+            raise InvalidArgument(f"{tool.name!r} is the name of another tool, too", f"{path}.name")
+        names.add(tool.name)
+        check_count(len(tool.parameters), limits.MAX_GRAMMAR_CHARACTERS, "characters", f"{path}.parameters")
+        schema = json_object(tool.parameters or "{}")
+        if schema is None or schema.get("type", "object") != "object":
+            raise InvalidArgument("must be the JSON schema of an object", f"{path}.parameters")
+
+
+def _check_tool_choice(chat: inference_pb2.Chat) -> None:
+    choice, path = chat.tool_choice, f"{_PATH}.tool_choice"
+    if choice.mode not in inference_pb2.ToolChoice.Mode.values():
+        raise InvalidArgument(f"{choice.mode} is not a mode", f"{path}.mode")
+    if must_call(chat) and not chat.tools:
+        raise InvalidArgument("there are no tools to call", path)
+    named = choice.mode == inference_pb2.ToolChoice.MODE_NAMED
+    if named and choice.name not in {tool.name for tool in chat.tools}:
+        raise InvalidArgument("must be the name of one of the tools", f"{path}.name")
+    if choice.name and not named:
+        raise InvalidArgument("goes with MODE_NAMED only", f"{path}.name")
+
+
+def _check_continuation(chat: inference_pb2.Chat) -> None:
+    path, last = f"{_PATH}.continue_final_message", chat.messages[-1]
+    if last.role != "assistant" or last.tool_calls:
+        raise InvalidArgument("the last message must be a text of the assistant", path)
+    if must_call(chat):
+        raise InvalidArgument("does not go with a tool_choice that asks for a call", path)
+
+
+def _check_tool_name(name: str, field: str) -> None:
+    if not _TOOL_NAME.fullmatch(name):
+        raise InvalidArgument(
+            f"must have 1 to {limits.MAX_NAME_CHARACTERS} characters, letters, digits and any of _.:/-", field
+        )
+
+
+def _num_characters(chat: inference_pb2.Chat) -> int:
+    """All that may go into the prompt."""
+    said = sum(len(message.content) for message in chat.messages)
+    asked = sum(len(call.arguments) for message in chat.messages for call in message.tool_calls)
+    return said + asked + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)

@@ -1,0 +1,1 @@
+"""Turns tokens into answers: detokenization, stop strings, log probabilities, tool calls."""

@@ -1,0 +1,1 @@
+"""Decides when a request starts and on which workers: admission, queues, placement."""

@@ -1,1 +1,0 @@
-"""Text and chats to token ids and back: tokenizer, templates, tools, constraints, stop strings."""

@@ -1,0 +1,389 @@
+"""`tandem bench` against servers of known behaviour: what it finds must be what they did."""
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.cluster.bench.load import Measured, run_bench
+from tandem.cluster.bench.metrics import Summary
+from tandem.cluster.bench.options import BenchOptions, Lengths, LoadOptions, LoadPace, ServerAddress, Workload
+from tandem.cluster.bench.target import CompletionEvents, RequestFailed, TokenCounts
+from tandem.cluster.bench.workload import arrival_offsets
+from tandem.proto.errors import Overloaded, Unavailable
+from tandem.router.api.grpc_server import GrpcServer
+from tandem.router.api.service import GenerationService
+from tandem.router.fake import FakeTokenSource, byte_tokenizer
+from tandem.router.frontend.prepare import ServedModel
+
+TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass(kw_only=True)
+class OpenAiServer:
+    """Streams completions, each event after its delay; notes when it did what (perf_counter)."""
+
+    delays: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds before each event
+    tokens_per_event: int = 1
+    endings: list[str] = field(default_factory=lambda: ["done"])  # of the requests in turn, see `_answer`
+    gate: Callable[[], Awaitable[object]] | None = None  # awaited before the first event
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    sends: list[list[float]] = field(default_factory=list)  # of each request
+    running: int = 0
+    max_running: int = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET /v1/models "):
+                    self._write_plain(writer, 200, {"data": [{"id": "the-model"}]})
+                    continue
+                length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-len"))
+                body = json.loads(await reader.readexactly(length))
+                self.arrivals.append(perf_counter())
+                self.running += 1
+                self.max_running = max(self.running, self.max_running)
+                await self._answer(body, writer)
+                self.running -= 1
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        ending = self.endings[len(self.bodies) % len(self.endings)]
+        self.bodies.append(body)
+        sends: list[float] = []
+        self.sends.append(sends)
+        if ending.isdigit():
+            self._write_plain(writer, int(ending), {"error": {"message": "as\nasked"}})
+            return
+        writer.write(HEAD)
+        if self.gate:
+            await self.gate()
+        for delay in self.delays if ending != "empty" else []:
+            await asyncio.sleep(delay)
+            self._event(writer, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
+            sends.append(perf_counter())
+        if ending == "stall":
+            await asyncio.Event().wait()
+        if ending == "error":
+            self._event(writer, {"error": {"message": "the worker is gone", "code": 503}})
+        if ending == "reset":
+            writer.transport.abort()
+            raise ConnectionError
+        if ending in ("done", "empty"):
+            tokens = self.tokens_per_event * len(sends)
+            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
+            self._event(writer, {"choices": [], "usage": usage})
+            self._data(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    def _event(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
+        self._data(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _data(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _write_plain(self, writer: asyncio.StreamWriter, status: int, body: object) -> None:
+        text = json.dumps(body).encode()
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+        writer.write(head.encode() + text)
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Awaitable[OpenAiServer]]]:
+    handlers: set[asyncio.Task[None]] = set()
+    listeners = []
+
+    async def start_one(**how: Any) -> OpenAiServer:
+        server = OpenAiServer(**how)
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            handlers.add(asyncio.create_task(server.handle(reader, writer)))
+
+        listener = await asyncio.start_server(connected, "127.0.0.1", 0)
+        listeners.append(listener)
+        server.url = "http://{}:{}".format(*listener.sockets[0].getsockname())
+        return server
+
+    yield start_one
+    for listener in listeners:
+        listener.close()
+    for handler in handlers:
+        handler.cancel()
+    outcomes = await asyncio.gather(*handlers, return_exceptions=True)
+    assert [each for each in outcomes if isinstance(each, Exception)] == []
+
+
+Start = Callable[..., Awaitable[OpenAiServer]]
+
+
+def options(url: str, **load: Any) -> BenchOptions:
+    """A small closed loop of one caller, unless told otherwise."""
+    pace = LoadPace(rate=load.pop("rate", None)) if "rate" in load else LoadPace(concurrency=load.pop("concurrency", 1))
+    workload = Workload(lengths=Lengths(input=16, output=10), vocab_size=200)
+    return BenchOptions(
+        address=ServerAddress(url=url),
+        workload=workload,
+        load=LoadOptions(pace=pace, **({"num_prompts": 4, "warmup": 0, "timeout": 20.0} | load)),
+    )
+
+
+async def measure(asked: BenchOptions) -> Summary:
+    measured = await run_bench(asked, lambda _address, _number, _summary: None)
+    assert len(measured) == 1
+    return measured[0].rounds[0]
+
+
+async def run_cli(*args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `tandem bench`."""
+    process = await asyncio.create_subprocess_exec(
+        *TANDEM, "bench", *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_it_finds_the_delays_of_a_server(start: Start) -> None:
+    server = await start(delays=[0.15, *[0.03] * 9], tokens_per_event=2)
+    code, out, err = await run_cli(
+        *("--url", server.url, "--num-prompts", "6", "--concurrency", "2", "--warmup", "2", "--input-len", "16"),
+        *("--output-len", "20", "--slo", "ttft=10000,tpot=10000", "--json", "-"),
+    )
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    (summary,) = found["servers"][0]["rounds"]
+    assert summary["num_completed"] == summary["num_requests"] == 6
+    assert (summary["prompt_tokens"], summary["output_tokens"]) == (6 * 16, 6 * 20)
+    assert server.max_running == 2
+    wanted = {"model": "the-model", "max_tokens": 20, "stream": True, "ignore_eos": True, "temperature": 0.0}
+    assert server.bodies[-1].items() >= wanted.items()
+
+    # What the server did, not what it had meant to do: a busy machine delays it too.
+    arrivals, sends = server.arrivals[2:], server.sends[2:]
+    ttft = [1000 * (each[0] - arrived) for each, arrived in zip(sends, arrivals, strict=True)]
+    gaps = [1000 * (after - before) for each in sends for before, after in itertools.pairwise(each)]
+    e2e = [1000 * (each[-1] - arrived) for each, arrived in zip(sends, arrivals, strict=True)]
+    figures = summary["figures"]
+    assert figures["mean_ttft_ms"] == pytest.approx(sum(ttft) / 6, rel=0.1)
+    assert figures["mean_itl_ms"] == pytest.approx(sum(gaps) / len(gaps), rel=0.1)
+    assert figures["p50_itl_ms"] == pytest.approx(sorted(gaps)[len(gaps) // 2], rel=0.1)
+    assert figures["mean_e2e_ms"] == pytest.approx(sum(e2e) / 6, rel=0.1)
+    assert figures["mean_tpot_ms"] == pytest.approx(sum(gaps) / 6 / 19, rel=0.1)
+    duration = max(each[-1] for each in sends) - arrivals[0]
+    assert summary["duration"] == pytest.approx(duration, rel=0.1)
+    assert figures["output_throughput"] == pytest.approx(120 / duration, rel=0.1)
+    assert figures["total_throughput"] == pytest.approx(216 / duration, rel=0.1)
+    assert figures["goodput"] == pytest.approx(figures["request_throughput"])
+    assert figures["mean_ttft_ms"] >= 149
+    assert figures["mean_itl_ms"] >= 29
+
+
+async def test_every_failure_is_counted_by_its_kind(start: Start) -> None:
+    server = await start(endings=["done", "500", "cut", "error", "reset", "empty", "429", "500"])
+    asked = options(server.url, num_prompts=8)
+    summary = await measure(
+        BenchOptions(address=asked.address, workload=asked.workload, load=asked.load, slo={"e2e": 1e6})
+    )
+    assert (summary.num_requests, summary.num_completed) == (8, 1)
+    assert {each.kind: each.count for each in summary.failures} == {
+        "HTTP 500": 2,
+        "HTTP 429": 1,
+        "stream cut": 2,
+        "error event": 1,
+        "no tokens": 1,
+    }
+    assert summary.failures[0].kind in ("HTTP 500", "stream cut")
+    examples = {each.kind: each.example for each in summary.failures}
+    assert examples["error event"] == "the worker is gone"
+    assert examples["HTTP 500"] == "as asked"  # in one line
+    assert summary.figures["slo_attainment"] == 1 / 8
+
+
+async def test_a_stalled_answer_ends_at_its_timeout(start: Start) -> None:
+    server = await start(endings=["stall", "done"])
+    summary = await measure(options(server.url, num_prompts=2, timeout=0.3))
+    assert [(each.kind, each.count) for each in summary.failures] == [("timeout", 1)]
+    assert summary.num_completed == 1
+    assert 0.29 < summary.duration < 5
+
+
+async def test_nobody_there_is_a_failure_of_each_request() -> None:
+    asked = options("http://127.0.0.1:1")
+    asked = BenchOptions(
+        address=ServerAddress(url=asked.address.url, model="m"), workload=asked.workload, load=asked.load
+    )
+    summary = await measure(asked)
+    assert [(each.kind, each.count) for each in summary.failures] == [("cannot connect", 4)]
+
+
+async def test_an_open_loop_does_not_wait_for_answers(start: Start) -> None:
+    server = await start(gate=asyncio.Barrier(12).wait)  # nobody is answered before all have asked
+    summary = await measure(options(server.url, num_prompts=12, rate=200.0))
+    assert (summary.num_completed, server.max_running) == (12, 12)
+
+
+async def test_an_open_loop_sends_at_the_planned_times(start: Start) -> None:
+    server = await start()
+    summary = await measure(options(server.url, num_prompts=None, seconds=0.5, rate=40.0))
+    planned = list(itertools.takewhile(lambda offset: offset <= 0.5, arrival_offsets(40.0, 0)))
+    assert summary.num_requests == summary.num_completed == len(planned)
+    assert server.arrivals[-1] - server.arrivals[0] == pytest.approx(planned[-1] - planned[0], abs=0.1)
+    assert summary.figures["late_ms"] < 100
+
+
+async def test_a_closed_loop_keeps_to_its_concurrency_and_its_seconds(start: Start) -> None:
+    server = await start(delays=[0.05])
+    summary = await measure(options(server.url, concurrency=3, num_prompts=None, seconds=0.3))
+    assert server.max_running == 3
+    assert summary.num_requests == summary.num_completed >= 6
+    assert server.arrivals[-1] - server.arrivals[0] < 0.4
+
+
+async def test_warm_up_requests_are_not_measured_and_must_succeed(start: Start) -> None:
+    server = await start()
+    summary = await measure(options(server.url, warmup=3))
+    assert (summary.num_requests, len(server.bodies)) == (4, 7)
+    server.endings = ["500"]
+    with pytest.raises(Unavailable, match=r"answers no warm-up request: HTTP 500 \(as asked\)"):
+        await measure(options(server.url, warmup=3))
+
+
+async def test_a_peer_takes_turns_and_the_ratio_is_found(start: Start, tmp_path: Path) -> None:
+    slow, fast = await start(delays=[0.12, 0.06]), await start(delays=[0.04, 0.02])
+    path = tmp_path / "out.json"
+    code, out, err = await run_cli(
+        *("--url", slow.url, "--peer", f"{fast.url}=other", "--rounds", "3", "--num-prompts", "2"),
+        *("--concurrency", "1", "--warmup", "0", "--json", str(path)),
+    )
+    assert code == 0, err
+    assert [line.split()[2].rstrip(":") for line in err.splitlines()] == [slow.url, fast.url] * 3
+    prompts = [tuple(body["prompt"]) for body in (*slow.bodies, *fast.bodies)]
+    assert len(set(prompts)) == len(prompts) == 12  # no prefix cache helps
+    assert {len(prompt) for prompt in prompts} == {128}
+    assert {body["model"] for body in fast.bodies} == {"other"}
+    order = sorted([(at, "slow") for at in slow.arrivals] + [(at, "fast") for at in fast.arrivals])
+    assert [name for _, name in order] == ["slow", "slow", "fast", "fast"] * 3
+    ratios = json.loads(path.read_text())["ratios"]
+    assert ratios["mean_ttft_ms"] == pytest.approx(3, rel=0.35)
+    assert ratios["request_throughput"] == pytest.approx(1 / 3, rel=0.35)
+    row = next(line for line in out.splitlines() if "mean TTFT ms" in line)
+    assert f"{ratios['mean_ttft_ms']:.3f}" in row
+
+
+async def test_the_tables_show_figures_and_failures(start: Start) -> None:
+    server = await start(endings=["done", "500"])
+    code, out, err = await run_cli(
+        *("--url", server.url, "--num-prompts", "4", "--concurrency", "1", "--warmup", "0", "--slo", "ttft=5000")
+    )
+    assert (code, err) == (0, "")
+    for words in ("2 of 4 requests completed", "good requests/s (ttft <= 5000 ms)", "TTFT", "p99.9", "HTTP 500"):
+        assert words in out
+    server.endings = ["500"]
+    code, out, err = await run_cli("--url", server.url, "--num-prompts", "2", "--concurrency", "1", "--warmup", "0")
+    assert (code, err) == (1, f"error: {server.url} completed no request: HTTP 500\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--url", "127.0.0.1:80", "--rate", "1"], "--url: must be grpc://HOST:PORT"),
+        (["--url", "http://h:1"], "either --concurrency or --rate"),
+        (["--url", "http://h:1", "--rate", "1", "--concurrency", "1"], "either --concurrency or --rate"),
+        (["--url", "http://h:1", "--rate", "nan"], "--rate: must be from"),
+        (["--url", "http://h:1", "--concurrency", "0"], "--concurrency: must be from 1"),
+        (["--url", "http://h:1", "--rate", "1", "--workload", "odd"], "--workload: must be one of"),
+        (["--url", "http://h:1", "--rate", "1", "--workload", "file"], "--file: belongs to"),
+        (["--url", "http://h:1", "--rate", "1", "--workload", "shared-prefix"], "--prefix-len: must be from 1"),
+        (["--url", "http://h:1", "--rate", "1", "--slo", "x=1"], "--slo: knows ttft"),
+        (["--url", "http://h:1", "--rate", "1", "--workload", "file", "--file", "/no/file"], "/no/file cannot be read"),
+        (["--url", "http://h:1", "--rate", "1", "--json", "/no/folder/x"], "--json: /no/folder/x cannot be written"),
+    ],
+)
+async def test_bad_input_ends_in_one_line_and_code_2(args: list[str], words: str) -> None:
+    code, out, err = await run_cli(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+async def grpc_service() -> AsyncIterator[tuple[str, FakeTokenSource]]:
+    """Our own gRPC door over tokens from nowhere."""
+    source = FakeTokenSource()
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
+    door = GrpcServer(GenerationService([model], source), reflection=False)
+    address = await door.start("127.0.0.1:0")
+    await door.set_serving(True)
+    yield f"grpc://{address}", source
+    await door.stop(0)
+    assert source.running == 0
+
+
+async def test_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:
+    url, source = grpc_service
+    source.tokens_per_delta = 4
+    asked = options(url, num_prompts=6, concurrency=3)
+    found: list[Measured] = await run_bench(asked, lambda _address, _number, _summary: None)
+    (summary,) = found[0].rounds
+    assert (summary.num_completed, summary.failures) == (6, ())
+    assert (summary.prompt_tokens, summary.output_tokens) == (6 * 16, 6 * 10)
+    assert summary.figures["mean_tpot_ms"] == pytest.approx(summary.figures["mean_itl_ms"] * 2 / 9)  # 3 chunks each
+    assert source.max_running <= 3
+    assert {request.ignore_eos for request in source.requests} == {True}
+
+
+async def test_failures_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:
+    url, source = grpc_service
+    source.error, source.error_after = Overloaded("the queue is full"), 3
+    summary = await measure(options(url))
+    assert [(each.kind, each.count) for each in summary.failures] == [("RESOURCE_EXHAUSTED", 4)]
+    assert "the queue is full" in summary.failures[0].example
+    source.error, source.stall_after = None, 2
+    summary = await measure(options(url, num_prompts=2, timeout=0.3))
+    assert [(each.kind, each.count) for each in summary.failures] == [("timeout", 2)]
+    await asyncio.wait_for(source.wait_running(0), 10)
+
+
+EVENTS = (
+    b": ping\r\n\r\nevent: message\r\n"
+    b'data: {"choices": [{"text": ""}]}\r\n\r\ndata:{"choices": [{"text": "\xc3\xa9"}]}\n\n'
+    b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": null}}\n\ndata: [DONE]\n\n'
+)
+
+
+@given(st.sets(st.integers(1, len(EVENTS) - 1)))
+def test_events_are_read_in_any_pieces(cuts: set[int]) -> None:
+    times: list[float] = []
+    events = CompletionEvents(times)
+    edges = [0, *sorted(cuts), len(EVENTS)]
+    for begin, end in itertools.pairwise(edges):
+        events.feed(EVENTS[begin:end], float(end))
+    firsts = [EVENTS.index(b"\r\n\r\ndata:{"), EVENTS.index(b'\n\ndata: {"choices": [], ')]
+    ends = [EVENTS.index(b"\n", at) + 1 for at in firsts]  # of the lines of the two choices
+    assert times == [min(edge for edge in edges if edge >= end) for end in ends]
+    assert events.usage(prompt_tokens=9) == TokenCounts(prompt_tokens=3, output_tokens=2)
+
+
+def test_what_is_no_event_is_refused() -> None:
+    for line in (b"data: {nonsense\n", b"data: [1]\n"):
+        with pytest.raises(RequestFailed) as caught:
+            CompletionEvents([]).feed(line, 0.0)
+        assert caught.value.failure.kind == "bad answer"

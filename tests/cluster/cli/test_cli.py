@@ -1,0 +1,281 @@
+"""The command line: what it refuses and how, and one service from start to stop."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cluster.cli import main
+from tandem.cluster.config import ConfigError, TandemConfig
+from tandem.router.client.client import Client
+from tandem.tests.tiny import make_tiny_model
+
+OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
+TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
+READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+)\n$")
+
+
+def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    command = [*TANDEM, *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_the_command_line_loads_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, tandem.cluster.cli.main; print({'ray', 'torch', 'transformers', 'sacrebleu'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_help_names_every_command() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("serve", "generate", "chat", "status", "model", "plan", "eval", "check-config"):
+        assert re.search(rf"^  {command}\b", done.stdout, re.MULTILINE), command
+
+
+def test_check_config_says_ok(tmp_path: Path) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text("model: m\n")
+    done = run("check-config", str(path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{path}: ok\n", "")
+
+
+def test_check_config_tells_each_mistake_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: m\nprefil: {}\n")
+    done = run("check-config", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: prefil: unknown key; did you mean prefill?\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["serve"], "model: missing"),
+        (["serve", "/no/such/folder"], "/no/such/folder"),
+        (["serve", "m", "--decode", "0"], "decode.replicas: must be at least 1"),
+        (["serve", "m", "--dtype", "int3"], "dtype: must be one of"),
+        (["serve", "m", "--decode-tp", "0"], "decode.tp: must be at least 1"),
+        (["serve", "m", "--grpc-port", "70000"], "router.grpc_port: must be at most 65535"),
+        (["model", "get", "no-such-model"], "no-such-model"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_code_2(args: list[str], words: str) -> None:
+    started = time.monotonic()
+    done = run(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - started < 5
+
+
+def test_a_truncated_model_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    started = time.monotonic()
+    done = run("serve", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "model.safetensors" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - started < 5
+
+
+def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "split.yaml"
+    file.write_text("model: ignored\nprefill: {tp: 3}\n")
+    wrong = "tp: 3 does not divide the model's 4 query heads\n"
+    for args, lines in (
+        (["--prefill-tp", "3"], f"prefill.{wrong}"),
+        (["--tp", "3", "--prefill-tp", "2"], f"decode.{wrong}"),
+        (["--tp", "3"], f"prefill.{wrong}decode.{wrong}"),
+        (["--config", str(file), "--decode-tp", "4"], f"prefill.{wrong}"),
+    ):
+        started = time.monotonic()
+        done = run("serve", str(model), *args)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {lines}"), args
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "split"),
+    [
+        ([], (2, 4)),
+        (["--tp", "3"], (3, 3)),
+        (["--decode-tp", "3"], (2, 3)),
+        (["--tp", "1", "--prefill-tp", "5"], (5, 1)),
+    ],
+)
+def test_flags_split_both_pools_or_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], split: tuple[int, int]
+) -> None:
+    asked: list[TandemConfig] = []
+
+    def refuse(config: TandemConfig) -> Path:
+        asked.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(main, "checked_folder", refuse)
+    file = tmp_path / "split.yaml"
+    file.write_text("model: m\nprefill: {tp: 2}\ndecode: {tp: 4}\n")
+    assert isinstance(CliRunner().invoke(main.app, ["serve", "--config", str(file), *flags]).exception, ConfigError)
+    (config,) = asked
+    assert (config.prefill.tp, config.decode.tp) == split
+
+
+def test_clients_say_in_one_line_that_nobody_answers() -> None:
+    for args in (["status", "--url", "http://127.0.0.1:1"], ["generate", "hi", "--target", "127.0.0.1:1"]):
+        done = run(*args)
+        assert (done.returncode, done.stdout) == (1, ""), args
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+
+
+class Serving:
+    """`tandem serve` as a process of its own, ready."""
+
+    def __init__(self, *args: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in OURS}
+        command = [*TANDEM, "serve", "--grpc-port", "0", "--http-port", "0", *args]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # a process group of its own, as a shell would give it
+        )
+
+    def wait_ready(self) -> tuple[str, str]:
+        """The gRPC and the HTTP address."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        ready = READY.match(line)
+        assert ready, (line, self.process.communicate()[1])
+        return ready[1], ready[2]
+
+    def stop(self, signum: signal.Signals) -> tuple[float, str, str]:
+        """Sends the signal, SIGINT to the whole group as a terminal does; returns the seconds until everything had
+        ended, and the rest of stdout and stderr."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        started = time.monotonic()
+        if signum == signal.SIGINT:
+            os.killpg(self.process.pid, signum)
+        else:
+            self.process.send_signal(signum)
+        out, err = self.process.communicate(timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, alive
+        return time.monotonic() - started, out, err
+
+
+@pytest.fixture
+def serving(model: Path) -> Iterator[Callable[..., Serving]]:
+    started: list[Serving] = []
+
+    def start(*args: str) -> Serving:
+        started.append(Serving(str(model), "--dtype", "float32", *args))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.stop(signal.SIGTERM)
+
+
+def test_a_service_from_start_to_stop(serving: Callable[..., Serving], tmp_path: Path) -> None:
+    """Placed by resources that a local Ray offers because they are asked for."""
+    path = tmp_path / "placed.yaml"
+    path.write_text(
+        "model: ignored\n"
+        "router: {num_cpus: 4, resources: {front: 1}}\n"
+        "prefill: {num_cpus: 4, resources: {p: 0.5}}\n"
+        "decode: {num_cpus: 4, block_size: 32}\n"
+    )
+    service = serving("--config", str(path), "--served-model-name", "tiny")
+    grpc_address, http_address = service.wait_ready()
+
+    generated = run("generate", "The quick brown", "--target", grpc_address, "--max-tokens", "8", "--timeline")
+    assert generated.returncode == 0, generated.stderr
+    assert len(generated.stdout.strip()) > 0
+    assert "Where the time went" in generated.stderr
+    chat = run("chat", "--target", grpc_address, "--max-tokens", "4", stdin="Hello?\nAnd again?\n")
+    assert (chat.returncode, chat.stderr) == (0, "")
+    assert chat.stdout.count("\n") >= 2
+    with urllib.request.urlopen(f"http://{http_address}/v1/models", timeout=10) as answer:
+        assert [each["id"] for each in json.load(answer)["data"]] == ["tiny"]
+    assert service.process.stderr is not None
+    status_url = re.search(r"status page: (\S+)", service.process.stderr.readline())
+    assert status_url
+    status = run("status", "--url", status_url[1], "--json")
+    workers = {worker["role"]: worker for worker in json.loads(status.stdout)["workers"]}
+    assert {role: worker["state"] for role, worker in workers.items()} == {"prefill": "ready", "decode": "ready"}
+    for worker in workers.values():
+        load = worker["load"]
+        assert worker["balanced"]
+        assert (worker["leases"], worker["jobs"], worker["transfers"]) == (0, 0, 0)
+        assert load["free_blocks"] + load["cached_blocks"] == load["total_blocks"] > 0
+
+    seconds, out, _ = service.stop(signal.SIGINT)
+    assert (service.process.returncode, out) == (0, "")
+    assert seconds < 10
+
+
+def test_sigterm_in_the_middle_of_a_stream_stops_everything_too(serving: Callable[..., Serving]) -> None:
+    service = serving("--prefill", "0")
+    grpc_address, _ = service.wait_ready()
+    with Client(grpc_address) as client, client.stream([5, 6, 7], max_tokens=2000, ignore_eos=True) as stream:
+        assert next(stream).first_index == 0
+        seconds, out, _ = service.stop(signal.SIGTERM)
+    assert (service.process.returncode, out) == (0, "")
+    assert seconds < 10
+
+
+def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Serving]) -> None:
+    service = serving()
+    me = psutil.Process(service.process.pid)
+    for _ in range(1200):
+        if any("raylet" in child.name() for child in me.children(recursive=True)):
+            break
+        with pytest.raises(subprocess.TimeoutExpired):  # still starting
+            service.process.wait(timeout=0.05)
+    seconds, out, _ = service.stop(signal.SIGINT)
+    assert (service.process.returncode, out) == (0, "")
+    assert seconds < 15
+
+
+def test_an_address_where_nobody_listens_is_named(model: Path) -> None:
+    done = run("serve", str(model), "--address", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: address: no Ray cluster answers at 127.0.0.1:1" in done.stderr
+
+
+def test_a_taken_port_is_named(serving: Callable[..., Serving]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        service = serving("--grpc-port", str(port))
+        out, err = service.process.communicate(timeout=30)
+    assert (service.process.returncode, out) == (1, "")
+    assert f"error: router.grpc_port: 127.0.0.1:{port} cannot be bound; is it taken?\n" in err

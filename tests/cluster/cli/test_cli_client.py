@@ -1,0 +1,391 @@
+"""`tandem generate` and `tandem chat`: what they ask of a service and what they print."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tandem.cluster.cli import chat, main
+from tandem.cluster.cli.chat import ChatSession
+from tandem.cluster.cli.conversation import Conversation, read_question
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument, TandemError, Unavailable
+from tandem.router.client.client import Client
+from tandem.router.client.types import ChatOptions
+from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, stub_service
+
+TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
+WAIT = 20.0
+
+
+def last_words(request: inference_pb2.GenerateRequest) -> Responses:
+    """Answers with the last message or the text, in brackets."""
+    chat = request.prompt.chat.messages
+    return pieces(f"<{chat[-1].content if chat else request.prompt.text}>")
+
+
+@pytest.fixture
+def service() -> Iterator[StubService]:
+    with stub_service(last_words) as running:
+        yield running
+
+
+def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*TANDEM, *args], input=stdin, capture_output=True, text=True, timeout=60)
+
+
+def invoke(*args: str, stdin: str = "") -> tuple[str, str]:
+    """What a command writes to stdout and stderr, in this process; raises what it raises."""
+    done = CliRunner().invoke(main.app, args, input=stdin, catch_exceptions=False)
+    return done.stdout, done.stderr
+
+
+def test_prompts_from_everywhere(service: StubService, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("of a file")
+    ways = [(("of the command",), ""), (("-",), "of stdin"), ((), "of a pipe"), (("--file", str(file)), "")]
+    said = [invoke("generate", *args, "--target", service.address, stdin=stdin) for args, stdin in ways]
+    assert said == [(f"<{text}>\n", "") for text in ("of the command", "of stdin", "of a pipe", "of a file")]
+    with pytest.raises(InvalidArgument, match="file: goes with no other prompt"):
+        invoke("generate", "x", "--file", str(file), "--target", service.address)
+    with pytest.raises(InvalidArgument, match="no/such: No such file"):
+        invoke("generate", "--file", "/no/such", "--target", service.address)
+
+
+def test_every_parameter_is_an_option(service: StubService, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    invoke(
+        *("generate", "hi", "--target", service.address, "--model", "m", "--request-id", "r", "--priority", "-3"),
+        *("--max-tokens", "9", "--min-tokens", "2", "--stop", "a", "--stop", "b", "--stop-token-id", "5"),
+        *("--ignore-eos", "--truncate-prompt", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.25"),
+        *("--min-p", "0.125", "--typical-p", "0.75", "--repetition-penalty", "1.5", "--presence-penalty", "0.5"),
+        *("--frequency-penalty", "-0.5", "--logit-bias", "7=-100", "--logit-bias", "8=1", "--bad-word", "worse"),
+        *("--seed", "11", "--n", "2", "--best-of", "3", "--logprobs", "0", "--prompt-logprobs", "4", "--echo"),
+        *("--json-schema", f"@{schema}"),
+    )
+    assert service.requests == [
+        inference_pb2.GenerateRequest(
+            model="m",
+            prompt=inference_pb2.Prompt(text="hi"),
+            request_id="r",
+            priority=-3,
+            truncate_prompt=True,
+            n=2,
+            best_of=3,
+            logprobs=0,
+            prompt_logprobs=4,
+            echo=True,
+            sampling=inference_pb2.SamplingParams(
+                temperature=0.5,
+                top_k=3,
+                top_p=0.25,
+                min_p=0.125,
+                typical_p=0.75,
+                repetition_penalty=1.5,
+                presence_penalty=0.5,
+                frequency_penalty=-0.5,
+                logit_bias={7: -100, 8: 1},
+                bad_words=["worse"],
+                seed=11,
+            ),
+            stopping=inference_pb2.StoppingParams(
+                max_tokens=9, min_tokens=2, stop=["a", "b"], stop_token_ids=[5], ignore_eos=True
+            ),
+            constraint=inference_pb2.Constraint(json_schema='{"type": "object"}'),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "sampling"),
+    [
+        ((), inference_pb2.SamplingParams(temperature=0)),
+        (("--n", "2"), inference_pb2.SamplingParams()),
+        (("--beam-width", "2"), inference_pb2.SamplingParams()),
+        (("--temperature", "1"), inference_pb2.SamplingParams(temperature=1)),
+    ],
+)
+def test_one_completion_is_greedy_unless_told(
+    service: StubService, args: tuple[str, ...], sampling: inference_pb2.SamplingParams
+) -> None:
+    invoke("generate", "hi", "--target", service.address, *args)
+    assert service.requests[0].sampling == sampling
+
+
+def test_constraints_and_beam_search(service: StubService, tmp_path: Path) -> None:
+    grammar = tmp_path / "x.lark"
+    grammar.write_text('start: "x"')
+    ways = [
+        (("--choice", "yes", "--choice", "no"), inference_pb2.Choices(texts=["yes", "no"]), "choice"),
+        (("--regex", "a+"), "a+", "regex"),
+        (("--json-object",), True, "json_object"),
+        (("--grammar", f"@{grammar}"), 'start: "x"', "grammar"),
+    ]
+    for args, expected, field in ways:
+        invoke("generate", "hi", "--target", service.address, *args)
+        assert service.requests[-1].constraint == inference_pb2.Constraint(**{field: expected})  # type: ignore[arg-type]
+    args = ("--beam-width", "4", "--length-penalty", "0.5", "--early-stopping")
+    invoke("generate", "hi", "--target", service.address, *args)
+    expected = inference_pb2.BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
+    assert service.requests[-1].beam_search == expected
+    with pytest.raises(InvalidArgument, match="logit_bias: 'x' is not ID=BIAS"):
+        invoke("generate", "hi", "--target", service.address, "--logit-bias", "x")
+
+
+def scored(text: str, number: float | None) -> inference_pb2.TokenLogprobs:
+    token = inference_pb2.Logprob(token_id=1, text=text.encode(), logprob=number)
+    other = inference_pb2.Logprob(token_id=2, text=b"[red]", logprob=-3)
+    return inference_pb2.TokenLogprobs(token=token, top=[other])
+
+
+def two_choices(_: inference_pb2.GenerateRequest) -> Responses:
+    length = inference_pb2.FINISH_REASON_LENGTH
+    prompt = [scored("[", None), scored("b", -2)]
+    yield inference_pb2.GenerateResponse(choice=1, text="second", token_ids=[1], logprobs=[scored("second", -1.25)])
+    yield inference_pb2.GenerateResponse(
+        choice=0, text="first", prompt_logprobs=prompt, score=-0.5, finish_reason=length
+    )
+    yield from pieces("", choice=1, score=-1.5)
+
+
+def test_several_choices_and_their_logprobs() -> None:
+    with stub_service(two_choices) as service:
+        out, err = invoke("generate", "hi", "--n", "2", "--target", service.address)
+        assert out == "--- 0 (length)\nfirst\n--- 1 (stop)\nsecond\n"
+        for word in ("prompt", "completion 1", "'second'", "-1.2500", "'[' ", " - ", "'[red]' -3.0000"):
+            assert word in err, (word, err)
+        out, _ = invoke("generate", "hi", "--n", "2", "--beam-width", "2", "--target", service.address)
+        assert out.startswith("--- 0 (length, score -0.5000)\n")
+        out, err = invoke("generate", "hi", "--n", "2", "--json", "--target", service.address)
+        found = json.loads(out)
+        assert (out.count("\n"), err) == (1, "")
+        assert [choice["text"] for choice in found["choices"]] == ["first", "second"]
+        assert found["choices"][1]["logprobs"][0]["logprob"] == -1.25
+        assert [each["logprob"] for each in found["prompt_logprobs"]] == [None, -2.0]
+        assert found["timeline"] == {"request_id": "stub", "completion_tokens": 7}
+        assert found["usage"]["prompt_tokens"] == 1
+
+
+def test_a_late_error_is_below_what_was_printed() -> None:
+    def fail(request: inference_pb2.GenerateRequest) -> Responses:
+        yield inference_pb2.GenerateResponse(text="half")
+        raise Refusal(grpc.StatusCode.UNAVAILABLE, "lost")
+
+    with stub_service(fail) as service:
+        done = run("generate", "hi", "--target", service.address)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "half\n", "error: lost\n")
+
+
+def test_a_piped_chat(service: StubService) -> None:
+    questions = 'one\n\n"""two\nlines"""\ngoes \\\non\n/system be brief\n//slash\n/retry\n/undo\nlast\n'
+    out, err = invoke("chat", "--target", service.address, "--system", "S", "--timeline", stdin=questions)
+    assert out == "<one>\n<two\nlines>\n<goes \non>\n</slash>\n</slash>\n<last>\n"
+    assert err.count("Where the time went") == 6
+    roles = [[message.role for message in request.prompt.chat.messages] for request in service.requests]
+    talk = ["system", "user", "assistant", "user", "assistant", "user", "assistant", "user"]
+    assert roles == [talk[:2], talk[:4], talk[:6], talk, talk, talk]
+    systems = [request.prompt.chat.messages[0].content for request in service.requests]
+    assert systems == ["S", "S", "S", "be brief", "be brief", "be brief"]
+
+
+def test_the_first_error_ends_a_piped_chat(service: StubService) -> None:
+    done = run("chat", "--target", service.address, stdin="one\n/nonsense\ntwo\n")
+    assert (done.returncode, done.stdout) == (2, "<one>\n")
+    assert done.stderr == "error: /nonsense: no such command; /help tells them\n"
+
+
+@pytest.fixture
+def session(service: StubService) -> Iterator[ChatSession]:
+    with Client(service.address) as client, open(os.devnull, "w") as nowhere:
+        yield ChatSession(client, {"max_tokens": 5}, Console(file=nowhere))
+
+
+def test_set(session: ChatSession, service: StubService) -> None:
+    for line in ("/set temperature 0.5", "/set seed 7", '/set stop ["a", "b"]', "/set max_tokens", "hello"):
+        session.take(line)
+    assert session.options == {"temperature": 0.5, "seed": 7, "stop": ["a", "b"]}
+    assert service.requests[0].sampling == inference_pb2.SamplingParams(temperature=0.5, seed=7)
+    assert service.requests[0].stopping == inference_pb2.StoppingParams(stop=["a", "b"])
+    for line, field in (("/set temperature hot", "temperature"), ("/set n 3", "n"), ("/set stop [1", "stop")):
+        with pytest.raises(InvalidArgument) as caught:
+            session.take(line)
+        assert caught.value.field == field
+    assert session.options["temperature"] == 0.5
+
+
+def test_commands_keep_the_conversation_whole(session: ChatSession, tmp_path: Path) -> None:
+    session.take("one")
+    session.take("two")
+    file = tmp_path / "talk.json"
+    session.take(f"/save {file}")
+    assert [message["content"] for message in json.loads(file.read_text())] == ["one", "<one>", "two", "<two>"]
+    session.take("/undo")
+    assert session.conversation.turns == [("one", "<one>")]
+    session.take("/clear")
+    assert session.conversation.messages == []
+    for line in ("/undo", "/retry", "/save", "/save /no/such/file", "/timeline maybe", "/whatever"):
+        with pytest.raises(InvalidArgument):
+            session.take(line)
+    session.take("/timeline on")
+    session.take("/help")
+    session.take("/timeline")
+    assert session.always_timeline
+    session.take("/quit")
+    assert session.ended
+
+
+@pytest.mark.parametrize("said", ["", "half"])
+def test_an_error_leaves_what_came(service: StubService, session: ChatSession, said: str) -> None:
+    def fail(request: inference_pb2.GenerateRequest) -> Responses:
+        yield inference_pb2.GenerateResponse(text=said)
+        raise Refusal(grpc.StatusCode.UNAVAILABLE, "lost")
+
+    service.answer = fail
+    with pytest.raises(Unavailable):
+        session.take("one")
+    assert session.conversation.turns == [("one", said or None)]
+    service.answer = last_words
+    session.take("/retry")
+    assert session.conversation.turns == [("one", "<one>")]
+
+
+def test_a_question_without_an_answer_is_replaced() -> None:
+    conversation = Conversation()
+    conversation.ask("one")
+    conversation.ask("two")
+    assert conversation.messages == [{"role": "user", "content": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("typed", "questions"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["a\\", "b", "c"], ["a\nb", "c"]),
+        (['"""a', "", 'b"""', "c"], ["a\n\nb", "c"]),
+        (['"""a"""', "c"], ["a", "c"]),
+        (['"""', "a", '"""'], ["a"]),
+        (["a\\"], ["a"]),
+        (['"""a', "b"], ["a\nb"]),
+        (["  a  "], ["a"]),
+    ],
+)
+def test_questions_of_several_lines(typed: list[str], questions: list[str]) -> None:
+    lines = iter(typed)
+
+    def read_line(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    assert [read_question(read_line) for _ in questions] == questions
+    with pytest.raises(EOFError):
+        read_question(read_line)
+
+
+class Terminal:
+    """A `tandem` command at a terminal of its own."""
+
+    def __init__(self, *args: str, home: Path) -> None:
+        self._master, slave = pty.openpty()
+        environment = os.environ | {"XDG_STATE_HOME": str(home), "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            [*TANDEM, *args], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def expect(self, pattern: str) -> None:
+        """Waits until what was not yet expected matches, and takes it away."""
+        deadline = time.monotonic() + WAIT
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self._master], [], [], 0.5)[0]:
+                self.seen += os.read(self._master, 65536).decode()
+        self.seen = self.seen[found.end() :]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_terminal(*args: str) -> Terminal:
+        opened.append(Terminal(*args, home=tmp_path))
+        return opened[-1]
+
+    yield open_terminal
+    for one in opened:
+        one.close()
+
+
+def test_a_chat_at_a_terminal(service: StubService, terminal: Callable[..., Terminal]) -> None:
+    stuck = threading.Event()
+
+    def answer(request: inference_pb2.GenerateRequest) -> Responses:
+        question = request.prompt.chat.messages[-1].content
+        if question == "fail":
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "no worker")
+        if question == "long":
+            yield inference_pb2.GenerateResponse(text="begun")
+            stuck.wait(WAIT)
+        yield from last_words(request)
+
+    service.answer = answer
+    chat = terminal("chat", "--target", service.address)
+    chat.expect("> ")
+    chat.type("fail\n")
+    chat.expect("error: no worker[\r\n]+> ")  # and it goes on
+    chat.type("long\n")
+    chat.expect("begun")
+    os.killpg(chat.process.pid, signal.SIGINT)
+    chat.expect("> ")
+    stuck.set()
+    chat.type("\x1b[A\x15and now?\n")  # up, then kill the line: editing works
+    chat.expect("<and now\\?>[\r\n]+> ")
+    chat.type("\x04")
+    assert chat.process.wait(WAIT) == 0
+    contents = [message.content for message in service.requests[-1].prompt.chat.messages]
+    assert contents == ["long", "begun", "and now?"]
+
+    again = terminal("chat", "--target", service.address)
+    again.expect("> ")
+    again.type("\x10\n")  # the line before, of the chat before
+    again.expect("<and now\\?>")
+    again.type("/quit\n")
+    assert again.process.wait(WAIT) == 0
+
+
+def test_settable_options_exist() -> None:
+    assert set(chat.SETTABLE) <= set(ChatOptions.__annotations__)
+
+
+def test_errors_of_the_service_are_raised(service: StubService) -> None:
+    def refuse(_: inference_pb2.GenerateRequest) -> Responses:
+        raise Refusal(grpc.StatusCode.UNAUTHENTICATED, "who?")
+
+    service.answer = refuse
+    with pytest.raises(TandemError, match="who"):
+        invoke("generate", "hi", "--target", service.address)

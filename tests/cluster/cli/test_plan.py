@@ -1,0 +1,117 @@
+"""`tandem plan memory`: its figures for known shapes, what it refuses, and that it starts at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cluster.cli.main import app
+from tandem.cluster.cli.plan import MemoryBudget, rank_memory
+from tandem.cluster.store.store import get_model
+from tandem.proto.errors import InvalidArgument
+from tandem.tests.tiny import make_tiny_model
+from tandem.workers.bench.shapes import SHAPES
+
+README = Path(__file__).parents[3] / "README.md"
+LLAMA = SHAPES["llama-3-8b"]  # 32 query heads, 8 KV heads, 32 layers, heads of 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), num_attention_heads=4, num_key_value_heads=2)
+
+
+def plan(*args: str) -> list[list[str]]:
+    """The cells of the table's rows, then the lines below it as rows of one."""
+    result = CliRunner().invoke(app, ["plan", "memory", *args])
+    assert result.exception is None, result.output
+    lines = result.output.splitlines()[1:]
+    table = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    return table + [[line] for line in lines if line[0] not in "┏┃┡│└"]
+
+
+def test_llama_3_8b() -> None:
+    """By hand: 8.03 billion weights; 32 layers x 8 KV heads x 128 x keys and values x 2 bytes are 128 KiB a token."""
+    whole = rank_memory(LLAMA, 1, "bfloat16")
+    assert (whole.weights, whole.kv_per_token, whole.num_copies) == (2 * 8_030_261_248, 128 * 1024, 1)
+    eighth = rank_memory(LLAMA, 8, "bfloat16")
+    norms = 65 * 4096
+    assert eighth.weights == 2 * ((8_030_261_248 - norms) // 8 + norms)
+    assert (eighth.kv_per_token, eighth.num_copies) == (16 * 1024, 1)
+
+
+@pytest.mark.parametrize(("tp", "kv_per_token", "copies"), [(16, 16 * 1024, 2), (32, 16 * 1024, 4)])
+def test_more_ranks_than_kv_heads_copy_the_cache(tp: int, kv_per_token: int, copies: int) -> None:
+    plan = rank_memory(LLAMA, tp, "bfloat16")
+    assert (plan.kv_per_token, plan.num_copies) == (kv_per_token, copies)
+
+
+def test_only_whole_blocks_and_whole_sequences_count() -> None:
+    plan = rank_memory(LLAMA, 1, "bfloat16")
+    rest = 10 * 16 * plan.kv_per_token - 1  # one byte less than ten blocks
+    budget = MemoryBudget(num_bytes=plan.weights + rest, block_size=16, context_tokens=33)
+    assert (plan.num_tokens(budget), plan.num_sequences(budget)) == (9 * 16, 3)
+    budget = MemoryBudget(num_bytes=plan.weights - 1, block_size=16, context_tokens=33)
+    assert (plan.kv_cache(budget), plan.num_tokens(budget), plan.num_sequences(budget)) == (-1, 0, 0)
+
+
+def test_without_tp_every_usual_one_that_divides_is_shown(model: Path) -> None:
+    rows = plan(str(model), "--dtype", "float32")
+    assert [(row[0], row[2:]) for row in rows] == [
+        ("1", ["512 B", "512 B", "1"]),
+        ("2", ["256 B", "512 B", "1"]),
+        ("4", ["256 B", "1,024 B", "2"]),
+    ]
+
+
+def test_what_fits_is_shown_for_a_memory(model: Path) -> None:
+    args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.002", "--utilization", "0.5"]
+    ((tp, weights, *_, rest, tokens, sequences),) = plan(*args, "--tp", "1", "--context-tokens", "100")
+    # 1,073,741 bytes less 509,184 of weights are 68 blocks of 16 tokens of 512 bytes; a sequence of 100 tokens takes 7.
+    assert (tp, weights, rest, tokens, sequences) == ("1", "0.5 MiB", "0.5 MiB", "1,088", "9")
+
+
+def test_weights_that_do_not_fit_are_named(model: Path) -> None:
+    args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.001", "--utilization", "0.3"]
+    *rows, (line,) = plan(*args, "--tp", "1", "--tp", "4")
+    assert [(row[0], row[5] == "-", row[6] == "0") for row in rows] == [("1", True, True), ("4", False, False)]
+    assert line == "tp 1: the weights alone, 0.5 MiB, do not fit 0.3 MiB"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tp", "3"], "--tp: 3 does not divide the model's 4 query heads"),
+        (["--tp", "0"], "--tp: 0 is less than 1"),
+        (["--dtype", "int8"], "--dtype: must be one of float32, bfloat16, float16"),
+        (["--gpu-memory-gb", "nan"], "--gpu-memory-gb: must be from 0.001 to 4096"),
+        (["--utilization", "1.1"], "--utilization: must be from 0.01 to 1"),
+        (["--block-size", "0"], "--block-size: must be from 1 to 1024"),
+        (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576"),
+    ],
+)
+def test_bad_options_are_named(model: Path, args: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "memory", str(model), *args])
+    assert isinstance(result.exception, InvalidArgument)
+    assert result.exception.message == message
+
+
+def test_the_readme_shows_what_the_command_says() -> None:
+    section = README.read_text().partition("\n## Choosing tp for each pool\n")[2]
+    command, *shown = section.split("```")[1].strip().splitlines()
+    assert command.startswith("$ tandem plan memory ")
+    get_model(command.split()[4])  # first, so that the command tells nothing of fetching it
+    said = CliRunner().invoke(app, command.split()[2:]).output.splitlines()
+    assert [line.rstrip() for line in said] == shown
+
+
+def test_it_loads_neither_ray_nor_torch(model: Path) -> None:
+    code = (
+        "import sys; from tandem.cluster.cli.main import app; "
+        f"app(['plan', 'memory', {str(model)!r}], standalone_mode=False); "
+        "sys.exit(str({'ray', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "set()\n"

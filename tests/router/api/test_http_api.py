@@ -1,0 +1,142 @@
+"""The HTTP API beside generation, its OpenAPI document, and every field at its bounds."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from tokenizers import processors
+
+import tandem
+from tandem.proto import limits
+from tandem.router.fake import EOS_ID
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
+from tandem.tests.router.conftest import Service
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as client:
+        yield client
+
+
+AT_THE_BOUNDS: dict[str, list[Any]] = {
+    "n": [1, limits.MAX_CHOICES],
+    "best_of": [limits.MAX_CHOICES],
+    "max_tokens": [1, 460],
+    "temperature": [0, limits.MAX_TEMPERATURE],
+    "top_p": [1, 1e-30],
+    "top_k": [-1, limits.MAX_TOP_K],
+    "min_p": [0, 1],
+    "typical_p": [1, 1e-30],
+    "repetition_penalty": [limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY],
+    "presence_penalty": [-limits.MAX_PENALTY, limits.MAX_PENALTY],
+    "frequency_penalty": [-limits.MAX_PENALTY, limits.MAX_PENALTY],
+    "logit_bias": [{"0": -limits.MAX_LOGIT_BIAS, "257": limits.MAX_LOGIT_BIAS}],
+    "bad_words": [["x"] * limits.MAX_BAD_WORDS, ["x" * (limits.MAX_BAD_WORD_TOKENS - 1)]],
+    "seed": [-(2**63), limits.MAX_SEED],
+    "stop": [["x"] * limits.MAX_STOP_STRINGS, "x" * limits.MAX_STOP_STRING_CHARACTERS],
+    "stop_token_ids": [[257] * limits.MAX_STOP_TOKEN_IDS],
+    "beam_width": [limits.MAX_BEAM_WIDTH],
+    "prompt_logprobs": [0, limits.MAX_LOGPROBS],
+    "guided_regex": ["(" + "x" * (limits.MAX_GRAMMAR_CHARACTERS // 64) + ")?"],
+    "guided_choice": [[str(i) for i in range(limits.MAX_CONSTRAINT_CHOICES)]],
+    "priority": [-limits.MAX_PRIORITY, limits.MAX_PRIORITY],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_every_field_at_its_bounds_is_taken(http: httpx.AsyncClient, path: str, stream: bool) -> None:
+    for name, values in AT_THE_BOUNDS.items():
+        for value in values:
+            fields: dict[str, Any] = {"stream": stream, "max_tokens": 1, name: value}
+            answer = await http.post(path, json=body(path, **fields))
+            assert answer.status_code == 200, (name, value, answer.text)
+    own: dict[str, Any] = {"logprobs": limits.MAX_LOGPROBS}
+    if path == CHAT:
+        own = {"logprobs": True, "top_logprobs": limits.MAX_LOGPROBS}
+    assert (await http.post(path, json=body(path, **own))).status_code == 200
+    prompts = {"prompt": ["x"] * limits.MAX_PROMPTS} if path == TEXT else {}
+    assert (await http.post(path, json=body(path, max_tokens=1, **prompts))).status_code == 200
+
+
+async def test_tokens_of_texts_and_chats(service: Service, http: httpx.AsyncClient) -> None:
+    """What `vllm bench serve` asks for to align its prompts, and the whole of vLLM's answer."""
+    asked = {"model": "tiny", "prompt": "hé", "add_special_tokens": False}
+    answer = (await http.post("/tokenize", json=asked)).json()
+    assert answer == {"count": 3, "max_model_len": 512, "tokens": [104, 195, 169]}
+    chat = {"messages": MESSAGES, "return_token_strs": True}
+    answer = (await http.post("/tokenize", json=chat)).json()
+    assert bytes(answer["tokens"]) == b"[user] hello?\n[assistant] "
+    assert "".join(answer["token_strs"]) == "[user] hello?\n[assistant] "
+    await http.post(CHAT, json=body(CHAT))
+    assert list(service.source.requests[0].prompt) == answer["tokens"]
+    answer = (await http.post("/detokenize", json={"model": "tiny", "tokens": [104, 195, 169, EOS_ID]})).json()
+    assert answer == {"prompt": "hé"}
+
+
+async def test_special_tokens_of_texts(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    backend = tokenizer._backend
+    kept = backend.post_processor
+    backend.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", 257)])
+    try:
+        for wanted, expected in (({}, [257, 104]), ({"add_special_tokens": False}, [104])):
+            assert (await http.post("/tokenize", json={"prompt": "h"} | wanted)).json()["tokens"] == expected
+    finally:
+        backend.post_processor = kept
+
+
+async def test_the_longest_name_with_several_prompts(service: Service, http: httpx.AsyncClient) -> None:
+    name = "x" * limits.MAX_REQUEST_ID_CHARACTERS
+    many = body(TEXT, prompt=["a"] * 12, max_tokens=1)
+    answer = await http.post(TEXT, json=many, headers={"x-request-id": name})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, name)
+    assert {request.request_id.partition(".")[0][-3:] for request in service.source.requests} >= {"x-0", "-11"}
+
+
+async def test_models_and_version(http: httpx.AsyncClient) -> None:
+    (card,) = (await http.get("/v1/models")).json()["data"]
+    assert card["root"] == "tiny"  # `vllm bench serve` takes the tokenizer's name from it
+    assert (await http.get("/v1/models/tiny")).json() == card
+    assert (await http.get("/v1/models/org/nope")).json()["error"]["code"] == "not_found"
+    assert (await http.get("/version")).json() == {"version": tandem.__version__}
+
+
+async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
+    """It is OpenAPI; each of our bodies satisfies it; and it is shown as a page."""
+    document = (await http.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.1")
+    posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
+    assert list(posts) == [TEXT, CHAT, "/tokenize", "/detokenize"]
+    for path in (TEXT, CHAT):
+        assert {"200", "400", "404", "413", "429", "500", "503", "504"} == set(posts[path]["responses"])
+        reference = posts[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        schema = {"$ref": reference, "components": document["components"]}
+        jsonschema.validate(body(path, stop="x", temperature=0.5, n=None), schema)
+        for wrong in (
+            body(path, top_p=0),
+            body(path, typical_p=0),
+            body(path, stop_token_ids=[1] * 65),
+            body(path, logit_bias={str(i): 1 for i in range(1_025)}),
+            body(path, temperature=3),
+            body(path, unknown=1),
+            {"model": "tiny"},
+            body(path, stop=1),
+        ):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(wrong, schema)
+    page = await http.get("/docs")
+    assert (page.status_code, "/openapi.json" in page.text) == (200, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_deadline_of_a_request(service: Service, http: httpx.AsyncClient, stream: bool) -> None:
+    service.source.stall_after = 0
+    answer = await http.post(TEXT, json=body(TEXT, stream=stream), headers={"x-request-timeout": "0.05"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    service.source.stall_after = None
+    answer = await http.post(TEXT, json=body(TEXT, stream=stream), headers={"x-request-timeout": "60"})
+    assert answer.status_code == 200

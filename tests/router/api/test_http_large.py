@@ -1,0 +1,155 @@
+"""Bodies and answers as large as they come: what is too much is refused before work is put into it, and what is not
+leaves the event loop to others."""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.proto import errors, inference_pb2, limits
+from tandem.proto.errors import InvalidArgument
+from tandem.router.api.openai import responses
+from tandem.router.api.openai.bodies import DetokenizeBody
+from tandem.router.api.openai.logprobs import prompt_logprobs
+from tandem.router.api.openai.parsing import parse
+from tandem.router.api.openai.requests import ParsedBody, chat_job, completion_job, tokenize_request
+from tandem.router.api.openai.server import HttpServer
+from tandem.router.api.service import GenerationService
+from tandem.router.fake import FakeTokenSource
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.api.http_bodies import TEXT, body, events
+from tandem.tests.router.conftest import Service
+
+MESSAGE = {"role": "user", "content": ""}
+CALL = {"id": "", "function": {"name": "f", "arguments": ""}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+TEXTS, CHATS = limits.MAX_CONSTRAINT_CHOICES, limits.MAX_CHAT_MESSAGES
+
+# The field, what a body of text or of a chat has besides, and the most that is taken.
+TOO_MANY: list[tuple[str, dict[str, Any], int]] = [
+    ("logit_bias", {"prompt": ["x"] * 128, "logit_bias": {str(i): 0 for i in range(250_000)}}, limits.MAX_LOGIT_BIASES),
+    ("stop", {"stop": ["a"] * 800_000}, limits.MAX_STOP_STRINGS),
+    ("stop_token_ids", {"stop_token_ids": [1] * 1_000_000}, limits.MAX_STOP_TOKEN_IDS),
+    ("bad_words", {"bad_words": ["a"] * 800_000}, limits.MAX_BAD_WORDS),
+    ("guided_choice", {"guided_choice": ["a"] * 800_000}, TEXTS),
+    ("structured_outputs.choice", {"structured_outputs": {"choice": ["a"] * 800_000}}, TEXTS),
+    ("prompt", {"prompt": ["a"] * 800_000}, limits.MAX_PROMPTS),
+    ("prompt", {"prompt": [[1]] * 600_000}, limits.MAX_PROMPTS),
+    ("messages", {"messages": [MESSAGE] * 100_000}, CHATS),
+    ("messages[0].content", {"messages": [MESSAGE | {"content": [{"type": "text", "text": ""}] * 100_000}]}, CHATS),
+    ("messages[0].tool_calls", {"messages": [MESSAGE | {"tool_calls": [CALL] * 50_000}]}, limits.MAX_TOOL_CALLS),
+    ("tools", {"messages": [MESSAGE], "tools": [TOOL] * 70_000}, limits.MAX_TOOLS),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "fields", "most"), TOO_MANY, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_lists_that_are_too_long_are_refused_at_parsing(field: str, fields: dict[str, Any], most: int) -> None:
+    translate: Callable[[bytes, str], ParsedBody] = chat_job if "messages" in fields else completion_job
+    with pytest.raises(InvalidArgument, match=f"(at most|1 to) {most} ") as caught:
+        translate(json.dumps({"prompt": "x"} | fields if translate is completion_job else fields).encode(), "id")
+    assert caught.value.field == field
+
+
+def test_other_bodies_are_bounded_too() -> None:
+    with pytest.raises(InvalidArgument, match="at most 1024"):
+        tokenize_request(json.dumps({"messages": [MESSAGE] * 50_000}).encode())
+    with pytest.raises(InvalidArgument, match="at most 1048576"):
+        parse(DetokenizeBody, json.dumps({"tokens": [1] * (limits.MAX_TOKENS + 1)}).encode())
+
+
+def test_what_is_not_known_is_no_object() -> None:
+    """A million empty lists would be made for nothing, in one go."""
+    parsed = parse(DetokenizeBody, b'{"tokens": [1], "more": null}')
+    assert parsed.model_extra == {"more": None}
+    extra = DetokenizeBody.model_validate_json(b'{"tokens": [1], "more": [[], []]}').model_extra
+    assert extra == {"more": True}
+
+
+async def test_a_request_that_is_refused_is_made_once(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 128 prompts would have a copy of the 2 MB that are wrong."""
+    made = []
+    requests = ParsedBody.requests
+
+    def counted(job: ParsedBody) -> Any:
+        for request in requests(job):
+            made.append(request)
+            yield request
+
+    monkeypatch.setattr(ParsedBody, "requests", counted)
+    door = HttpServer(GenerationService([model], FakeTokenSource()))
+    address = await door.start("127.0.0.1:0")
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as http:
+            for wrong in ({"stop": "x" * 2_000_000}, {"guided_regex": "x" * 2_000_000}):
+                answer = await http.post(TEXT, json=body(TEXT, prompt=["x"] * 128, **wrong))
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"].startswith(next(iter(wrong)))
+    finally:
+        await door.stop(0)
+    assert len(made) == 2
+
+
+@pytest.fixture
+def model(tokenizer: Any) -> ServedModel:
+    return ServedModel(name="tiny", tokenizer=tokenizer, context_tokens=20_000)
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_log_probabilities_of_prompts_are_bounded(
+    service: Service, asked: dict[str, Any], stream: bool
+) -> None:
+    fields = asked | {"prompt": ["x" * 4_000] * 2, "max_tokens": 1, "stream": stream}
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
+        answer = await http.post(TEXT, json=body(TEXT, n=4, **fields))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, next(name for name in asked if "logprobs" in name))
+        assert "672000 log probabilities" in error["message"]
+        assert f"at most {responses.MAX_PROMPT_SCORES}" in error["message"]
+        assert service.source.requests == []
+        assert (await http.post(TEXT, json=body(TEXT, n=3, **fields))).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_report_is_written_once_and_off_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    written: list[threading.Thread] = []
+
+    def noted(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
+        written.append(threading.current_thread())
+        return prompt_logprobs(tokens)
+
+    monkeypatch.setattr("tandem.router.api.openai.responses.prompt_logprobs", noted)
+    fields: dict[str, Any] = {"prompt": ["long " * 20, "longer " * 20], "n": 3, "max_tokens": 2, "stream": stream}
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
+        answer = await http.post(TEXT, json=body(TEXT, prompt_logprobs=1, **fields))
+    assert len(written) == 2
+    assert threading.main_thread() not in written
+    found = answer.json()["choices"] if not stream else [c for e in events(answer)[:-1] for c in e["choices"]]
+    lengths = {(c["index"], len(c["prompt_logprobs"])) for c in found if "prompt_logprobs" in c}
+    # A stream tells it once, with the first choice; otherwise each choice has it, as in vLLM.
+    expected = {(0, 100), (3, 140)}
+    assert lengths == (expected if stream else expected | {(1, 100), (2, 100), (4, 140), (5, 140)})
+
+
+async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(service: Service) -> None:
+    service.source.error, service.source.error_after = errors.InvalidArgument("cannot be followed", "constraint"), 1
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=20) as http:
+        answer = await http.post(TEXT, json=body(TEXT, guided_regex="[a-z]+", stream=True))
+    last = json.loads(answer.text.removesuffix("\n\n").rpartition("data: ")[2])
+    assert (last["error"]["param"], last["error"]["message"]) == ("guided_regex", "guided_regex: cannot be followed")
+
+
+def test_what_demands_a_call_is_named_tools() -> None:
+    fields = {"messages": [MESSAGE], "tools": [TOOL], "tool_choice": "required"}
+    assert chat_job(json.dumps(fields).encode(), "id").field("constraint") == "tools"
+    assert chat_job(json.dumps(fields | {"guided_regex": "x"}).encode(), "id").field("constraint") == "guided_regex"
+    assert (
+        chat_job(json.dumps(fields | {"tool_choice": "auto"}).encode(), "id").field("constraint") == "response_format"
+    )

@@ -1,0 +1,405 @@
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tandem.proto import errors, limits
+from tandem.router.api.openai.server import HttpServer
+from tandem.router.api.service import GenerationService
+from tandem.router.fake import EOS_ID, FakeTokenSource
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events, streamed_text
+from tandem.tests.router.conftest import Service
+
+WAIT = 5.0
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_completions_with_the_openai_client(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*"Grüße, 🦊 and more".encode(), EOS_ID]
+    whole = await client.completions.create(model="tiny", prompt="hi", max_tokens=100, stop=" and", temperature=0)
+    assert (whole.object, whole.model) == ("text_completion", "tiny")
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("Grüße, 🦊", "stop")
+    assert whole.usage is not None
+    tokens = len("Grüße, 🦊 and".encode())
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (
+        2,
+        tokens,
+        tokens + 2,
+    )
+    stream = await client.completions.create(model="tiny", prompt="hi", max_tokens=100, stop=" and", stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "Grüße, 🦊"
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_chat_with_the_openai_client(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = b"hello world"
+    whole = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello?"}], max_completion_tokens=5
+    )
+    assert whole.object == "chat.completion"
+    assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", "hello")
+    assert whole.choices[0].finish_reason == "length"
+    stream = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello?"}],
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert [chunk.object for chunk in chunks] == ["chat.completion.chunk"] * 7
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "hello"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+
+
+async def test_models_with_the_openai_client(client: openai.AsyncOpenAI) -> None:
+    models = await client.models.list()
+    assert [(model.id, model.owned_by) for model in models.data] == [("tiny", "tandem")]
+
+
+async def test_what_vllm_bench_serve_sends(service: Service, http: httpx.AsyncClient) -> None:
+    """The payload and the reading of `vllm bench serve --backend openai`, with sampling options and --ignore-eos."""
+    service.source.answer = [104, EOS_ID, *range(97, 107)]
+    payload = {
+        "model": "tiny",
+        "prompt": "x" * 100,
+        "repetition_penalty": 1.0,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "max_tokens": 8,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    seen, usage = [], None
+    async with http.stream("POST", TEXT, json=payload, headers={"x-request-id": "bench-0"}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-request-id"] == "bench-0"
+        async for line in answer.aiter_lines():
+            chunk = line.removeprefix("data: ")
+            if not chunk or chunk == "[DONE]":
+                continue
+            data = json.loads(chunk)
+            if choices := data.get("choices"):
+                seen.append(choices[0].get("text"))
+            elif found := data.get("usage"):
+                usage = found
+    assert len(seen) == 8  # one event a token: what ITL is measured by
+    assert "".join(seen) == "habcdef"
+    assert usage is not None
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (100, 8)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_streamed_and_whole_are_equal(http: httpx.AsyncClient, path: str) -> None:
+    fields = {"seed": 3, "max_tokens": 50, "stop": ["zz"], "temperature": 0.7}
+    whole = (await http.post(path, json=body(path, **fields))).json()
+    chunks = events(await http.post(path, json=body(path, stream=True, **fields)))
+    assert chunks.pop() == "[DONE]"
+    choice = whole["choices"][0]
+    assert streamed_text(chunks) == (choice["text"] if path == TEXT else choice["message"]["content"])
+    assert len(streamed_text(chunks)) == 50
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts(service: Service, http: httpx.AsyncClient, stream: bool) -> None:
+    prompts: list[Any] = ["one", [116, 119, 111], "three"]
+    fields = {"seed": 5, "max_tokens": 20}
+    alone = [
+        (await http.post(TEXT, json=body(TEXT, prompt=prompt, **fields))).json()["choices"][0]["text"]
+        for prompt in prompts
+    ]
+    assert len(set(alone)) == 3
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = await http.post(TEXT, json=body(TEXT, prompt=prompts, **fields, **options))
+    if stream:
+        chunks = events(answer)[:-1]
+        texts = [streamed_text(chunks, index) for index in range(3)]
+        usage = chunks[-1]["usage"]
+    else:
+        choices = answer.json()["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2]
+        texts, usage = [choice["text"] for choice in choices], answer.json()["usage"]
+    assert texts == alone
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (11, 60)
+    assert service.source.max_running == 3
+
+
+async def test_every_field_reaches_the_service(service: Service, http: httpx.AsyncClient) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 9,
+        "min_p": 0.125,
+        "seed": -1,
+        "max_tokens": 4,
+        "stop_token_ids": [1, 2],
+        "ignore_eos": True,
+        "truncate_prompt": True,
+        "typical_p": 0.75,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1,
+        "frequency_penalty": 2,
+        "logit_bias": {"7": -100, "8": 0.5},
+        "bad_words": ["no"],
+        "min_tokens": 3,
+        "n": 2,
+        "best_of": 3,
+        "logprobs": 4,
+        "prompt_logprobs": 5,
+        "priority": -6,
+    }
+    answer = await http.post(TEXT, json=body(TEXT, prompt="x" * 600, **fields))
+    assert answer.status_code == 200, answer.text
+    seen = service.source.requests[0]
+    assert (seen.sampling.temperature, seen.sampling.top_p, seen.sampling.top_k) == (0.5, 0.25, 9)
+    assert (seen.sampling.min_p, seen.sampling.seed) == (0.125, 2**64 - 1)
+    assert (seen.max_tokens, seen.stop_token_ids, seen.ignore_eos, len(seen.prompt)) == (4, (1, 2), True, 508)
+    assert (seen.sampling.typical_p, seen.sampling.repetition_penalty) == (0.75, 1.5)
+    assert (seen.sampling.presence_penalty, seen.sampling.frequency_penalty) == (-1, 2)
+    assert dict(seen.sampling.logit_bias) == {7: -100, 8: 0.5}
+    assert tuple(b"no") in seen.bad_words
+    assert (seen.min_tokens, seen.num_choices, seen.logprobs, seen.prompt_logprobs) == (3, 3, 4, 5)
+    assert seen.priority == 6  # as in vLLM, the lower number goes first
+
+
+async def test_default_lengths(service: Service, http: httpx.AsyncClient) -> None:
+    await http.post(TEXT, json=body(TEXT))
+    await http.post(TEXT, json=body(TEXT, prompt="x" * 510))
+    await http.post(CHAT, json=body(CHAT))
+    prompt = len("[user] hello?\n[assistant] ")
+    assert [request.max_tokens for request in service.source.requests] == [16, 2, 512 - prompt]
+
+
+async def test_harmless_values_and_nulls_are_accepted(http: httpx.AsyncClient) -> None:
+    harmless = {
+        "n": 1,
+        "echo": False,
+        "logprobs": None,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "user": "somebody",
+        "stop": None,
+        "temperature": None,
+        "max_tokens": None,
+        "stream": None,
+        "tools": None,
+        "response_format": {"type": "text"},
+        "best_of": None,
+        "parallel_tool_calls": True,
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "skip_special_tokens": True,
+        "structured_outputs": None,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "unheard_of": None,
+    }
+    harmless_to_chats = {"tools": [], "tool_choice": "none", "modalities": ["text"], "logprobs": False}
+    for path in (TEXT, CHAT):
+        own = {**harmless, **harmless_to_chats} if path == CHAT else harmless
+        own = {name: value for name, value in own.items() if path == CHAT or name != "parallel_tool_calls"}
+        answer = await http.post(path, json=body(path, **own))
+        assert answer.status_code == 200, answer.text
+
+
+async def test_messages_in_parts_and_as_the_openai_client_repeats_them(
+    service: Service, http: httpx.AsyncClient
+) -> None:
+    said = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None, "name": "x"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]}
+    empty = {"role": "assistant", "content": None}
+    answer = await http.post(CHAT, json=body(CHAT, messages=[parts, said, empty]))
+    assert answer.status_code == 200
+    expected = b"[user] ac\n[assistant] b\n[assistant] \n[assistant] "
+    assert bytes(service.source.requests[0].prompt) == expected
+
+
+async def test_request_ids(service: Service, http: httpx.AsyncClient) -> None:
+    answer = await http.post(TEXT, json=body(TEXT), headers={"x-request-id": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["id"] == "cmpl-mine"
+    made = await http.post(TEXT, json=body(TEXT))
+    assert made.json()["id"] == f"cmpl-{made.headers['x-request-id']}"
+    failed = await http.post(TEXT, json=body(TEXT, n=-1), headers={"x-request-id": "mine"})
+    assert failed.status_code == 400
+    assert failed.headers["x-request-id"] == "mine"
+    service.source.error = errors.Overloaded("full")
+    failed = await http.post(TEXT, json=body(TEXT), headers={"x-request-id": "mine"})
+    assert failed.headers["x-request-id"] == "mine"
+    assert (await http.post(TEXT, json=body(TEXT), headers={"x-request-id": "x" * 200})).status_code == 400
+
+
+ERRORS: list[tuple[Exception, int, str, str | None]] = [
+    (errors.Overloaded("the queue is full", 2.2), 429, "rate_limit_error", "3"),
+    (errors.Unavailable("no worker is ready", 0.1), 503, "server_error", "1"),
+    (errors.DeadlineExceeded("too late"), 504, "server_error", None),
+    (errors.InternalError("given up"), 500, "server_error", None),
+    (errors.NotFound("no such model"), 404, "invalid_request_error", None),
+    (RuntimeError("/secret/path"), 500, "server_error", None),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_before_the_first_token(service: Service, http: httpx.AsyncClient, stream: bool) -> None:
+    for error, status, kind, retry_after in ERRORS:
+        service.source.error = error
+        for path, prompt in ((TEXT, {"prompt": ["a", "b"]}), (TEXT, {}), (CHAT, {})):
+            answer = await http.post(path, json=body(path, stream=stream, **prompt))
+            assert answer.status_code == status
+            assert answer.headers.get("retry-after") == retry_after
+            found = answer.json()["error"]
+            assert found["type"] == kind
+            assert found["message"] == getattr(error, "message", "the service failed at this request")
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_an_error_after_the_first_token(service: Service, http: httpx.AsyncClient, path: str) -> None:
+    service.source.error, service.source.error_after = errors.InternalError("given up"), 2
+    chunks = events(await http.post(path, json=body(path, stream=True)))
+    assert [list(chunk) for chunk in chunks[-2:]] == [["id", "object", "created", "model", "choices"], ["error"]]
+    assert chunks[-1]["error"]["message"] == "given up"
+    assert all(choice["finish_reason"] is None for chunk in chunks[:-1] for choice in chunk["choices"])
+    assert (await http.post(path, json=body(path))).status_code == 500
+
+
+async def test_the_openai_client_meets_its_errors(service: Service, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="tiny", prompt="hi", temperature=9)
+    assert (caught.value.param, caught.value.code) == ("temperature", "invalid_argument")
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="nope", prompt="hi")
+    service.source.error, service.source.error_after = errors.Overloaded("full"), 1
+    stream = await client.completions.create(model="tiny", prompt="hi", stream=True)
+    await anext(stream)
+    with pytest.raises(openai.APIError, match="full"):
+        await anext(stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_cancels(service: Service, stream: bool) -> None:
+    cancelled = 0
+    for stall_after, prompts in ((0, 1), (2, 1), (0, 3), (2, 3)):
+        service.source.stall_after = stall_after
+        reader, writer = await asyncio.open_connection(*service.http.split(":"))
+        content = json.dumps(body(TEXT, prompt=["hi"] * prompts, stream=stream, max_tokens=50)).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+        if stream and stall_after:
+            assert b"200" in await asyncio.wait_for(reader.readline(), WAIT)
+        await asyncio.wait_for(service.source.wait_running(prompts), WAIT)
+        writer.close()
+        await asyncio.wait_for(service.source.wait_running(0), WAIT)
+        cancelled += prompts
+        assert service.source.cancelled == cancelled
+
+
+async def test_the_first_token_does_not_wait_for_the_second(service: Service, http: httpx.AsyncClient) -> None:
+    service.source.answer, service.source.stall_after = b"ab", 1
+    async with http.stream("POST", TEXT, json=body(TEXT, stream=True)) as answer:
+        lines = answer.aiter_lines()
+        first = await asyncio.wait_for(anext(lines), WAIT)
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
+    await asyncio.wait_for(service.source.wait_running(0), WAIT)
+
+
+async def test_health(service: Service, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/health")).status_code == 200
+    await service.doors.set_serving(False)
+    answer = await http.get("/health")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_no_such_path(http: httpx.AsyncClient) -> None:
+    for method, path, status in (("POST", "/v1/nothing", 404), ("GET", TEXT, 405)):
+        answer = await http.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+async def test_a_body_that_is_too_large(service: Service, http: httpx.AsyncClient, declared: bool) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b"x" * 1_000_000
+
+    content: Any = b"x" * 10_000_000 if declared else parts()
+    assert (await http.post(TEXT, content=content)).status_code == 413
+    assert (await http.post(TEXT, json=body(TEXT))).status_code == 200
+
+
+async def test_a_body_without_end_is_not_read_for_ever(service: Service) -> None:
+    _, writer = await asyncio.open_connection(*service.http.split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999999\r\n\r\n")
+    sent = 0
+    with contextlib.suppress(ConnectionError):  # the server closes with bytes unread
+        while sent < 64 * limits.MAX_MESSAGE_BYTES and not writer.transport.is_closing():
+            writer.write(b"x" * 1_000_000)
+            await writer.drain()
+            sent += 1_000_000
+    assert sent < 32 * limits.MAX_MESSAGE_BYTES
+    writer.close()
+
+
+async def test_events_leave_at_once(model: ServedModel) -> None:
+    """Without TCP_NODELAY the second small packet waits for the ACK of the first, 40 ms."""
+    door = HttpServer(GenerationService([model], FakeTokenSource()))
+    address = await door.start("127.0.0.1:0")
+    async with httpx.AsyncClient() as http:
+        await http.get(f"http://{address}/health")
+        (connection,) = door._server.server_state.connections
+        transport = connection.transport
+        assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    await door.stop(0)
+
+
+async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:
+    with pytest.raises(OSError, match="in use"):
+        await HttpServer(GenerationService([model], FakeTokenSource())).start(service.http)
+
+
+async def test_stop_lets_streams_end(model: ServedModel) -> None:
+    door = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
+    async with httpx.AsyncClient(base_url=f"http://{await door.start('127.0.0.1:0')}") as http:
+        async with http.stream("POST", TEXT, json=body(TEXT, stream=True)) as answer:
+            stopping = asyncio.create_task(door.stop(WAIT))
+            await answer.aread()
+        assert events(answer)[-1] == "[DONE]"
+        await asyncio.wait_for(stopping, WAIT)
+
+
+async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
+    source, stalled = FakeTokenSource(stall_after=1), body(TEXT, stream=True)
+    door = HttpServer(GenerationService([model], source))
+    address = await door.start("127.0.0.1:0")
+    async with httpx.AsyncClient() as http, http.stream("POST", f"http://{address}{TEXT}", json=stalled) as answer:
+        await asyncio.wait_for(door.stop(0.1), WAIT)
+        assert source.running == 0
+        with pytest.raises(httpx.RemoteProtocolError):  # cut, never a clean end
+            await answer.aread()

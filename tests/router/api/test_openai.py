@@ -1,0 +1,412 @@
+"""The official `openai` package against both forms of the HTTP API: what its users rely on, they have."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+from pydantic import BaseModel
+
+from tandem.proto import errors
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.fake import EOS_ID, byte_tokenizer
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.fleet import split_fleet
+from tandem.tests.router.conftest import Service
+from tandem.tests.schemas import random_schema
+from tandem.tests.tiny import make_tiny_model
+
+HERMES = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TOOLS: list[ChatCompletionToolParam] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer(chat_template=HERMES)
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+async def test_sync_client(service: Service) -> None:
+    """All of it from a thread with the blocking client: whole, streamed, chat, models, errors."""
+    service.source.answer = [*b"hello", EOS_ID]
+
+    def use() -> None:
+        with openai.OpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            assert client.models.retrieve("tiny").owned_by == "tandem"
+            with pytest.raises(openai.NotFoundError):
+                client.models.retrieve("nope")
+            whole = client.completions.create(model="tiny", prompt="hi", max_tokens=9)
+            assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("hello", "stop")
+            chunks = client.completions.create(model="tiny", prompt="hi", max_tokens=9, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in chunks) == "hello"
+            said = client.chat.completions.create(model="tiny", messages=ASK)
+            assert said.choices[0].message.content == "hello"
+            with client.chat.completions.stream(model="tiny", messages=ASK) as stream:
+                assert stream.get_final_completion().choices[0].message.content == "hello"
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(model="tiny", prompt="hi", temperature=9)
+            assert caught.value.param == "temperature"
+
+    await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_n_choices_of_each_prompt(client: openai.AsyncOpenAI, stream: bool) -> None:
+    """Choice i of prompt p is number p * n + i, and draws as a request of its own with seed + i would."""
+    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 20}
+    alone = {
+        (prompt, seed): (await client.completions.create(prompt=prompt, seed=seed, **fields)).choices[0].text
+        for prompt in ("one", "two")
+        for seed in (7, 8, 9)
+    }
+    assert len(set(alone.values())) == 6
+    made: Any = await client.completions.create(prompt=["one", "two"], n=3, seed=7, stream=stream, **fields)
+    texts = [""] * 6
+    if stream:
+        async for chunk in made:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    else:
+        assert [choice.index for choice in made.choices] == [0, 1, 2, 3, 4, 5]
+        texts = [choice.text for choice in made.choices]
+        assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (6, 120)
+    assert texts == list(alone.values())
+
+
+async def test_n_choices_of_a_chat(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answers = [[*b"short", EOS_ID], [*b"longer!", EOS_ID]]
+    said = await client.chat.completions.create(model="tiny", messages=ASK, n=2)
+    assert [choice.message.content for choice in said.choices] == ["short", "longer!"]
+    stream = await client.chat.completions.create(model="tiny", messages=ASK, n=2, stream=True)
+    chunks = [chunk.choices[0] async for chunk in stream]
+    for index, expected in enumerate(["short", "longer!"]):
+        own = [choice for choice in chunks if choice.index == index]
+        assert [choice.delta.role for choice in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert "".join(choice.delta.content or "" for choice in own) == expected
+        assert [choice.finish_reason for choice in own][-2:] == [None, "stop"]
+
+
+async def test_best_of_and_beam_search(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answers = [b"zz", b"!!", b"mm"]  # the fake finds low bytes likely
+    made = await client.completions.create(model="tiny", prompt="hi", n=2, best_of=3, max_tokens=2)
+    assert [choice.text for choice in made.choices] == ["!!", "mm"]
+    search: dict[str, Any] = {"use_beam_search": True, "length_penalty": 0.5, "top_k": -1, "repetition_penalty": 1.0}
+    made = await client.completions.create(
+        model="tiny", prompt="hi", n=3, max_tokens=2, temperature=0, extra_body=search
+    )
+    assert len(made.choices) == 3
+    beam = service.source.requests[-1].beam_search
+    assert beam is not None
+    assert (beam.width, beam.length_penalty, beam.early_stopping) == (3, 0.5, False)
+
+
+async def test_stop_seed_and_lengths(service: Service, client: openai.AsyncOpenAI) -> None:
+    first, again, other = [
+        (await client.completions.create(model="tiny", prompt="hi", seed=seed, max_tokens=30)).choices[0].text
+        for seed in (1, 1, 2)
+    ]
+    assert first == again != other
+    service.source.answer = b"one two three"
+    for stop, text, reason in (
+        (" three", "one two", "stop"),
+        ([" t", "x"], "one", "stop"),
+        (None, "one two ", "length"),
+    ):
+        made = await client.completions.create(
+            model="tiny", prompt="hi", stop=stop, max_tokens=8 if stop is None else 20
+        )
+        assert (made.choices[0].text, made.choices[0].finish_reason) == (text, reason)
+
+
+async def test_logprobs_of_completions(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = "aé!".encode()
+    made = await client.completions.create(model="tiny", prompt="hi", logprobs=2, max_tokens=4)
+    found = made.choices[0].logprobs
+    assert found is not None
+    assert found.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert found.token_logprobs == pytest.approx([-0.098, -0.196, -0.170, -0.034])
+    assert found.text_offset == [0, 1, 1, 2]
+    assert found.top_logprobs is not None
+    assert found.top_logprobs[0] == pytest.approx({"\x00": -0.001, "\x01": -0.002, "a": -0.098})
+    stream = await client.completions.create(model="tiny", prompt="hi", logprobs=2, max_tokens=4, stream=True)
+    parts = [chunk.choices[0].logprobs async for chunk in stream]
+    assert [part.tokens for part in parts if part] == [[token] for token in found.tokens]
+    assert [part.text_offset for part in parts if part] == [[0], [1], [1], [2]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_scores_the_prompt(service: Service, client: openai.AsyncOpenAI, stream: bool) -> None:
+    """What evaluation harnesses ask for: the log probabilities of a text, without generating."""
+    service.source.answer = b"!"
+    for max_tokens, text in ((0, "hi"), (1, "hi!")):
+        made: Any = await client.completions.create(
+            model="tiny", prompt="hi", echo=True, logprobs=1, max_tokens=max_tokens, stream=stream, n=2
+        )
+        choices = [chunk.choices[0] async for chunk in made] if stream else made.choices
+        assert [choice.text for choice in choices] == [text, text]
+        for choice in choices:
+            assert choice.logprobs.tokens == list(text)
+            assert choice.logprobs.token_logprobs[0] is None
+            assert choice.logprobs.token_logprobs[1] == pytest.approx(-0.106)
+            assert choice.logprobs.top_logprobs[0] is None
+            assert choice.logprobs.text_offset == list(range(len(text)))
+            assert "prompt_logprobs" not in (choice.model_extra or {})
+
+
+async def test_logprobs_of_chats(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = "é".encode()
+    fields: dict[str, Any] = {"model": "tiny", "messages": ASK, "logprobs": True, "top_logprobs": 1, "max_tokens": 2}
+    said = await client.chat.completions.create(**fields)
+    found = said.choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert [(entry.bytes, entry.token) for entry in found.content] == [([0xC3], "\ufffd"), ([0xA9], "\ufffd")]
+    assert [entry.logprob for entry in found.content] == pytest.approx([-0.196, -0.170])
+    assert [[other.token for other in entry.top_logprobs] for entry in found.content] == [["\x00"], ["\x00"]]
+    stream = await client.chat.completions.create(stream=True, **fields)
+    parts = [chunk.choices[0].logprobs async for chunk in stream]
+    assert [entry for part in parts if part for entry in part.content or []] == found.content
+    bare = await client.chat.completions.create(model="tiny", messages=ASK, logprobs=True)
+    assert bare.choices[0].logprobs is not None
+    assert [entry.top_logprobs for entry in bare.choices[0].logprobs.content or ()] == [[], []]
+
+
+async def test_prompt_logprobs_in_the_form_of_vllm(client: openai.AsyncOpenAI) -> None:
+    made = await client.completions.create(model="tiny", prompt="hi", max_tokens=1, extra_body={"prompt_logprobs": 1})
+    first, second = made.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert first is None
+    assert second == {
+        "105": {"logprob": pytest.approx(-0.106), "rank": None, "decoded_token": "i"},
+        "0": {"logprob": pytest.approx(-0.001), "rank": 1, "decoded_token": "\x00"},
+    }
+
+
+async def test_tool_calls_and_their_answers(service: Service, client: openai.AsyncOpenAI) -> None:
+    """One round: the model calls, the caller answers with what the client library made of the call."""
+    service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
+    said = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+    choice = said.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.tool_calls is not None
+    calls = [call for call in choice.message.tool_calls if call.type == "function"]
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("weather", {"city": "Köln"})
+    ] * 2
+    assert bytes(service.source.requests[0].prompt) == b"[weather] user: hello?\nassistant: "
+    one = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=False)
+    assert len(one.choices[0].message.tool_calls or ()) == 1
+    answer: ChatCompletionMessageParam = {"role": "tool", "tool_call_id": calls[0].id, "content": "rain"}
+    messages: Any = [*ASK, choice.message.model_dump(), answer]
+    service.source.answer = [*b"It rains.", EOS_ID]
+    said = await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
+    assert (said.choices[0].finish_reason, said.choices[0].message.content) == ("stop", "It rains.")
+    seen = bytes(service.source.requests[-1].prompt).decode()
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>' in seen
+    assert seen.endswith("tool: rain\nassistant: ")
+
+
+async def test_streamed_tool_calls(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
+    async with client.chat.completions.stream(model="tiny", messages=ASK, tools=TOOLS) as stream:
+        kinds = [event.type async for event in stream]
+        final = (await stream.get_final_completion()).choices[0]
+    assert "tool_calls.function.arguments.done" in kinds
+    assert (final.finish_reason, final.message.content) == ("tool_calls", "I look.")
+    assert final.message.tool_calls is not None
+    assert [call.function.name for call in final.message.tool_calls] == ["weather", "weather"]
+    assert len({call.id for call in final.message.tool_calls}) == 2
+
+
+async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    choices: list[tuple[Any, bool, bool]] = [
+        ("auto", True, False),
+        ("none", False, False),
+        ("required", True, True),
+        ({"type": "function", "function": {"name": "weather"}}, True, True),
+    ]
+    for choice, calls, bound in choices:
+        said = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice=choice)
+        assert bool(said.choices[0].message.tool_calls) is calls
+        assert bool(service.source.requests[-1].grammar) is bound
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+async def test_parse(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*b'{"name": "Ada", "age": 36}', EOS_ID]
+    said = await client.chat.completions.parse(model="tiny", messages=ASK, response_format=Person)
+    assert said.choices[0].message.parsed == Person(name="Ada", age=36)
+    assert '"Ada"' not in service.source.requests[0].grammar
+    assert '"age"' in service.source.requests[0].grammar
+
+
+FORMATS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}},
+    {"structured_outputs": {"json": {"type": "integer"}}},
+    {"structured_outputs": {"regex": "[0-9]+"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
+    {"guided_json": '{"type": "integer"}'},
+    {"guided_regex": "[0-9]+"},
+    {"guided_choice": ["yes", "no"]},
+    {"guided_grammar": 'start: "a" | "b"'},
+]
+
+
+@pytest.mark.parametrize("fields", FORMATS)
+async def test_every_way_to_bind_the_output(
+    service: Service, client: openai.AsyncOpenAI, fields: dict[str, Any]
+) -> None:
+    await client.completions.create(model="tiny", prompt="hi", extra_body=fields)
+    await client.chat.completions.create(model="tiny", messages=ASK, extra_body=fields)
+    first, second = service.source.requests
+    assert first.grammar == second.grammar != ""
+
+
+async def test_continuing_the_last_message_and_template_variables(service: Service, client: openai.AsyncOpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [*ASK, {"role": "assistant", "content": "Well, "}]
+    await client.chat.completions.create(
+        model="tiny", messages=messages, extra_body={"continue_final_message": True, "add_generation_prompt": False}
+    )
+    assert bytes(service.source.requests[0].prompt) == b"user: hello?\nassistant: Well, "
+    await client.chat.completions.create(
+        model="tiny", messages=ASK, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+
+
+async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
+    async def ask(**fields: Any) -> Any:
+        return await client.chat.completions.create(**{"model": "tiny", "messages": ASK} | fields)
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    assert (caught.value.param, "'image_url' are not supported" in str(caught.value)) == ("messages[0].content", True)
+    with pytest.raises(openai.NotFoundError):
+        await ask(model="nope")
+    kinds: list[tuple[errors.TandemError, type[openai.APIStatusError]]] = [
+        (errors.Overloaded("the queue is full", 2.5), openai.RateLimitError),
+        (errors.Unavailable("no worker"), openai.InternalServerError),
+        (errors.DeadlineExceeded("too late"), openai.InternalServerError),
+    ]
+    for error, kind in kinds:
+        service.source.error = error
+        with pytest.raises(kind, match=error.message) as failed:
+            await ask()
+        assert failed.value.status_code == error.http_status
+    service.source.error, service.source.stall_after = None, 0
+    with pytest.raises(openai.InternalServerError) as late:
+        await ask(extra_headers={"x-request-timeout": "0.05"})
+    assert late.value.status_code == 504
+
+
+async def test_the_client_retries_what_is_worth_it(service: Service) -> None:
+    service.source.error = errors.Overloaded("the queue is full", 0.01)
+    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=1) as client:
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(model="tiny", prompt="hi")
+        assert len(service.source.requests) == 2
+
+
+async def test_tenants_are_told_apart_by_their_keys(service: Service) -> None:
+    for key in ("one", "two", "one"):
+        async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key=key) as client:
+            await client.completions.create(model="tiny", prompt="hi")
+    tenants = [request.tenant for request in service.source.requests]
+    assert tenants[0] == tenants[2] != tenants[1]
+    assert "one" not in "".join(tenants)
+
+
+async def test_usage_in_every_chunk(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = b"abc"
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(
+        model="tiny", prompt="hi", max_tokens=3, stream=True, stream_options=options
+    )
+    chunks = [chunk async for chunk in stream]
+    usages = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage]
+    assert usages == [(2, 1), (2, 2), (2, 3), (2, 3)]
+    assert chunks[-1].choices == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+NUM_SCHEMAS = 200
+
+
+@pytest.fixture
+async def real_client(folder: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Of a prefill and a decode worker whose model has random weights."""
+    tiny = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2_048)
+    async with split_fleet(folder, {"prefill": [1], "decode": [1]}) as workers:
+        doors = await ApiServers.start(GenerationService([tiny], workers.dispatcher))
+        async with openai.AsyncOpenAI(base_url=f"http://{doors.http_address}/v1", api_key="x", max_retries=0) as client:
+            yield client
+        await doors.stop(0)
+
+
+async def test_what_a_model_of_random_weights_says_fits_every_schema(real_client: openai.AsyncOpenAI) -> None:
+    free = asyncio.Semaphore(8)
+
+    async def ask(seed: int) -> None:
+        schema = random_schema(seed)
+        form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        async with free:
+            said = await real_client.chat.completions.create(
+                model="tiny", messages=ASK, seed=seed, response_format=form
+            )
+        assert said.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(said.choices[0].message.content or ""), schema)
+
+    await asyncio.gather(*(ask(seed) for seed in range(NUM_SCHEMAS)))
+
+
+async def test_a_named_tool_is_called_as_its_schema_says(real_client: openai.AsyncOpenAI) -> None:
+    tools: Any = json.loads(json.dumps(TOOLS).replace('"string"', '"string", "maxLength": 9'))
+    said = await real_client.chat.completions.create(
+        model="tiny", messages=ASK, tools=tools, tool_choice={"type": "function", "function": {"name": "weather"}}
+    )
+    (call,) = [call for call in said.choices[0].message.tool_calls or () if call.type == "function"]
+    jsonschema.validate(json.loads(call.function.arguments), tools[0]["function"]["parameters"])

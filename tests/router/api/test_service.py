@@ -1,0 +1,260 @@
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
+from tandem.router.api.service import GenerationService, tandem_errors_only
+from tandem.router.fake import EOS_ID, FakeTokenSource
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.request import TokenDelta, TokenRequest, tenant_of
+from tandem.router.scheduling.admission import Admission
+from tandem.tests.router.api.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
+async def test_to_the_end_of_sequence(model: ServedModel, tokens_per_delta: int) -> None:
+    answer = [*"Grüße, 🦊".encode(), EOS_ID, 33]
+    messages = await collect(model, FakeTokenSource(answer=answer, tokens_per_delta=tokens_per_delta))
+    assert text(messages) == "Grüße, 🦊"
+    assert ids(messages) == answer[:-1]  # the token that ends it is among the ids, not in the text
+    assert messages[-1].finish_reason == STOP
+    assert messages[-1].usage.prompt_tokens == 2
+
+
+async def test_to_max_tokens(model: ServedModel) -> None:
+    messages = await collect(model, FakeTokenSource(answer=b"hello"), request(stopping={"max_tokens": 3}))
+    assert (text(messages), messages[-1].finish_reason) == ("hel", LENGTH)
+
+
+async def test_a_cut_character_at_max_tokens(model: ServedModel) -> None:
+    messages = await collect(model, FakeTokenSource(answer="a🦊".encode()), request(stopping={"max_tokens": 3}))
+    assert text(messages) == "a\ufffd"
+
+
+async def test_a_stop_token_has_no_text(model: ServedModel) -> None:
+    message = request(stopping={"stop_token_ids": [ord("l")]})
+    messages = await collect(model, FakeTokenSource(answer=b"hello"), message)
+    assert (text(messages), ids(messages), messages[-1].finish_reason) == ("he", list(b"hel"), STOP)
+
+
+async def test_an_ignored_end_of_sequence_goes_on(model: ServedModel) -> None:
+    source = FakeTokenSource(answer=[97, EOS_ID, 98])
+    messages = await collect(model, source, request(stopping={"ignore_eos": True}))
+    assert (text(messages), ids(messages), messages[-1].finish_reason) == ("ab", [97, EOS_ID, 98], LENGTH)
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 4, 100])
+async def test_a_stop_string_ends_text_ids_and_source(model: ServedModel, tokens_per_delta: int) -> None:
+    source = FakeTokenSource(answer=b"one two three four", tokens_per_delta=tokens_per_delta)
+    timeline = inference_pb2.Timeline()
+    message = request(stopping={"stop": ["two t", "zzz"]})
+    messages = await collect(model, source, message, timeline)
+    assert (text(messages), messages[-1].finish_reason) == ("one ", STOP)
+    assert bytes(ids(messages)) == b"one two t"
+    assert timeline.completion_tokens == 9
+    assert (source.running, source.cancelled) == (0, 0 if tokens_per_delta == 100 else 1)
+
+
+async def test_ids_come_at_once_while_text_is_held(model: ServedModel) -> None:
+    message = request(stopping={"stop": ["END"]})
+    messages = await collect(model, FakeTokenSource(answer=b"ENxE"), message)
+    assert [m.text for m in messages] == ["", "", "ENx", "E"]
+    assert [list(m.token_ids) for m in messages] == [[i] for i in b"ENxE"]
+
+
+async def test_request_id_and_timeline(model: ServedModel) -> None:
+    timeline = inference_pb2.Timeline()
+    source = FakeTokenSource(answer=b"hello")
+    messages = await collect(model, source, request(request_id="mine"), timeline)
+    assert (messages[0].request_id, timeline.request_id) == ("mine", "mine")
+    assert (timeline.prompt_tokens, timeline.completion_tokens, timeline.attempts) == (2, 5, 1)
+    assert source.requests[0].request_id != "mine"  # unique, though clients' names are not
+
+
+async def test_a_refused_request_has_no_timeline_and_reaches_nobody(model: ServedModel) -> None:
+    timeline, source = inference_pb2.Timeline(), FakeTokenSource()
+    with pytest.raises(InvalidArgument):
+        await collect(model, source, request(sampling={"temperature": -1}), timeline)
+    assert timeline.request_id == ""
+    assert source.requests == []
+
+
+async def test_errors_of_the_source_arrive(model: ServedModel) -> None:
+    timeline = inference_pb2.Timeline()
+    source = FakeTokenSource(answer=b"hello", error=Overloaded("full", 3.0), error_after=2)
+    seen: Answers = []
+    with pytest.raises(Overloaded, match="full"):
+        await fill(seen, start(model, source, timeline=timeline))
+    assert text(seen) == "he"
+    assert all(message.finish_reason == NONE for message in seen)
+    assert timeline.request_id
+
+
+@pytest.mark.parametrize("stall_after", [0, 2])
+async def test_deadline(model: ServedModel, stall_after: int) -> None:
+    source = FakeTokenSource(answer=b"hello", stall_after=stall_after)
+    with pytest.raises(DeadlineExceeded):
+        await collect(model, source, deadline=time.monotonic() + 0.05)
+    assert (source.running, source.cancelled) == (0, 1)
+
+
+async def test_closing_cancels_the_source(model: ServedModel) -> None:
+    source = FakeTokenSource(stall_after=1)
+    async with aclosing(start(model, source)) as messages:
+        await anext(messages)
+        assert source.running == 1
+    assert (source.running, source.cancelled) == (0, 1)
+
+
+async def test_cancelling_the_task_cancels_the_source(model: ServedModel) -> None:
+    source = FakeTokenSource(stall_after=1)
+    task = asyncio.create_task(collect(model, source))
+    await source.wait_running(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (source.running, source.cancelled) == (0, 1)
+
+
+class BrokenSource:
+    def __init__(self, deltas: Sequence[TokenDelta]) -> None:
+        self._deltas = deltas
+
+    async def generate(
+        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+    ) -> AsyncGenerator[TokenDelta, None]:
+        for delta in self._deltas:
+            yield delta
+
+
+def delta(first_index: int, finish_reason: "inference_pb2.FinishReason" = NONE, choice: int = 0) -> TokenDelta:
+    return TokenDelta(first_index=first_index, ids=(65,), finish_reason=finish_reason, choice=choice)
+
+
+@pytest.mark.parametrize(
+    "deltas",
+    [
+        [],
+        [delta(0)],
+        [delta(0), delta(0, STOP)],
+        [delta(0), delta(2, STOP)],
+        [delta(1, STOP)],
+        [delta(0, STOP), delta(1)],
+        [delta(0, STOP), delta(1, STOP)],
+        [delta(0, choice=1)],
+    ],
+    ids=["empty", "no end", "repeat", "gap", "late start", "goes on", "two ends", "another choice"],
+)
+async def test_a_broken_stream_never_ends_well(model: ServedModel, deltas: list[TokenDelta]) -> None:
+    seen: Answers = []
+    with pytest.raises(InternalError):
+        await fill(seen, start(model, BrokenSource(deltas)))
+    assert all(message.finish_reason == NONE for message in seen)
+
+
+async def test_detokenize(model: ServedModel) -> None:
+    completions = GenerationService([model], FakeTokenSource())
+    for body in ("grüß", "x" * 5_000):
+        answer = await completions.detokenize(inference_pb2.DetokenizeRequest(token_ids=[*body.encode(), EOS_ID]))
+        assert answer.text == body
+    with pytest.raises(InvalidArgument, match="token_ids: 258 is not a token id"):
+        await completions.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]))
+    with pytest.raises(NotFound):
+        await completions.detokenize(inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]))
+
+
+class Full(Admission):
+    """Refuses whatever is larger than 100 tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str, int]] = []
+
+    def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
+        self.asked.append((estimated_tokens, tenant, priority))
+        if estimated_tokens > 100:
+            raise Overloaded("full")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"text": "x" * 380},
+        {"token_ids": {"ids": [1] * 95}},
+        {"chat": {"messages": [{"role": "user", "content": "x" * 380}]}},
+    ],
+)
+async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel, prompt: dict[str, Any]) -> None:
+    admission = Full()
+    completions = GenerationService([model], FakeTokenSource(), admission)
+    with pytest.raises(Overloaded):
+        await completions.accept(
+            request(prompt=prompt, n=2, stopping={"max_tokens": 3}, priority=4), arrived=0, deadline=None, tenant="t"
+        )
+    await completions.accept(request(stopping={"max_tokens": 3}), arrived=0, deadline=None)
+    assert admission.asked == [(101, "t", 4), (3, "", 0)]
+
+
+async def test_what_is_wrong_is_said_before_who_waits(model: ServedModel) -> None:
+    """A hint to try again would be a lie for a request that can never be taken, or is too late already."""
+    admission = Full()
+    completions = GenerationService([model], FakeTokenSource(), admission)
+    large = {"text": "x" * 480}
+    for wrong, field in (
+        ({"n": 4 * 10**9}, "n"),
+        ({"sampling": {"top_p": 2}}, "sampling.top_p"),
+        ({"prompt": {"chat": {}}}, "prompt.chat.messages"),
+        ({"prompt": {"token_ids": {"ids": [258] * 200}}}, "prompt.token_ids"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            await completions.accept(request(**{"prompt": large} | wrong), arrived=0, deadline=None)
+        assert caught.value.field == field
+    with pytest.raises(DeadlineExceeded):
+        await completions.accept(request(prompt=large), arrived=0, deadline=time.monotonic())
+    assert admission.asked == []
+
+
+async def test_a_tenant_has_a_cache_of_its_own(model: ServedModel) -> None:
+    completions = GenerationService([model], FakeTokenSource())
+    tenants = [tenant_of(key) for key in ("Bearer one", "bearer  one ", "Bearer two", "Basic one", "Bearer ", "", None)]
+    assert tenants[0] == tenants[1] != tenants[2]
+    assert "one" not in tenants[0]
+    assert tenants[3:] == [""] * 4
+    found = [await completions.accept(request(), arrived=0.0, deadline=None, tenant=tenant) for tenant in tenants]
+    assert [accepted.tokens.tenant for accepted in found] == tenants
+    assert len({accepted.tokens.cache_salt for accepted in found}) == 3
+    assert found[-1].tokens.cache_salt == b""
+
+
+async def test_models(model: ServedModel, tokenizer: Any) -> None:
+    both = GenerationService(
+        [model, ServedModel(name="other", tokenizer=tokenizer, context_tokens=9)], FakeTokenSource(answer=b"x")
+    )
+    assert {m.id: m.context_tokens for m in both.list_models().models} == {"tiny": 512, "other": 9}
+    with pytest.raises(NotFound, match="tiny, other"):
+        await both.tokenize(inference_pb2.TokenizeRequest(prompt={"text": "x"}))  # which one?
+    with pytest.raises(NotFound, match="'nope'"):
+        await both.tokenize(inference_pb2.TokenizeRequest(model="nope", prompt={"text": "x"}))
+    with pytest.raises(InvalidArgument, match=r"model: .*256"):
+        await both.tokenize(inference_pb2.TokenizeRequest(model="x" * 257, prompt={"text": "x"}))
+    answer = await both.tokenize(inference_pb2.TokenizeRequest(model="other", prompt={"text": "xyz"}))
+    assert bytes(answer.token_ids) == b"xyz"
+
+
+async def test_tokenize_sees_what_generate_sees(model: ServedModel) -> None:
+    source = FakeTokenSource(answer=b"x")
+    chat = {"chat": {"messages": [{"role": "user", "content": "hello"}]}}
+    tokens = await GenerationService([model], source).tokenize(inference_pb2.TokenizeRequest(prompt=chat))
+    await collect(model, source, request(prompt=chat))
+    assert tuple(tokens.token_ids) == source.requests[0].prompt
+
+
+def test_a_defect_becomes_an_internal_error_with_a_fixed_text(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InternalError) as caught, tandem_errors_only():
+        raise KeyError("/secret/path")
+    assert "secret" not in caught.value.message
+    assert "/secret/path" in caplog.text

@@ -1,0 +1,135 @@
+"""Requests that are abandoned at any moment: within a second nobody holds anything for them, and the others go on."""
+
+import asyncio
+import gc
+import random
+from contextlib import aclosing, suppress
+from itertools import pairwise
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import Unavailable
+from tandem.router.dispatch.worker_client import WorkerClient
+from tandem.router.request import TokenRequest
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.workers.engine.fake import expected_tokens
+from tandem.workers.tp.rank import Rank
+
+NUM_CANCELS = 200
+NUM_AT_ONCE = 40
+
+
+def small_rank(role: str) -> Rank:
+    """So few blocks that most requests queue."""
+    return fake_rank(num_blocks=48, step_seconds=0.002)
+
+
+def links(running: Fleet) -> list[WorkerClient]:
+    return list(running.dispatcher._links.values())
+
+
+async def abandon(running: Fleet, request: TokenRequest, num_tokens: int) -> None:
+    """Closes the generator after num_tokens tokens."""
+    async with aclosing(running.dispatcher.generate(request, inference_pb2.Timeline())) as deltas:
+        async for delta in deltas:
+            if delta.first_index + 1 >= num_tokens:
+                return
+
+
+async def abandon_after(running: Fleet, request: TokenRequest, seconds: float) -> None:
+    """Cancels the task that reads, wherever the request is by then."""
+    task = asyncio.create_task(abandon(running, request, request.max_tokens))
+    asyncio.get_running_loop().call_later(seconds, task.cancel)
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_two_hundred_cancels_leave_nothing() -> None:
+    chance = random.Random(5)
+    turns = asyncio.Semaphore(NUM_AT_ONCE)
+    num_exact = 0
+    async with fleet(2, 2, rank=small_rank, chunk_tokens=64, growth_tokens=16) as running:
+
+        async def one(number: int) -> None:
+            nonlocal num_exact
+            prompt = [chance.randrange(VOCAB) for _ in range(chance.randrange(20, 300))]
+            request = token_request(prompt, chance.randrange(8, 40))
+            async with turns:
+                if number % 3 == 0:
+                    tokens, _ = await running.generate(request)
+                    assert tokens == expected_tokens(prompt, request.max_tokens, VOCAB)
+                    num_exact += 1
+                elif number % 3 == 1:
+                    await abandon(running, request, chance.randrange(1, 8))
+                else:
+                    await abandon_after(running, request, chance.expovariate(10))
+
+        await asyncio.gather(*(one(number) for number in range(NUM_CANCELS * 3 // 2)))
+        await running.check_idle(timeout=1.0)
+        assert num_exact == NUM_CANCELS // 2
+        assert running.dispatcher.num_requests == 0
+        assert [link._attempts for link in links(running)] == [{}] * 4
+        tokens, _ = await running.generate(token_request(range(300), 30))
+        assert tokens == expected_tokens(range(300), 30, VOCAB)
+
+
+@pytest.mark.parametrize("how", ["close", "channel"])
+async def test_a_router_that_vanishes_leaves_nothing(how: str) -> None:
+    async with fleet(1, 1, rank=small_rank, chunk_tokens=64) as running:
+        requests = [token_request(range(n, n + 120), 600, name=str(n)) for n in range(12)]
+        tasks = [asyncio.create_task(running.generate(request)) for request in requests]
+        async with asyncio.timeout(10):
+            while not any(status.info.load.num_waiting for status in await running.statuses()):
+                await asyncio.sleep(0.005)
+        if how == "close":
+            await running.dispatcher.close()
+        else:
+            running.dispatcher._closed = True  # it is dead: it sends nothing more
+            await asyncio.gather(*(link._channel.close() for link in links(running)))
+        await running.check_idle(timeout=1.0)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, Unavailable) for result in results), results
+        assert all(status.num_sessions == 0 for status in await running.statuses())
+
+
+async def test_five_hundred_requests_leave_no_object_behind() -> None:
+    async with fleet(1, 2) as running:
+        prompts = [[(n * i) % VOCAB for i in range(20 + n)] for n in range(1, 26)]
+        slots = asyncio.Semaphore(25)
+
+        async def one(prompt: list[int]) -> None:
+            async with slots:
+                await running.generate(token_request(prompt, 6))
+
+        def held() -> list[int]:
+            counts = [
+                len(asyncio.all_tasks()),
+                len(links(running)),
+                sum(len(link._attempts) for link in links(running)),
+            ]
+            for worker in running.workers:
+                counts += [
+                    len(worker._jobs),
+                    len(worker._sessions),
+                    len(worker._mover._channels),
+                    worker._mover.exporter.num_exports,
+                ]
+            return counts + [len(known.sent) for known in running.view._workers.values()]
+
+        async def num_objects(rounds: int) -> int:
+            """After so many rounds of 25 requests, when all is quiet."""
+            await asyncio.gather(*(one(prompt) for prompt in prompts * rounds))
+            await running.check_idle()
+            async with asyncio.timeout(5):
+                while any(now > then for now, then in zip(held(), quiet, strict=False)):
+                    await asyncio.sleep(0.01)
+            gc.collect()
+            return len(gc.get_objects())
+
+        quiet: list[int] = []
+        await num_objects(8)  # fills the prefix caches of both decode workers
+        quiet = held()
+        counts = [await num_objects(10) for _ in range(3)]
+        grown = [after - before for before, after in pairwise(counts)]
+        assert min(grown) < 125, "a leak of one object in two requests"

@@ -1,0 +1,224 @@
+"""Requests through real workers, sessions and KV transfers, with an executor that checks every byte of KV cache."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import DeadlineExceeded, Overloaded
+from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.request import TokenDelta, TokenRequest
+from tandem.router.scheduling.admission import Admission
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
+
+UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
+
+
+async def deltas_of(running: Fleet, request: TokenRequest, ended: Collection[int] = ()) -> list[TokenDelta]:
+    """All deltas, checked to have contiguous indices and exactly one end a choice."""
+    found: list[TokenDelta] = []
+    counts, finished = [0] * request.num_choices, set()
+    async with aclosing(running.dispatcher.generate(request, inference_pb2.Timeline(), ended)) as deltas:
+        async for delta in deltas:
+            assert delta.first_index == counts[delta.choice]
+            assert delta.choice not in finished
+            counts[delta.choice] += len(delta.ids)
+            if delta.finish_reason != UNFINISHED:
+                finished.add(delta.choice)
+            found.append(delta)
+    assert finished | set(ended) == set(range(request.num_choices))
+    return found
+
+
+def ids_of(deltas: list[TokenDelta], num_choices: int) -> list[list[int]]:
+    return [[i for delta in deltas if delta.choice == choice for i in delta.ids] for choice in range(num_choices)]
+
+
+@pytest.mark.parametrize("prefill", [0, 1, 2])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 700])
+async def test_tokens_equal_the_reference(prefill: int, length: int) -> None:
+    prompt = [(7 * i + length) % VOCAB for i in range(length)]
+    async with fleet(prefill, 1, chunk_tokens=64) as running:
+        for _ in range(2):  # the second time from the prefix caches
+            tokens, timeline = await running.generate(token_request(prompt, 40))
+            assert tokens == expected_tokens(prompt, 40, VOCAB)
+        if prefill:
+            assert timeline.kv_transfer_bytes == length % 16 * 3 * 64  # the whole blocks were there already
+
+
+async def test_the_timeline_adds_up() -> None:
+    async with fleet(1, 1) as running:
+        tokens, timeline = await running.generate(token_request(range(300), 20))
+    parts = (
+        timeline.tokenize_seconds
+        + timeline.queue_seconds
+        + timeline.dispatch_seconds
+        + timeline.prefill_seconds
+        + timeline.kv_transfer_seconds
+        + timeline.decode_seconds
+    )
+    assert parts == pytest.approx(timeline.end_to_end_seconds, rel=0.05)
+    assert min(timeline.queue_seconds, timeline.dispatch_seconds, timeline.kv_transfer_seconds) >= 0
+    assert timeline.completion_tokens == len(tokens) == 20
+    assert timeline.attempts == 1
+    assert timeline.kv_transfer_bytes == 300 * 3 * 64
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("max_tokens", [1, 40])
+async def test_choices_equal_those_of_requests_of_their_own(prefill: int, max_tokens: int) -> None:
+    prompt = range(37)
+    async with fleet(prefill, 1, chunk_tokens=16) as running:
+        for _ in range(2):
+            deltas = await deltas_of(running, token_request(prompt, max_tokens, num_choices=4))
+            assert ids_of(deltas, 4) == expected_choices(prompt, 4, max_tokens, VOCAB)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_choices_end_at_stop_tokens_of_their_own(prefill: int) -> None:
+    """One of them with the first token, which the prefill worker draws."""
+    prompt = range(20)
+    whole = expected_choices(prompt, 3, 30, VOCAB)
+    stops = (whole[1][0], whole[2][7])
+    async with fleet(prefill, 1) as running:
+        deltas = await deltas_of(running, token_request(prompt, 30, num_choices=3, stop_token_ids=stops))
+    ends = [next((i + 1 for i, t in enumerate(ids) if t in stops), 30) for ids in whole]
+    assert ids_of(deltas, 3) == [ids[:end] for ids, end in zip(whole, ends, strict=True)]
+    assert (ends[1], ends[2]) == (1, 8)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_logprobs_come_with_their_tokens(prefill: int) -> None:
+    prompt = list(range(1, 40))
+    async with fleet(prefill, 1, chunk_tokens=16) as running:
+        request = token_request(prompt, 6, num_choices=2, logprobs=2, prompt_logprobs=1)
+        deltas = await deltas_of(running, request)
+    tokens, scored = ids_of(deltas, 2), [s for d in deltas if d.choice == 1 for s in d.logprobs]
+    assert len(scored) == 6
+    for i, scores in enumerate(scored):
+        expected = expected_logprobs([*prompt, *tokens[1][:i]], 2, VOCAB)
+        assert list(scores.top_ids) == [token for token, _ in expected]
+        assert list(scores.top_logprobs) == pytest.approx([logprob for _, logprob in expected])
+    assert [len(delta.prompt_logprobs) for delta in deltas if delta.prompt_logprobs] == [len(prompt) - 1]
+    assert deltas[0].prompt_logprobs
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("max_tokens", [1, 9])
+async def test_a_beam_search_is_the_same_wherever_it_runs(prefill: int, max_tokens: int) -> None:
+    beams = inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
+    request = token_request(range(30), max_tokens, num_choices=3, beam_search=beams)
+    async with fleet(0, 1) as alone, fleet(prefill, 2) as running:
+        first, second = await deltas_of(alone, request), await deltas_of(running, request)
+    assert ids_of(first, 3) == ids_of(second, 3)
+    scores = [delta.score for delta in first if delta.finish_reason != UNFINISHED]
+    assert scores == sorted(scores, reverse=True)
+    assert len({tuple(ids) for ids in ids_of(first, 3)}) == 3
+
+
+async def test_choices_that_are_not_wanted_any_more_leave_their_worker() -> None:
+    prompt = range(30)
+    ended: set[int] = set()
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.001)) as running:
+        request = token_request(prompt, 1000, num_choices=3)
+        found: list[TokenDelta] = []
+        async with aclosing(running.dispatcher.generate(request, inference_pb2.Timeline(), ended)) as deltas:
+            async for delta in deltas:
+                assert delta.choice not in ended
+                found.append(delta)
+                if delta.first_index + len(delta.ids) >= 5 * (delta.choice + 1):
+                    ended.add(delta.choice)
+        await running.check_idle(timeout=1.0)
+    assert ended == {0, 1, 2}
+    whole = expected_choices(prompt, 3, 1000, VOCAB)
+    assert all(ids == whole[choice][: len(ids)] for choice, ids in enumerate(ids_of(found, 3)))
+
+
+@pytest.mark.parametrize("reads", [0, 3])
+async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
+    async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.01 if reads else 0.5)) as running:
+        request = token_request(range(30), 1000, deadline=time.monotonic() + 0.2)
+        found: list[TokenDelta] = []
+
+        async def read() -> None:
+            async for delta in running.dispatcher.generate(request, inference_pb2.Timeline()):
+                found.append(delta)
+
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(read(), 5)
+        assert request.deadline is not None
+        assert time.monotonic() - request.deadline < 0.2
+        assert len(found) >= reads
+        await running.check_idle(timeout=2.0)
+        assert running.dispatcher.num_requests == 0
+
+
+async def test_a_slow_reader_gets_fewer_and_longer_deltas() -> None:
+    async with fleet(0, 1) as running:
+        executor = running.workers[0]._rank.executor
+        assert isinstance(executor, FakeExecutor)
+        found = []
+        async with aclosing(
+            running.dispatcher.generate(token_request(range(20), 400), inference_pb2.Timeline())
+        ) as deltas:
+            async for delta in deltas:
+                found.append(delta)
+                if len(found) == 1:
+                    async with asyncio.timeout(10):
+                        while executor.num_steps < 300:
+                            await asyncio.sleep(0.001)
+    assert ids_of(found, 1) == [expected_tokens(range(20), 400, VOCAB)]
+    assert len(found) < 150
+
+
+class OneAtATime(Admission):
+    """Admits one request at a time, and no `refused` one."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def slot(self, request: TokenRequest) -> AsyncIterator[None]:
+        if request.tenant == "refused":
+            raise Overloaded("not you", 7.0)
+        self.waiting += 1
+        async with self._turn:
+            yield
+
+
+async def test_admission_says_who_may_begin() -> None:
+    async with fleet(0, 1) as running:
+        admission = OneAtATime()
+        running.dispatcher = Dispatcher(running.view, admission, max_requests=0)
+        with pytest.raises(Overloaded, match="not you"):
+            await running.generate(token_request(range(20), 4, tenant="refused"))
+        first = running.dispatcher.generate(token_request(range(20), 4, name="first"), inference_pb2.Timeline())
+        await anext(first)
+        late = token_request(range(20), 4, name="late", deadline=time.monotonic() + 0.05)
+        with pytest.raises(DeadlineExceeded):
+            await running.generate(late)
+        second = asyncio.create_task(running.generate(token_request(range(20), 4, name="second")))
+        async with asyncio.timeout(5):
+            while admission.waiting < 3:
+                await asyncio.sleep(0)
+        assert (running.dispatcher.num_requests, second.done()) == (2, False)
+        await first.aclose()
+        tokens, _ = await second
+        assert tokens == expected_tokens(range(20), 4, VOCAB)
+        assert running.dispatcher.num_requests == 0
+
+
+async def test_without_admission_there_is_a_bound() -> None:
+    async with fleet(0, 1) as running:
+        bounded = Dispatcher(running.view, max_requests=1)
+        first = bounded.generate(token_request(range(20), 4), inference_pb2.Timeline())
+        await anext(first)
+        with pytest.raises(Overloaded, match="1 requests"):
+            await anext(bounded.generate(token_request(range(20), 4), inference_pb2.Timeline()))
+        await first.aclose()
+        await bounded.close()

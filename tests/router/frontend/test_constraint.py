@@ -1,0 +1,232 @@
+"""Constraints: each becomes a grammar that takes the right texts and no other, or is refused with a reason."""
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any, ClassVar
+
+import llguidance
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from tandem.proto import inference_pb2, limits
+from tandem.proto.errors import InvalidArgument, Overloaded
+from tandem.router.frontend import constraint as constraint_module
+from tandem.router.frontend.constraint import compile_constraint
+from tandem.workers.submit import MAX_GRAMMAR_CHARACTERS
+
+EOS = 256
+
+
+class Bytes:
+    """A token for each byte, and an end."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    tokens: ClassVar = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    special_token_ids: ClassVar = [EOS]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+TOKENIZER = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257)
+
+
+async def compiled(**constraint: Any) -> str:
+    return await compile_constraint(inference_pb2.Constraint(**constraint))
+
+
+def takes(grammar: str, text: str) -> bool:
+    """Whether the whole text matches."""
+    matcher = LLMatcher(TOKENIZER, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = [*text.encode(), EOS]
+    return matcher.validate_tokens(ids) == len(ids)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"enum": ["x", "ü"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "good", "bad"),
+    [
+        (
+            {"json_schema": json.dumps(SCHEMA)},
+            ['{"a": [1, 2], "b": "x"}', '{"a": [], "b": "ü"}'],
+            ['{"a": [1, 2]}', '{"a": ["1"], "b": "x"}', "", '{"a": [],  "b": "x"}', '{"a": [], "b": "x"} '],
+        ),
+        ({"json_schema": "true"}, ["1", '{"a": [null]}'], ["", "nil"]),
+        ({"json_object": True}, ["{}", '{"x": {"y": [1, "2"]}}'], ["[]", "1", "", "{"]),
+        ({"regex": "[a-c]+|x\\d{2}"}, ["abc", "x12"], ["abd", "x1", "", "xabc"]),
+        (
+            {"choice": {"texts": ["yes", "no", 'say "\\n"', "\n", "🦊", "no"]}},
+            ["yes", "no", 'say "\\n"', "\n", "🦊"],
+            ["", "ye", "yesno", "Yes"],
+        ),
+        ({"grammar": 'start: "a" (x | "-")*\nx: /[0-9]/'}, ["a", "a1-2"], ["", "b", "a1x"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_a_grammar_takes_what_the_constraint_says(
+    constraint: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    grammar = await compiled(**constraint)
+    assert [text for text in good if not takes(grammar, text)] == []
+    assert [text for text in bad if takes(grammar, text)] == []
+
+
+DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field", "reason"),
+    [
+        ({}, "constraint", "must be set"),
+        ({"json_schema": ""}, "constraint.json_schema", "1 to 131072"),
+        ({"json_schema": "{"}, "constraint.json_schema", "not JSON: .* at line 1 column 2"),
+        ({"json_schema": '{} }, {"lark_grammar": "x"'}, "constraint.json_schema", "not JSON"),
+        ({"json_schema": "[1]"}, "constraint.json_schema", "object or boolean"),
+        ({"json_schema": "1"}, "constraint.json_schema", "object or boolean"),
+        ({"json_schema": "false"}, "constraint.json_schema", "nothing matches"),
+        ({"json_schema": '{"const": NaN}'}, "constraint.json_schema", "NaN"),
+        ({"json_schema": '{"const": 1e999}'}, "constraint.json_schema", "too large"),
+        ({"json_schema": '{"const": %s}' % ("9" * 5_000)}, "constraint.json_schema", "too large"),
+        ({"json_schema": '{"const": "\\ud800"}'}, "constraint.json_schema", "lone surrogate"),
+        ({"json_schema": '{"type": "objec"}'}, "constraint.json_schema", "objec"),
+        ({"json_schema": '{"not": {}}'}, "constraint.json_schema", "Unimplemented"),
+        ({"json_schema": '{"$ref": "file:///etc/passwd"}'}, "constraint.json_schema", "not present"),
+        ({"json_schema": DEEP[: limits.MAX_GRAMMAR_CHARACTERS]}, "constraint.json_schema", "."),
+        ({"json_schema": "[" * 100_000}, "constraint.json_schema", "nested too deeply"),
+        ({"json_schema": " " * (limits.MAX_GRAMMAR_CHARACTERS + 1)}, "constraint.json_schema", "1 to 131072"),
+        ({"json_object": False}, "constraint.json_object", "true"),
+        ({"regex": ""}, "constraint.regex", "1 to 131072"),
+        ({"regex": "a("}, "constraint.regex", "unclosed group$"),
+        ({"regex": "(?=a)b"}, "constraint.regex", "look-around"),
+        ({"choice": {}}, "constraint.choice", "1 to 1024"),
+        ({"choice": {"texts": ["x"] * 1_025}}, "constraint.choice", "1 to 1024"),
+        ({"choice": {"texts": ["x", ""]}}, "constraint.choice.texts[1]", "at least 1"),
+        ({"choice": {"texts": ["x" * 65_537] * 2}}, "constraint.choice", "131072"),
+        ({"grammar": "start: nothing"}, "constraint.grammar", "nothing"),
+        ({"grammar": "x" * 1_000}, "constraint.grammar", "Expected"),
+        ({"grammar": 'x: "a"'}, "constraint.grammar", "start"),
+    ],
+)
+async def test_what_is_no_constraint_is_refused_with_a_short_reason(
+    constraint: dict[str, Any], field: str, reason: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=reason) as caught:
+        await compiled(**constraint)
+    assert caught.value.field == field
+    assert len(caught.value.message) < 300
+    assert "\n" not in caught.value.message
+
+
+async def test_the_bounds_themselves_are_allowed() -> None:
+    await compiled(regex="x" * limits.MAX_GRAMMAR_CHARACTERS)
+    await compiled(choice={"texts": [f"{i:0128d}" for i in range(limits.MAX_CONSTRAINT_CHOICES)]})
+
+
+EMOJI = "🦊" * 100_000
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"choice": {"texts": [EMOJI]}},
+        {"choice": {"texts": ["\x01" * 100 + str(i) for i in range(limits.MAX_CONSTRAINT_CHOICES)]}},
+        {"json_schema": json.dumps({"enum": [EMOJI]}, ensure_ascii=False)},
+        {"regex": EMOJI},
+        {"regex": "\x01" * limits.MAX_GRAMMAR_CHARACTERS},
+    ],
+    ids=["choice", "control characters", "json_schema", "regex", "regex of control characters"],
+)
+async def test_workers_take_whatever_is_within_the_bounds(constraint: dict[str, Any]) -> None:
+    assert len(await compiled(**constraint)) <= MAX_GRAMMAR_CHARACTERS
+
+
+async def test_a_field_of_the_callers_own() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await compile_constraint(inference_pb2.Constraint(regex="a("), "prompt.chat.tools")
+    assert caught.value.field == "prompt.chat.tools"
+
+
+async def test_a_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await compiled(regex="once[ab]")
+    monkeypatch.setattr(constraint_module, "_compile", lambda constraint: pytest.fail("compiled again"))
+    assert await compiled(regex="once[ab]") == first
+
+
+def test_the_cache_forgets_what_was_longest_unused() -> None:
+    cache = constraint_module._Cache(capacity=12)
+    for key in (b"a", b"b", b"c"):
+        cache.put(key, "xyz")
+    cache.get(b"a")
+    cache.put(b"d", "xyz")
+    assert [cache.get(key) for key in (b"a", b"b", b"c", b"d")] == ["xyz", None, "xyz", "xyz"]
+    cache.put(b"e", "x" * 11)
+    assert [cache.get(key) for key in (b"a", b"c", b"d", b"e")] == [None, None, None, "x" * 11]
+
+
+async def test_a_slow_grammar_blocks_nobody_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def compile_slowly(constraint: inference_pb2.Constraint) -> tuple[str, str]:
+        go_on.wait(30)
+        return "", ""
+
+    monkeypatch.setattr(constraint_module, "_compile", compile_slowly)
+    monkeypatch.setattr(constraint_module, "_COMPILE_SECONDS", 0.05)
+    try:
+        with pytest.raises(Overloaded, match="took more than"):
+            async with asyncio.timeout(10):
+                await compiled(regex="slow")
+    finally:
+        go_on.set()
+
+
+def test_the_library_reads_no_files() -> None:
+    """What a user sends can name no resource of the host."""
+    for grammar in ('%import "/etc/passwd"\nstart: "a"', 'start: %json {"$ref": "/etc/passwd"}'):
+        is_error, _ = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+        assert is_error
+
+
+def _chain_of_rules(name: str) -> str:
+    lines, size = [f"start: {name}0"], 0
+    while size < limits.MAX_GRAMMAR_CHARACTERS - 100:
+        lines.append(f'{name}{len(lines) - 1}: "a" {name}{len(lines)}')
+        size += len(lines[-1]) + 1
+    return "\n".join([*lines, f'{name}{len(lines) - 1}: "b"'])
+
+
+def _chain_of_references() -> str:
+    count = limits.MAX_GRAMMAR_CHARACTERS // 44
+    defs: dict[str, Any] = {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(count)}
+    defs[f"d{count}"] = {"type": "null"}
+    text = json.dumps({"$ref": "#/$defs/d0", "$defs": defs}, separators=(",", ":"))
+    assert limits.MAX_GRAMMAR_CHARACTERS * 0.9 < len(text) <= limits.MAX_GRAMMAR_CHARACTERS
+    return text
+
+
+@pytest.mark.parametrize("kind", ["rules", "terminals", "references"])
+async def test_the_longest_chains_do_not_overflow_the_stack(kind: str) -> None:
+    if kind == "references":
+        constraint = inference_pb2.Constraint(json_schema=_chain_of_references())
+    else:
+        constraint = inference_pb2.Constraint(grammar=_chain_of_rules("r" if kind == "rules" else "T"))
+    assert await compile_constraint(constraint)
+
+
+async def test_an_error_at_the_end_of_a_long_chain_is_found_at_once() -> None:
+    broken = _chain_of_rules("T").rpartition('"b"')[0] + "NOTHING"
+    began = time.monotonic()
+    with pytest.raises(InvalidArgument, match=r"constraint\.grammar"):
+        await compile_constraint(inference_pb2.Constraint(grammar=broken))
+    assert time.monotonic() - began < 4

@@ -1,0 +1,184 @@
+import math
+from typing import Any
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
+from tandem.router.fake import byte_tokenizer
+from tandem.router.frontend.prepare import ServedModel, prepare
+from tandem.router.request import TokenRequest
+from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
+
+
+def request(text: str = "hi", **fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(**({"prompt": {"text": text}} | fields))
+
+
+async def prepared(
+    message: inference_pb2.GenerateRequest, context: int = 64, default_max_tokens: int | None = None
+) -> TokenRequest:
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=context)
+    return (await prepare(message, model, arrived=1.0, deadline=9.0, default_max_tokens=default_max_tokens)).tokens
+
+
+async def refused(message: inference_pb2.GenerateRequest, context: int = 64) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as caught:
+        await prepared(message, context)
+    return caught.value
+
+
+async def test_defaults_are_set_explicitly() -> None:
+    tokens = await prepared(request())
+    assert tokens.prompt == (104, 105)
+    assert tokens.max_tokens == 62
+    assert (tokens.arrived, tokens.deadline) == (1.0, 9.0)
+    assert tokens.sampling.HasField("temperature")
+    assert tokens.sampling.HasField("top_p")
+    assert tokens.sampling.HasField("seed")
+    assert (tokens.sampling.temperature, tokens.sampling.top_p) == (1.0, 1.0)
+    assert (tokens.sampling.top_k, tokens.sampling.min_p) == (0, 0.0)
+    assert not tokens.ignore_eos
+
+
+async def test_given_values_pass_through() -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "seed": 2**64 - 1,
+        "typical_p": 0.75,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {0: -100.0, 257: 2.5},
+    }
+    stopping = {"max_tokens": 3, "stop": ["a", "b"], "stop_token_ids": [1, 257], "ignore_eos": True, "min_tokens": 2}
+    message = request(sampling=sampling, stopping=stopping, n=2, best_of=3, logprobs=4, prompt_logprobs=5, priority=-7)
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
+    accepted = await prepare(message, model, arrived=0.0, deadline=None)
+    tokens = accepted.tokens
+    assert tokens.sampling == inference_pb2.SamplingParams(**sampling)
+    assert (tokens.max_tokens, tokens.stop_token_ids, tokens.ignore_eos) == (3, (1, 257), True)
+    assert (tokens.num_choices, accepted.num_answers, tokens.min_tokens, tokens.priority) == (3, 2, 2, -7)
+    assert (tokens.logprobs, tokens.prompt_logprobs, accepted.wants_logprobs) == (4, 5, True)
+    assert accepted.stop == ("a", "b")
+
+
+async def test_best_of_wants_logprobs_for_itself() -> None:
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
+    accepted = await prepare(request(best_of=2), model, arrived=0.0, deadline=None)
+    assert (accepted.tokens.logprobs, accepted.wants_logprobs, accepted.num_answers) == (0, False, 1)
+    assert (await prepared(request(n=2, best_of=2))).logprobs is None
+
+
+async def test_minus_zero_is_zero() -> None:
+    names = ("temperature", "min_p", "presence_penalty", "frequency_penalty")
+    tokens = await prepared(request(sampling=dict.fromkeys(names, -0.0)))
+    assert [math.copysign(1, getattr(tokens.sampling, name)) for name in names] == [1.0] * 4
+
+
+async def test_bad_words_with_and_without_a_space_before() -> None:
+    tokens = await prepared(request(sampling={"bad_words": ["ab", " ab", "c"]}))
+    assert tokens.bad_words == (tuple(b"ab"), tuple(b" ab"), tuple(b"c"), tuple(b" c"))
+    assert not tokens.sampling.bad_words
+
+
+async def test_a_beam_search_has_every_field_set() -> None:
+    tokens = await prepared(request(beam_search={"width": 4}, n=3))
+    assert tokens.beam_search == inference_pb2.BeamSearch(width=4, length_penalty=1.0, early_stopping=False)
+    assert tokens.beam_search.HasField("length_penalty")
+    assert tokens.num_choices == 3
+    other = await prepared(request(beam_search={"width": 1, "length_penalty": -0.5, "early_stopping": True}))
+    assert other.beam_search == inference_pb2.BeamSearch(width=1, length_penalty=-0.5, early_stopping=True)
+
+
+async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
+    for fields in ({"echo": True}, {"prompt_logprobs": 0}):
+        accepted = await prepare(request(stopping={"max_tokens": 0}, **fields), model, arrived=0.0, deadline=None)
+        assert (accepted.is_empty, accepted.tokens.max_tokens) == (True, 1)
+    assert (await refused(request("x" * 64, stopping={"max_tokens": 0}, echo=True))).field == "prompt"
+
+
+async def test_a_demanded_call_is_a_grammar() -> None:
+    assert "call" in (await prepared(request(prompt={"chat": TOOL_CHAT}))).grammar
+    assert (await prepared(request(prompt={"chat": CHAT}))).grammar == ""
+
+
+async def test_a_seed_of_zero_is_a_seed_and_none_is_random() -> None:
+    assert (await prepared(request(sampling={"seed": 0}))).sampling.seed == 0
+    assert len({(await prepared(request())).sampling.seed for _ in range(4)}) == 4
+
+
+async def test_top_k_of_minus_one_keeps_all() -> None:
+    assert (await prepared(request(sampling={"top_k": -1}))).sampling.top_k == 0
+
+
+async def test_requests_of_one_name_are_told_apart() -> None:
+    first, second = [(await prepared(request(request_id="mine"))).request_id for _ in range(2)]
+    assert first != second
+    assert first.startswith("mine.")
+
+
+async def test_kinds_of_prompt() -> None:
+    ids = await prepared(request(prompt={"token_ids": {"ids": [0, 257]}}))
+    assert ids.prompt == (0, 257)
+    chat = await prepared(request(prompt={"chat": {"messages": [{"role": "user", "content": "x"}]}}))
+    assert bytes(chat.prompt) == b"[user] x\n[assistant] "
+
+
+@pytest.mark.parametrize(("fields", "field", "bound"), REFUSED)
+async def test_each_bound_names_field_and_bound(fields: dict[str, Any], field: str, bound: str) -> None:
+    error = await refused(request(**fields))
+    assert error.field == field
+    assert bound in error.message
+    assert error.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(("fields", "prompt"), ALLOWED)
+async def test_the_bounds_themselves_are_allowed(fields: dict[str, Any], prompt: str) -> None:
+    assert len((await prepared(request(prompt, **fields))).prompt) == len(prompt)
+
+
+# (prompt tokens, max_tokens, truncate) in a context of 64 -> (kept prompt tokens, max_tokens)
+@pytest.mark.parametrize(
+    ("length", "explicit", "truncate", "expected"),
+    [
+        (60, None, False, (60, 4)),
+        (63, None, False, (63, 1)),
+        (60, 4, False, (60, 4)),
+        (60, 4, True, (60, 4)),
+        (64, None, True, (63, 1)),
+        (500, None, True, (63, 1)),
+        (60, 5, True, (59, 5)),
+        (500, 63, True, (1, 63)),
+    ],
+)
+async def test_fit(length: int, explicit: int | None, truncate: bool, expected: tuple[int, int]) -> None:
+    ids = [i % 256 for i in range(length)]
+    message = request(prompt={"token_ids": {"ids": ids}}, stopping={"max_tokens": explicit}, truncate_prompt=truncate)
+    tokens = await prepared(message)
+    assert (len(tokens.prompt), tokens.max_tokens) == expected
+    assert list(tokens.prompt) == ids[-expected[0] :]
+
+
+@pytest.mark.parametrize(("length", "explicit"), [(64, None), (500, None), (64, 1), (60, 5)])
+async def test_what_does_not_fit_is_refused_with_the_numbers(length: int, explicit: int | None) -> None:
+    error = await refused(request("x" * length, stopping={"max_tokens": explicit}))
+    assert error.field == "prompt"
+    assert f"{length} prompt tokens and {explicit or 1} to generate" in error.message
+    assert "64 tokens" in error.message
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+async def test_max_tokens_that_leave_no_room_are_refused(truncate: bool) -> None:
+    error = await refused(request(stopping={"max_tokens": 64}, truncate_prompt=truncate))
+    assert error.field == "stopping.max_tokens"
+
+
+async def test_default_max_tokens_gives_way_to_the_context() -> None:
+    assert (await prepared(request("x" * 10), default_max_tokens=16)).max_tokens == 16
+    assert (await prepared(request("x" * 60), default_max_tokens=16)).max_tokens == 4
+    assert (await prepared(request("x", stopping={"max_tokens": 20}), default_max_tokens=16)).max_tokens == 20

@@ -1,0 +1,159 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
+from tandem.router.fake import byte_tokenizer
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.tiny import make_tokenizer
+
+TEXTS = (
+    "",
+    " ",
+    "The capital of France is",
+    "  two  spaces\n\n\ttab",
+    "今日は",
+    "🦊🦊",
+    "<|begin|>hi<|end|>",
+    "x" * 5_000,
+)
+CHAT = [{"role": "user", "content": "Was ist 1+1?"}, {"role": "assistant", "content": "2 🦊"}]
+
+
+def chat(messages: list[dict[str, str]]) -> inference_pb2.Chat:
+    said = [inference_pb2.ChatMessage(role=message["role"], content=message["content"]) for message in messages]
+    return inference_pb2.Chat(messages=said)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 640}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedTokenizerFast:
+    found = AutoTokenizer.from_pretrained(folder)
+    assert isinstance(found, PreTrainedTokenizerFast)
+    return found
+
+
+@pytest.mark.parametrize("text", TEXTS)
+async def test_text_encodes_and_decodes_as_in_transformers(
+    loaded: Tokenizer, reference: PreTrainedTokenizerFast, text: str
+) -> None:
+    ids = await loaded.encode(text)
+    assert ids == reference(text)["input_ids"]
+    assert loaded.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("length", [1, 5_000])
+async def test_chat_encodes_as_in_transformers(
+    loaded: Tokenizer, reference: PreTrainedTokenizerFast, length: int
+) -> None:
+    messages = [*CHAT, {"role": "user", "content": "ab " * length}]
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert await loaded.encode_chat(chat(messages)) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS)
+async def test_the_bytes_of_tokens_add_up_to_the_text(loaded: Tokenizer, text: str) -> None:
+    ids = await loaded.encode(text)
+    assert b"".join(loaded.token_bytes(token) for token in ids) == text.encode()
+    assert loaded.decode(ids, skip_special=False) == text
+
+
+def test_the_bytes_of_sentencepiece_tokens() -> None:
+    vocab = {"<unk>": 0, "<s>": 1, "<0x0A>": 2, "<0xF0>": 3, "\u2581the": 4, "re": 5, "<0x1>": 6}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")  # type: ignore[no-untyped-call]
+    tokenizer = Tokenizer(fast, vocab_size=16)
+    expected = [b"<s>", b"\n", b"\xf0", b" the", b"re", b"<0x1>", b""]  # the last row of the embedding is of no token
+    assert [tokenizer.token_bytes(token) for token in (1, 2, 3, 4, 5, 6, 15)] == expected
+    assert tokenizer.decode([4, 5]) == " there"
+
+
+async def test_special_tokens_that_are_not_wanted(loaded: Tokenizer, folder: Path) -> None:
+    trained = PreTrainedTokenizerFast.from_pretrained(folder)
+    trained.backend_tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", None, [("<|begin|>", 0)])
+    tokenizer = Tokenizer(trained)
+    assert await tokenizer.encode("fox") == [0, *await tokenizer.encode("fox", add_special_tokens=False)]
+    assert tokenizer.decode(await tokenizer.encode("fox")) == "fox"
+
+
+def test_ids_and_sizes(loaded: Tokenizer, reference: PreTrainedTokenizerFast) -> None:
+    assert loaded.eos_token_id == reference.eos_token_id
+    assert loaded.special_ids == set(reference.all_special_ids)
+    assert loaded.vocab_size == 640  # of config.json: the embedding may have more rows than the tokenizer has tokens
+    assert byte_tokenizer().vocab_size == 258
+
+
+async def test_truncation_and_padding_of_the_file_are_ignored(folder: Path, tmp_path: Path) -> None:
+    trained = PreTrainedTokenizerFast.from_pretrained(folder).backend_tokenizer
+    trained.enable_truncation(4)
+    trained.enable_padding(length=64)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    assert len(await Tokenizer.load(tmp_path).encode("one two three four five six seven")) > 4
+    assert len(await Tokenizer.load(tmp_path).encode("a")) < 64
+
+
+async def test_no_chat_template() -> None:
+    with pytest.raises(InvalidArgument, match="no chat template") as caught:
+        await byte_tokenizer(chat_template=None).encode_chat(chat(CHAT))
+    assert caught.value.field == "prompt.chat"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ messages[0].content.nothing.here }}", "refuses these messages$"),
+        ("{{ 1 / 0 }}", "refuses these messages$"),
+        ("{{ messages.append(1) }}", "refuses these messages$"),  # the sandbox is immutable
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages$"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "refuses these messages$"),
+        ("{{ 'x' * 2000000 }}", "more than 1000000 characters"),
+    ],
+)
+async def test_template_that_fails(template: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        await byte_tokenizer(chat_template=template).encode_chat(chat(CHAT))
+    assert caught.value.field == "prompt.chat"
+
+
+def test_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1')
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read: .+") as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_router_needs_no_torch(folder: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+import tandem.router.doors.server
+from tandem.router.text.tokenizer import Tokenizer
+Tokenizer.load(Path({str(folder)!r}))
+print(sorted(name for name in ("torch", "ray") if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,165 @@
+"""Several completions of one prompt, and what a request may want of each: echo, log probabilities, tool calls."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.router.fake import EOS_ID, FakeTokenSource
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.api.answers import LENGTH, STOP, collect, collect_all, ids, of_choice, request, text
+
+
+async def test_choices_end_each_for_itself(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"abc", [*b"de", EOS_ID], b"fghij"])
+    timeline = inference_pb2.Timeline()
+    messages = await collect_all(model, source, request(n=3, stopping={"max_tokens": 4}), timeline)
+    assert [text(of_choice(messages, choice)) for choice in range(3)] == ["abc", "de", "fghi"]
+    assert [of_choice(messages, choice)[-1].finish_reason for choice in range(3)] == [LENGTH, STOP, LENGTH]
+    usage = messages[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, timeline.completion_tokens) == (2, 10, 10)
+    assert source.requests[0].num_choices == 3
+
+
+async def test_a_stop_string_ends_its_choice_alone(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"one END two", b"three four", b"END"])
+    messages = await collect_all(model, source, request(n=3, stopping={"stop": ["END"]}))
+    assert [text(of_choice(messages, choice)) for choice in range(3)] == ["one ", "three four", ""]
+    assert bytes(ids(of_choice(messages, 0))) == b"one END"  # the source was told, and said nothing more
+    assert source.cancelled == 0
+
+
+async def test_when_stop_strings_have_ended_all_the_source_is_left(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"xyEND" + b"." * 50] * 2)
+    messages = await collect_all(model, source, request(n=2, stopping={"stop": ["END"]}))
+    assert [text(of_choice(messages, choice)) for choice in range(2)] == ["xy", "xy"]
+    assert source.cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "ab"), (2, "ab"), (3, "abENDcd"), (4, "abENDcd"), (6, "abENDcd")]
+)
+@pytest.mark.parametrize("tokens_per_delta", [1, 4, 100])
+async def test_stop_strings_begin_after_min_tokens(
+    model: ServedModel, min_tokens: int, expected: str, tokens_per_delta: int
+) -> None:
+    source = FakeTokenSource(answer=b"abENDcdENDx", tokens_per_delta=tokens_per_delta)
+    messages = await collect(model, source, request(stopping={"stop": ["END"], "min_tokens": min_tokens}))
+    assert (text(messages), messages[-1].finish_reason) == (expected, STOP)
+
+
+async def test_the_text_of_min_tokens_is_not_held(model: ServedModel) -> None:
+    message = request(stopping={"stop": ["EN", "x"], "min_tokens": 2})
+    messages = await collect(model, FakeTokenSource(answer=b"ENE"), message)
+    assert [m.text for m in messages] == ["E", "N", "E"]
+
+
+async def test_echo_repeats_the_prompt_before_each_choice(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"ab", b"c"])
+    messages = await collect_all(model, source, request(prompt={"text": "grüß "}, echo=True, n=2))
+    assert [of_choice(messages, choice)[0].text for choice in range(2)] == ["grüß a", "grüß c"]
+    assert [text(of_choice(messages, choice)) for choice in range(2)] == ["grüß ab", "grüß c"]
+
+
+async def test_echo_of_tokens_and_of_what_truncation_left(model: ServedModel) -> None:
+    source = FakeTokenSource(answer=b"x")
+    tokens = {"token_ids": {"ids": [*b"abc", EOS_ID]}}
+    assert text(await collect(model, source, request(prompt=tokens, echo=True))) == "abcx"
+    message = request(
+        prompt={"text": "ab" * 300}, echo=True, truncate_prompt=True, stopping={"max_tokens": 1, "stop": ["b"]}
+    )
+    assert text(await collect(model, source, message)) == ("ab" * 300)[-511:] + "x"
+
+
+@pytest.mark.parametrize("answer", [b"x", [EOS_ID]])
+async def test_no_tokens_at_all(model: ServedModel, answer: Sequence[int]) -> None:
+    source = FakeTokenSource(answer=answer)
+    message = request(echo=True, prompt_logprobs=1, logprobs=1, stopping={"max_tokens": 0})
+    (only,) = await collect(model, source, message)
+    assert (only.text, list(only.token_ids), list(only.logprobs), only.finish_reason) == ("hi", [], [], LENGTH)
+    assert [entry.token.text for entry in only.prompt_logprobs] == [b"h", b"i"]
+    assert (only.usage.prompt_tokens, only.usage.completion_tokens) == (2, 0)
+    assert source.requests[0].max_tokens == 1
+
+
+def logprob_of(token: int) -> float:
+    return -(token + 1) / 1000
+
+
+async def test_logprobs_have_the_bytes_of_tokens(model: ServedModel) -> None:
+    answer = [*"aü".encode(), EOS_ID]
+    messages = await collect(model, FakeTokenSource(answer=answer, tokens_per_delta=2), request(logprobs=2))
+    entries = [entry for message in messages for entry in message.logprobs]
+    assert [entry.token.token_id for entry in entries] == answer
+    assert [entry.token.text for entry in entries] == [b"a", b"\xc3", b"\xbc", b"<|end|>"]
+    assert [entry.token.logprob for entry in entries] == pytest.approx([logprob_of(token) for token in answer])
+    assert [[top.token_id for top in entry.top] for entry in entries] == [[0, 1]] * 4
+    assert all(len(message.logprobs) == len(message.token_ids) for message in messages)
+
+
+async def test_logprobs_end_with_the_stop_string(model: ServedModel) -> None:
+    source = FakeTokenSource(answer=b"abENDxyz", tokens_per_delta=100)
+    messages = await collect(model, source, request(logprobs=0, stopping={"stop": ["END"]}))
+    assert bytes(entry.token.token_id for message in messages for entry in message.logprobs) == b"abEND"
+
+
+async def test_logprobs_only_where_they_are_asked_for(model: ServedModel) -> None:
+    messages = await collect(model, FakeTokenSource(answer=b"abc"), request())
+    assert not any(message.logprobs or message.prompt_logprobs for message in messages)
+
+
+@pytest.mark.parametrize("prompt", ["hello", "x" * 400, "h"])
+async def test_prompt_logprobs_come_with_the_first_message_of_choice_0(model: ServedModel, prompt: str) -> None:
+    source = FakeTokenSource(answers=[b"ab", b"cd"])
+    messages = await collect_all(model, source, request(prompt={"text": prompt}, n=2, prompt_logprobs=1))
+    first, *rest = of_choice(messages, 0)
+    assert b"".join(entry.token.text for entry in first.prompt_logprobs) == prompt.encode()
+    assert [entry.token.HasField("logprob") for entry in first.prompt_logprobs] == [False] + [True] * (len(prompt) - 1)
+    assert [len(entry.top) for entry in first.prompt_logprobs] == [0] + [1] * (len(prompt) - 1)
+    assert not any(message.prompt_logprobs for message in rest + of_choice(messages, 1))
+
+
+async def test_best_of_answers_the_likeliest(model: ServedModel) -> None:
+    """The fake's log probability of a token is the lower the greater its number."""
+    source = FakeTokenSource(answers=[b"zz", b"ba", b"zzzz", b"aaay", b"cc"])
+    message = request(n=2, best_of=5, echo=True, prompt_logprobs=0)
+    messages = await collect_all(model, source, message)
+    assert [(m.choice, m.text, bytes(m.token_ids), m.finish_reason) for m in messages] == [
+        (0, "hiba", b"ba", LENGTH),
+        (1, "hicc", b"cc", LENGTH),
+    ]
+    assert not any(m.logprobs for m in messages)
+    assert [len(m.prompt_logprobs) for m in messages] == [2, 0]
+    assert messages[-1].usage.completion_tokens == 14  # all that were generated
+    assert (source.requests[0].num_choices, source.requests[0].logprobs) == (5, 0)
+
+
+async def test_best_of_counts_what_was_answered_and_reports_logprobs(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"bSTOPzzzzzz", b"ccccc"])
+    message = request(n=1, best_of=2, logprobs=1, stopping={"stop": ["ST"]})
+    (only,) = await collect_all(model, source, message)
+    assert (only.text, bytes(only.token_ids)) == ("b", b"bST")
+    assert [entry.token.text for entry in only.logprobs] == [b"b", b"S", b"T"]
+
+
+async def test_beams_have_scores(model: ServedModel) -> None:
+    source = FakeTokenSource(answers=[b"ab", b"cd"], tokens_per_delta=100)
+    messages = await collect_all(model, source, request(n=2, beam_search={"width": 3}))
+    assert [m.text for m in messages] == ["ab", "cd"]
+    assert [m.score for m in messages] == pytest.approx([-0.197, -0.201])
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 7, 1000])
+async def test_tool_calls_are_not_in_the_text(model: ServedModel, tokens_per_delta: int) -> None:
+    source = FakeTokenSource(answers=[f"So: {CALL}".encode(), b"plain"], tokens_per_delta=tokens_per_delta)
+    messages = await collect_all(model, source, request(prompt={"chat": TOOLS}, n=2))
+    calling, plain = of_choice(messages, 0), of_choice(messages, 1)
+    assert text(calling).rstrip() == "So:"
+    (call,) = [call for message in calling for call in message.tool_calls]
+    assert (call.name, call.arguments) == ("f", '{"x": 1}')
+    assert calling[-1].finish_reason == inference_pb2.FINISH_REASON_TOOL_CALLS
+    assert (text(plain), plain[-1].finish_reason) == ("plain", LENGTH)

@@ -1,0 +1,341 @@
+"""A service in simulated time: routers with real views before workers that only count.
+
+Prefill workers compute one prompt after another, decode workers as many sequences as they take; both have a prefix
+cache that drops the least recently used blocks and reports what it stores and evicts. Run as a module, it prints how
+the ways to place requests compare.
+"""
+
+import heapq
+import itertools
+import random
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.proto import worker_pb2
+from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tandem.router.request import TokenRequest
+from tandem.router.scheduling.policy import Placement
+from tandem.router.scheduling.prefix_index import Prefix
+from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.router.pools import Clock, info, request
+
+BLOCK_SIZE = 32
+TOKEN_BYTES = 131_072  # of KV cache
+STEP_SECONDS = 0.012
+REPORT_SECONDS = 0.01  # how old a worker's report is when it comes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Conversations that begin at random, each with one of a few system prompts."""
+
+    conversations: int = 300
+    turns: int = 6
+    per_second: float = 12.0  # conversations that begin
+    think_seconds: float = 3.0
+    system_prompts: int = 8
+    system_tokens: int = 600
+    turn_tokens: tuple[int, int] = (40, 160)
+    answer_tokens: tuple[int, int] = (40, 160)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    prefill: int = 8
+    decode: int = 8
+    num_blocks: int = 1_500
+    max_sequences: int = 64
+    prefill_fixed: float = 0.004
+    token_seconds: float = 2e-4
+    byte_seconds: float = 2e-10
+    slow: dict[str, float] = field(default_factory=dict)  # workers, and how many times longer they take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What came of a run; seconds are simulated."""
+
+    num_requests: int
+    hit_rate: float  # of prompt tokens
+    mean_ttft: float
+    p95_ttft: float
+    transfer_rate: float  # prompt tokens that were transferred, of all
+    shares: dict[str, float]  # of the requests, by worker
+    locally: float  # the part of the requests that decode workers prefilled
+
+
+class Cache:
+    """Blocks in order of their last use, and views that hear of them."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def cached_tokens(self, chain: Sequence[bytes]) -> int:
+        return BLOCK_SIZE * sum(1 for _ in itertools.takewhile(self._blocks.__contains__, chain))
+
+    def use(self, chain: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Returns what is stored for it and what evicted."""
+        stored = [digest for digest in chain if digest not in self._blocks]
+        for digest in reversed(chain):
+            self._blocks[digest] = None
+            self._blocks.move_to_end(digest)
+        evicted = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)]
+        return stored, evicted
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    request: TokenRequest
+    prefix: Prefix
+    placement: Placement
+    view: WorkerRegistry
+    answer: tuple[int, ...]
+    done: Callable[[], None]
+
+
+class Worker:
+    """Either kind, in its two queues: prompts are computed one by one, sequences run side by side."""
+
+    def __init__(self, simulation: "Simulation", known: worker_pb2.WorkerInfo) -> None:
+        self.info = known
+        self.cache = Cache(simulation.pools.num_blocks)
+        self._simulation = simulation
+        self._pace = simulation.pools.slow.get(known.worker_id, 1.0)
+        self._prompts: deque[tuple[Job, Callable[[Job], None]]] = deque()
+        self._computing = False
+        self._joining: deque[Job] = deque()
+        self._running = 0
+
+    def prefill(self, job: Job, then: Callable[[Job], None]) -> None:
+        self._prompts.append((job, then))
+        self._compute()
+        self._report()
+
+    def join(self, job: Job) -> None:
+        self._joining.append(job)
+        self._run()
+
+    def _compute(self) -> None:
+        if self._computing or not self._prompts:
+            return
+        self._computing = True
+        job, then = self._prompts.popleft()
+        pools, num_tokens = self._simulation.pools, len(job.request.prompt)
+        cached = min(self.cache.cached_tokens(job.prefix.chain(BLOCK_SIZE)), num_tokens - 1)
+        chunks = -(-(num_tokens - cached) // 32) if self._running else 0
+        seconds = self._pace * (
+            max(pools.prefill_fixed, chunks * STEP_SECONDS) + pools.token_seconds * (num_tokens - cached)
+        )
+        self._simulation.cached_tokens += cached
+
+        def computed() -> None:
+            self._computing = False
+            self._report(job.prefix)
+            job.view.computed(self.info.worker_id, job.request.request_id)
+            job.view.measured(self.info.worker_id, prefill_tokens=num_tokens - cached, prefill_seconds=seconds)
+            then(job)
+            self._compute()
+
+        self._simulation.after(seconds, computed)
+
+    def _run(self) -> None:
+        while self._joining and self._running < self._simulation.pools.max_sequences:
+            self._running += 1
+            job = self._joining.popleft()
+            moving = 0.0
+            if job.placement.prefill is not None:
+                missing = len(job.request.prompt) - self.cache.cached_tokens(job.prefix.chain(BLOCK_SIZE))
+                self._simulation.moved_tokens += missing
+                moving = self._pace * (1e-3 + missing * TOKEN_BYTES * self._simulation.pools.byte_seconds)
+                job.view.transferred(job.placement.prefill, self.info.worker_id, missing * TOKEN_BYTES, moving)
+            crowd = 1 + self._running / self._simulation.pools.max_sequences
+            seconds = moving + self._pace * crowd * STEP_SECONDS * len(job.answer)
+            self._simulation.after(seconds, lambda job=job: self._end(job))  # type: ignore[misc]
+
+    def _end(self, job: Job) -> None:
+        self._running -= 1
+        self._report(Prefix(job.request.prompt + job.answer))
+        for worker_id in (job.placement.prefill, job.placement.decode):
+            if worker_id is not None:
+                job.view.ended(worker_id, job.request.request_id)
+        job.done()
+        self._run()
+
+    def _report(self, used: Prefix | None = None) -> None:
+        stored, evicted = self.cache.use(used.chain(BLOCK_SIZE) if used else [])
+        waiting = [len(job.request.prompt) for job, _ in self._prompts]
+        load = worker_pb2.Load(
+            num_waiting=len(waiting) + len(self._joining),
+            num_running=self._running,
+            waiting_tokens=sum(waiting),
+            free_blocks=self._simulation.pools.num_blocks - len(self.cache),
+            cached_blocks=len(self.cache),
+            total_blocks=self._simulation.pools.num_blocks,
+            step_seconds=STEP_SECONDS,
+        )
+
+        def come() -> None:
+            for view in self._simulation.views:
+                view.report_load(self.info.worker_id, load)
+                view.report_cache(self.info.worker_id, self.info.epoch, stored, evicted)
+
+        self._simulation.after(REPORT_SECONDS, come)
+
+
+Place = Callable[[WorkerRegistry, TokenRequest], Placement | None]
+
+
+class Simulation:
+    """One run. `place` chooses; each turn comes to a router at random."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        traffic: Traffic = Traffic(),
+        pools: Pools = Pools(),
+        routers: int = 1,
+        local_prefill_tokens: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.pools, self._traffic, self._place = pools, traffic, place
+        self._rng = random.Random(seed)
+        self._clock = Clock()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.views = [
+            WorkerRegistry(local_prefill_tokens=local_prefill_tokens, rng=random.Random(seed + n), clock=self._clock)
+            for n in range(routers)
+        ]
+        names = [(f"p{n}", ROLE_PREFILL) for n in range(pools.prefill)]
+        names += [(f"d{n}", ROLE_DECODE) for n in range(pools.decode)]
+        infos = [
+            info(
+                name,
+                role,
+                block_size=BLOCK_SIZE,
+                num_blocks=pools.num_blocks,
+                max_sequences=pools.max_sequences,
+            )
+            for name, role in names
+        ]
+        for known in infos:  # TOKEN_BYTES a token
+            known.layout.CopyFrom(worker_pb2.KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"))
+        self._workers = {known.worker_id: Worker(self, known) for known in infos}
+        for view in self.views:
+            view.update(infos)
+        self._ttfts: list[float] = []
+        self._used: dict[str, int] = dict.fromkeys(self._workers, 0)
+        self._num_local = 0
+        self.cached_tokens = self.moved_tokens = self._prompt_tokens = 0
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._clock.now + seconds, next(self._order), event))
+
+    def run(self) -> Figures:
+        systems = [self._tokens(self._traffic.system_tokens) for _ in range(self._traffic.system_prompts)]
+        begin = 0.0
+        for _ in range(self._traffic.conversations):
+            begin += self._rng.expovariate(self._traffic.per_second)
+            history = self._rng.choice(systems)
+            self.after(begin, lambda history=history: self._turn(history, self._traffic.turns))  # type: ignore[misc]
+        while self._events:
+            self._clock.now, _, event = heapq.heappop(self._events)
+            event()
+        count = len(self._ttfts)
+        return Figures(
+            num_requests=count,
+            hit_rate=self.cached_tokens / self._prompt_tokens,
+            mean_ttft=statistics.fmean(self._ttfts),
+            p95_ttft=statistics.quantiles(self._ttfts, n=20)[-1],
+            transfer_rate=self.moved_tokens / self._prompt_tokens,
+            shares={name: used / count for name, used in self._used.items()},
+            locally=self._num_local / count,
+        )
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.choices(range(50_000), k=count))
+
+    def _turn(self, history: tuple[int, ...], turns: int) -> None:
+        prompt = history + self._tokens(self._rng.randint(*self._traffic.turn_tokens))
+        answer = self._tokens(self._rng.randint(*self._traffic.answer_tokens))
+        asked = request(prompt, str(next(self._order)), max_tokens=len(answer))
+        view = self._rng.choice(self.views)
+        placement = self._place(view, asked)
+        assert placement is not None
+        arrived = self._clock.now
+
+        def done() -> None:
+            if turns > 1:
+                think = self._rng.expovariate(1 / self._traffic.think_seconds)
+                self.after(think, lambda: self._turn(prompt + answer, turns - 1))
+
+        def first_token(job: Job) -> None:
+            self._ttfts.append(self._clock.now - arrived)
+            self._workers[placement.decode].join(job)
+
+        for worker_id in (placement.prefill, placement.decode):
+            if worker_id is not None:
+                computes = worker_id == (placement.prefill or placement.decode)
+                view.sent(worker_id, asked, len(prompt) if computes else 0)
+                self._used[worker_id] += 1
+        self._num_local += placement.prefill is None
+        self._prompt_tokens += len(prompt)
+        job = Job(request=asked, prefix=Prefix(prompt), placement=placement, view=view, answer=answer, done=done)
+        self._workers[placement.prefill or placement.decode].prefill(job, first_token)
+
+
+def by_cost(view: WorkerRegistry, asked: TokenRequest) -> Placement | None:
+    """As the router does it."""
+    return view.place(asked)
+
+
+def at_random(seed: int = 1) -> Place:
+    rng = random.Random(seed)
+
+    def place(view: WorkerRegistry, asked: TokenRequest) -> Placement:
+        prefill = [w.worker_id for w in view.workers() if w.role == ROLE_PREFILL]
+        decode = [w.worker_id for w in view.workers() if w.role == ROLE_DECODE]
+        return Placement(prefill=rng.choice(prefill), decode=rng.choice(decode))
+
+    return place
+
+
+def in_turns() -> Place:
+    turn = itertools.count()
+
+    def place(view: WorkerRegistry, asked: TokenRequest) -> Placement:
+        prefill = [w.worker_id for w in view.workers() if w.role == ROLE_PREFILL]
+        decode = [w.worker_id for w in view.workers() if w.role == ROLE_DECODE]
+        number = next(turn)
+        return Placement(prefill=prefill[number % len(prefill)], decode=decode[number % len(decode)])
+
+    return place
+
+
+def main() -> None:
+    """Prints the table."""
+    runs = {
+        "by cost": Simulation(by_cost),
+        "by cost, 2 routers": Simulation(by_cost, routers=2),
+        "by cost, local up to 128": Simulation(by_cost, local_prefill_tokens=128),
+        "at random": Simulation(at_random()),
+        "in turns": Simulation(in_turns()),
+    }
+    print(f"{'':24} {'requests':>8} {'hits':>7} {'mean TTFT':>10} {'p95 TTFT':>10} {'moved':>7} {'local':>7}")
+    for name, simulation in runs.items():
+        got = simulation.run()
+        print(
+            f"{name:24} {got.num_requests:8} {got.hit_rate:7.1%} {1e3 * got.mean_ttft:7.0f} ms "
+            f"{1e3 * got.p95_ttft:7.0f} ms {got.transfer_rate:7.1%} {got.locally:7.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The index says exactly which blocks a worker holds: against a plain model, in its bounds, and block size by size."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tandem.proto.hashing import hash_chain
+from tandem.router.scheduling.prefix_index import Prefix, PrefixIndex
+
+WORKERS = ("a", "b", "c")
+PROMPTS = [tuple(range(start, start + length)) for start in (0, 100) for length in (3, 8, 13, 24)]
+PROMPTS += [(*range(8), *range(50, 62))]  # begins as another and goes on otherwise
+
+
+def index_of(*sizes: int) -> PrefixIndex:
+    index = PrefixIndex()
+    for worker_id, size in zip(WORKERS, sizes, strict=False):
+        index.add(worker_id, size)
+    return index
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """Each worker reports a set of blocks; the model is that set, and what was expected of it meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.sizes: dict[str, int] = {}
+        self.held: dict[str, set[bytes]] = {}
+
+    @initialize(sizes=st.lists(st.sampled_from([2, 4]), min_size=3, max_size=3))
+    def begin(self, sizes: list[int]) -> None:
+        for worker_id, size in zip(WORKERS, sizes, strict=True):
+            self.index.add(worker_id, size)
+            self.index.report(worker_id, [], [])
+            self.sizes[worker_id], self.held[worker_id] = size, set()
+
+    @rule(worker=st.sampled_from(WORKERS), prompt=st.sampled_from(PROMPTS))
+    def store(self, worker: str, prompt: tuple[int, ...]) -> None:
+        chain = hash_chain(prompt, self.sizes[worker])
+        self.index.expect(worker, Prefix(prompt))
+        self.index.report(worker, chain, [])
+        self.index.settle(worker, Prefix(prompt))
+        self.held[worker] |= set(chain)
+
+    @rule(worker=st.sampled_from(WORKERS), prompt=st.sampled_from(PROMPTS), data=st.data())
+    def evict(self, worker: str, prompt: tuple[int, ...], data: st.DataObject) -> None:
+        chain = hash_chain(prompt, self.sizes[worker])
+        gone = data.draw(st.lists(st.sampled_from(chain), unique=True)) if chain else []
+        self.index.report(worker, [], gone)
+        self.held[worker] -= set(gone)
+
+    @rule(worker=st.sampled_from(WORKERS), prompt=st.sampled_from(PROMPTS))
+    def send_in_vain(self, worker: str, prompt: tuple[int, ...]) -> None:
+        self.index.expect(worker, Prefix(prompt))
+        self.index.settle(worker, Prefix(prompt))
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def begin_anew(self, worker: str) -> None:
+        self.index.add(worker, self.sizes[worker])
+        self.index.report(worker, [], [])
+        self.held[worker] = set()
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check_integrity()
+        for prompt in PROMPTS if self.held else []:
+            expected = {}
+            for worker, size in self.sizes.items():
+                count = 0
+                for digest in hash_chain(prompt, size):
+                    if digest not in self.held[worker]:
+                        break
+                    count += size
+                if count:
+                    expected[worker] = count
+            assert self.index.match(Prefix(prompt)) == expected
+
+
+AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestAgainstAModel = AgainstAModel.TestCase
+
+
+def test_what_was_sent_is_expected_until_the_worker_tells_otherwise() -> None:
+    index, prompt = index_of(16), Prefix(range(40))
+    index.expect("a", prompt)
+    assert index.match(prompt) == {"a": 32}
+    index.settle("a", prompt)
+    assert index.match(prompt) == {"a": 32}  # a worker that never reports is taken at its word of honour
+    index.report("a", [], [])
+    index.settle("a", prompt)
+    assert index.match(prompt) == {}
+
+
+def test_the_salt_parts_tenants() -> None:
+    index = index_of(16)
+    index.expect("a", Prefix(range(40), b"one"))
+    assert index.match(Prefix(range(40), b"one")) == {"a": 32}
+    assert index.match(Prefix(range(40), b"two")) == {}
+
+
+def test_every_block_size_has_its_chain_and_each_is_hashed_once() -> None:
+    index, prompt = index_of(16, 64), Prefix(range(200))
+    assert prompt.chain(16) is prompt.chain(16)
+    index.expect("a", prompt)
+    index.expect("b", prompt)
+    assert index.match(prompt) == {"a": 192, "b": 192}
+    assert index.match(Prefix(range(100))) == {"a": 96, "b": 64}
+
+
+def test_each_worker_is_bounded_and_ends_are_forgotten_before_beginnings() -> None:
+    index = PrefixIndex()
+    index.add("a", 16, capacity=3)
+    index.add("b", 16)
+    index.expect("a", Prefix(range(80)))
+    index.expect("b", Prefix(range(80)))
+    assert index.match(Prefix(range(80))) == {"a": 48, "b": 80}
+    index.expect("a", Prefix(range(1000, 1016)))
+    assert index.match(Prefix(range(80))) == {"a": 32, "b": 80}
+    index.report("a", hash_chain(range(500, 600), 16), [])
+    assert index.num_blocks == 3 + 5
+    index.check_integrity()
+
+
+def test_who_is_gone_leaves_nothing_and_its_place_is_used_again() -> None:
+    index = index_of(16, 16)
+    for worker_id in ("a", "b"):
+        index.expect(worker_id, Prefix(range(64)))
+    index.forget("a")
+    index.forget("a")
+    index.add("c", 16)
+    assert index.match(Prefix(range(64))) == {"b": 64}
+    index.report("a", hash_chain(range(64), 16), [])
+    index.expect("a", Prefix(range(64)))
+    index.settle("a", Prefix(range(64)))
+    index.forget("b")
+    index.forget("c")
+    assert index.num_blocks == 0
+    index.check_integrity()

@@ -1,0 +1,267 @@
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.workers.model.helpers import Driver
+from tandem.workers.bench import __main__, plot, steps
+from tandem.workers.bench.floor import Floors
+from tandem.workers.bench.options import parse
+from tandem.workers.bench.report import DecodeFigure
+from tandem.workers.bench.shapes import SHAPES, RandomWeights, decode_cost, prefill_cost
+from tandem.workers.bench.steps import PARTS, WARMUP_STEPS, BenchRunner, blocks_for
+from tandem.workers.bench.transformers_peer import TransformersPeer
+from tandem.workers.model.decoder import Decoder
+from tandem.workers.model.kv_store import PagedKv, kv_layout
+from tandem.workers.model.runner import ModelRunner
+
+CPU = torch.device("cpu")
+TINY = SHAPES["tiny"]
+ARGUMENTS = ["--shape", "tiny", "--random-weights", "--threads", "1", "--context", "40"]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def known_floors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring them takes a second."""
+    floors = Floors(read_bytes_per_s=2e10, copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
+    monkeypatch.setattr(__main__, "measure_floors", lambda *_: floors)
+
+
+def make_bed(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) -> BenchRunner:
+    config = SHAPES[shape]
+    weights = RandomWeights(config, dtype=torch.float32, device=CPU)
+    return BenchRunner(config, weights, dtype="float32", num_blocks=num_blocks, chunk=chunk, exact=False)
+
+
+def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status and what stderr says."""
+    try:
+        status = __main__.main(arguments)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    return status, capsys.readouterr().err
+
+
+def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    wanted = ["--batches", "4,1", "--prompts", "40,600", "--raw", "--profile", "--transformers", "--json", str(file)]
+    assert __main__.main(ARGUMENTS + wanted) == 0
+    report: dict[str, Any] = json.loads(file.read_text())
+    assert (report["shape"], report["dtype"], report["device"], report["threads"]) == ("tiny", "bfloat16", "cpu", 1)
+    assert report["transformers"] == "generate_batch"
+    assert all(value > 1e6 for value in report["floors"].values())
+    assert [figure["batch"] for figure in report["decode"]] == [1, 4, 32]  # --profile adds 32
+    for figure in report["decode"]:
+        assert 0 < figure["step_ms"] <= figure["p90_ms"]
+        assert figure["tokens_per_s"] == pytest.approx(1e3 * figure["batch"] / figure["step_ms"])
+        assert figure["roofline_share"] == pytest.approx(figure["floor_ms"] / figure["step_ms"])
+        assert figure["roofline_share"] == max(figure["bandwidth_share"], figure["matmul_share"])
+        assert 0 < figure["roofline_share"] <= 1.5
+        assert set(figure["split_ms"]) == set(PARTS)
+        assert min(figure["split_ms"].values()) > 0
+        assert 0 < figure["overhead_share"] < 1
+        assert figure["raw_ms"] > 0
+        assert figure["raw_same_tokens"] is True
+        assert figure["transformers_ms"] > 0
+    assert [figure["prompt"] for figure in report["prefill"]] == [40, 600]
+    for figure in report["prefill"]:
+        assert figure["tokens_per_s"] == pytest.approx(figure["prompt"] / figure["seconds"])
+        assert 0 < figure["matmul_share"] <= 1.5
+        assert figure["transformers_tokens_per_s"] > 0
+    tables = capsys.readouterr().out
+    assert all(word in tables for word in ("floors:", "roofline", "outside the model", "ahead by", *PARTS))
+
+
+def test_the_engine_gives_the_tokens_of_the_runner_alone() -> None:
+    bed = make_bed()
+    weights = RandomWeights(TINY, dtype=torch.float32, device=CPU)
+    kv = PagedKv(kv_layout(TINY, "float32", ""), num_blocks=128, block_size=16, device=CPU)
+    alone = ModelRunner(TINY, Decoder(TINY, weights), kv)
+    expected = Driver(alone).generate(0, bed.prompt(100, 0), 1)
+    assert bed.prefill(100)[1] == expected[0]
+
+
+def test_a_replay_takes_the_same_tokens_from_the_same_cache_only() -> None:
+    bed = make_bed()
+    run = bed.decode(3, 40, 20)
+    tokens = list(itertools.chain.from_iterable(run.sampled))
+    assert len(run.steps) == 20
+    assert len(tokens) == 3 * (WARMUP_STEPS + 20)
+    assert len(set(tokens)) > 10
+    assert [step.start for step in run.plans[-1].sequences] == [40 + WARMUP_STEPS + 19] * 3
+    assert bed.replay(run)[1] == run.sampled
+    assert bed.decode(3, 40, 20).sampled == run.sampled  # the first run has left nothing behind
+    bed.runner.kv.data.zero_()
+    assert bed.replay(run)[1] != run.sampled
+
+
+def test_each_part_of_a_step_is_between_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    bed = make_bed()
+    ticks = itertools.count()
+    squares = SimpleNamespace(perf_counter=lambda: float(next(ticks) ** 2))  # the differences are odd numbers
+    monkeypatch.setattr(steps, "time", squares)
+    first = bed.decode(1, 16, 20).steps[0]
+    parts = [getattr(first, part) for part in PARTS]
+    assert [after - before for before, after in itertools.pairwise(parts)] == [2.0] * 4
+    assert first.total == sum(parts)
+
+
+def test_blocks_for_is_what_a_decode_takes() -> None:
+    enough = blocks_for(3, 40, 20)
+    make_bed(num_blocks=enough).decode(3, 40, 20)
+    short = make_bed(num_blocks=enough - 3)
+    with pytest.raises(RuntimeError, match="commit while waiting"):
+        short.decode(3, 40, 20)
+
+
+def test_costs_are_those_of_the_known_model() -> None:
+    config = SHAPES["llama-3-8b"]
+    params = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without the embedding's rows and the norms
+    cost = decode_cost(config, "bfloat16", 2, 1000)
+    assert cost.num_bytes == 2 * params + 2 * 1000 * 131_072
+    assert cost.flops == 2 * (2 * params + 32 * 4 * 4096 * 1000)
+    head = 128_256 * 4096
+    assert prefill_cost(config, "bfloat16", 3).flops == 6 * (params - head) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 3)
+    narrow = replace(config, windows=(2,) * 32)
+    assert prefill_cost(narrow, "bfloat16", 3).flops == 6 * (params - head) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 2)
+    assert decode_cost(narrow, "bfloat16", 1, 1000).num_bytes == 2 * params + 2 * 131_072
+
+
+def test_the_floor_is_the_slower_of_memory_and_products() -> None:
+    floors = Floors(read_bytes_per_s=1e9, copy_bytes_per_s=2e9, matmul_flops_per_s=1e12)
+    small, large = decode_cost(TINY, "float32", 1, 64), decode_cost(TINY, "float32", 10**6, 64)
+    assert floors.seconds(small) == small.num_bytes / 2e9
+    slow = replace(floors, matmul_flops_per_s=1.0)
+    assert slow.seconds(large) == large.flops
+
+
+def test_random_weights_depend_on_the_name_alone() -> None:
+    first, second = (RandomWeights(TINY, dtype=torch.bfloat16, device=CPU) for _ in range(2))
+    name = "model.layers.0.mlp.up_proj.weight"
+    second.take("lm_head.weight")
+    assert torch.equal(first.take(name), second.take(name))
+    assert torch.equal(first.take(name, slice(3, 9)), second.take(name)[3:9])
+    assert not torch.equal(first.take(name), first.take(name.replace("up", "gate")))
+    assert first.has(name)
+    assert not first.has("model.layers.0.self_attn.q_proj.bias")
+
+
+@pytest.mark.parametrize("shape", ["tiny", "qwen3-8b", "mistral-7b"])
+def test_transformers_runs_the_same_model(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    config = replace(SHAPES[shape], **{size: getattr(TINY, size) for size in sizes}, windows=(None, None))
+    monkeypatch.setitem(SHAPES, shape, config)
+    monkeypatch.setattr(TransformersPeer, "_has_continuous_batching", lambda _: False)
+    bed = make_bed(shape=shape)
+    peer = TransformersPeer(config, RandomWeights(config, dtype=torch.float32, device=CPU), folder=None)
+    with torch.inference_mode():
+        logits = peer._model(torch.tensor([bed.prompt(100, 0)])).logits
+    assert int(logits[0, -1].argmax()) == bed.prefill(100)[1]
+    assert peer.method == "generate"
+    assert peer.prefill_seconds(20) > 0
+
+
+@pytest.mark.usefixtures("known_floors")
+def test_a_checkpoint_is_measured_with_its_weights_or_without(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "some-model")
+    arguments = ["--model", str(folder), "--batches", "1", "--prompts", "90", "--threads", "1", "--dtype", "float32"]
+    report = __main__.measure(parse(arguments))
+    runner = ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=16, block_size=16)
+    expected = Driver(runner).generate(0, make_bed().prompt(90, 0), 1)
+    assert report.shape == "some-model"
+    assert [figure.first_token for figure in report.prefill] == expected
+    (folder / "model.safetensors").unlink()
+    assert __main__.main([*arguments, "--random-weights"]) == 0
+    assert __main__.main(arguments) == 2
+
+
+RANDOM = ["--random-weights", "--shape"]
+REFUSED: list[tuple[list[str], str]] = [
+    ([], "one of the arguments --shape --model is required"),
+    (["--shape", "tiny"], "add --random-weights"),
+    ([*RANDOM, "huge"], "invalid choice: 'huge'"),
+    (["--model", "/no/such/folder"], "no such folder"),
+    ([*RANDOM, "tiny", "--batches", "0"], "--batches: must be an integer from 1 to 1024, is '0'"),
+    ([*RANDOM, "tiny", "--batches", "1,,2"], "--batches: must be an integer from 1 to 1024, is ''"),
+    ([*RANDOM, "tiny", "--steps", "19"], "--steps: must be an integer from 20"),
+    ([*RANDOM, "tiny", "--prompts", "many"], "--prompts: must be an integer"),
+    ([*RANDOM, "tiny", "--dtype", "int4"], "invalid choice: 'int4'"),
+    ([*RANDOM, "tiny", "--device", "tpu"], "--device: must be cpu, cuda or cuda:N, is 'tpu'"),
+    ([*RANDOM, "tiny", "--context", "8180"], "--context: 8180 tokens need 8220 positions, tiny has 8192"),
+    ([*RANDOM, "tiny", "--prompts", "8193"], "--prompts: 8193 tokens need 8193 positions, tiny has 8192"),
+    ([*RANDOM, "tiny", "--json", "/no/such/folder/x.json"], "--json: /no/such/folder is no folder"),
+    ([*RANDOM, "tiny", "--plot", "x.jpg"], "--plot: x.jpg must end in .png"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
+def test_what_cannot_run_is_refused_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda _: object())
+    status, error = outcome(arguments, capsys)
+    assert status == 2
+    assert said in error
+    assert error.startswith("bench: ")
+    assert error.count("\n") == 1
+
+
+def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(__main__, "_free_bytes", lambda _: 12_000_000_000)
+    monkeypatch.setattr(__main__, "measure_floors", lambda *_: pytest.fail("measured"))
+    status, error = outcome([*RANDOM, "llama-3-8b", "--batches", "1"], capsys)
+    assert status == 2
+    assert error.startswith("bench: llama-3-8b in bfloat16 needs ")
+    assert error.endswith("; cpu has 12.0 GB free\n")
+
+
+def test_without_matplotlib_plot_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    status, error = outcome([*ARGUMENTS, "--plot", "x.png"], capsys)
+    assert (status, error) == (2, "bench: --plot: matplotlib is not installed (pip install 'tandem-llm[bench]')\n")
+
+
+def test_without_cuda_a_cuda_device_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, error = outcome([*ARGUMENTS, "--device", "cuda:1"], capsys)
+    assert (status, error) == (2, "bench: --device cuda:1: torch finds no CUDA device here\n")
+
+
+@pytest.mark.usefixtures("known_floors")
+def test_the_plot_is_a_picture_of_the_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="the bench extra is not installed")
+    monkeypatch.setattr(__main__, "SWEEP_BATCHES", (1, 2))
+    monkeypatch.setattr(__main__, "SWEEP_CONTEXTS", (128, 256))
+    drawn: list[list[DecodeFigure]] = []
+    draw = plot.plot
+
+    def record(path: Path, title: str, *sweeps: Any) -> None:
+        drawn.extend(list(sweep) for sweep in sweeps)
+        draw(path, title, *sweeps)
+
+    monkeypatch.setattr(__main__, "plot", record)
+    file = tmp_path / "steps.png"
+    assert __main__.main([*ARGUMENTS, "--batches", "1", "--prompts", "20", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert [(figure.batch, figure.context) for figure in drawn[0]] == [(1, 40), (2, 40)]
+    assert [(figure.batch, figure.context) for figure in drawn[1]] == [(8, 128), (8, 256)]

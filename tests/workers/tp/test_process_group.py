@@ -1,0 +1,160 @@
+"""Ranks that are processes, over gloo: the same tokens, and no wait without end when one is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.tp.process_group import TpGroup, decode_plan, encode_plan
+
+RANK = """
+import json, sys, time
+from pathlib import Path
+from typing import Any
+from tandem.tests.workers.model.helpers import Driver, mixed_steps, prompt
+from tandem.workers.group import ProcessGroup
+from tandem.workers.model.runner import ModelRunner
+folder, dtype, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+where = {"host": "127.0.0.1", "size": size, "device": "cpu", "timeout": 5, "start_timeout": 30}
+if rank:
+    group = ProcessGroup.join(sys.stdin.readline().strip(), rank=rank, **where)
+else:
+    group = ProcessGroup.listen(**where)
+    print(json.dumps(group.address), flush=True)
+runner = ModelRunner.load(Path(folder), dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
+group.meet()
+print(json.dumps([mixed_steps(runner), Driver(runner).generate(9, prompt(70, 2), 24)]), flush=True)
+sys.stdin.readline()
+began = time.monotonic()
+try:
+    Driver(runner).generate(10, prompt(20), 4)
+except RuntimeError:
+    print(time.monotonic() - began, flush=True)
+"""
+
+
+def start(folder: Path, size: int, dtype: str = "float32") -> list[subprocess.Popen[str]]:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(folder), dtype, str(size), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]
+    address = said(ranks[0])
+    for rank in ranks[1:]:
+        print(address, file=rank.stdin, flush=True)
+    return ranks
+
+
+def said(process: subprocess.Popen[str]) -> object:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_agree_and_notice_a_lost_or_silent_one(tmp_path: Path, how: signal.Signals) -> None:
+    folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=2)
+    whole = load(folder)
+    expected = [mixed_steps(whole), Driver(whole).generate(9, prompt(70, 2), 24)]
+    ranks = start(folder, 2)
+    try:
+        assert [said(rank) for rank in ranks] == [expected] * 2
+        ranks[1].send_signal(how)
+        began = time.monotonic()
+        print(file=ranks[0].stdin, flush=True)
+        waited = said(ranks[0])
+        assert isinstance(waited, float)
+        assert waited < (1 if how is signal.SIGKILL else 7)
+        assert time.monotonic() - began < 10
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+IDS = st.integers(0, 2**20)
+TOKENS = st.lists(IDS, max_size=5).map(tuple)
+COUNTS = st.none() | st.integers(0, 20)
+SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.floats(0, 2),
+    "top_k": IDS,
+    "top_p": st.floats(0.01, 1),
+    "min_p": st.floats(0, 1),
+    "typical_p": st.floats(0.01, 1),
+    "seed": st.integers(0, 2**64 - 1),
+    "repetition_penalty": st.floats(0.01, 10),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.lists(st.tuples(IDS, st.floats(-100, 100)), max_size=5).map(tuple),
+    "bad_words": st.lists(TOKENS, max_size=5).map(tuple),
+    "stop_ids": TOKENS,
+    "min_length": IDS,
+    "grammar": st.text(max_size=20),
+    "logprobs": COUNTS,
+    "prompt_logprobs": COUNTS,
+}
+STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "sequence_id": st.integers(0, 2**63 - 1),
+    "token_ids": st.lists(st.integers(PENDING_TOKEN, 2**20), min_size=1).map(tuple),
+    "start": IDS,
+    "new_blocks": TOKENS,
+    "num_samples": st.integers(0, 3),
+    "next_prompt_token": st.none() | IDS,
+}
+KNOWN = st.fixed_dictionaries(STEP_FIELDS | {"sampling": st.none()})
+FIRST = STEP_FIELDS | {"history": TOKENS, "num_prompt": IDS}  # what is said of a sequence in its first step only
+NEW = st.fixed_dictionaries(
+    FIRST | {"sampling": st.fixed_dictionaries(SAMPLING_FIELDS).map(lambda s: SamplingParams(**s))}
+)
+PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "sequences": st.lists((KNOWN | NEW).map(lambda step: SequenceStep(**step)), max_size=5).map(tuple),
+    "dropped": st.lists(st.integers(0, 2**63 - 1)).map(tuple),
+    "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
+}
+PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
+
+
+def test_the_plans_under_test_set_every_field() -> None:
+    assert {field.name for field in fields(SamplingParams)} == set(SAMPLING_FIELDS)
+    assert {field.name for field in fields(SequenceStep)} == {*STEP_FIELDS, "sampling", "history", "num_prompt"}
+    assert {field.name for field in fields(StepPlan)} == set(PLAN_FIELDS)
+
+
+@given(PLANS)
+def test_a_plan_comes_as_it_was_sent(plan: StepPlan) -> None:
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_messages_of_any_length_come_whole() -> None:
+    where = {"host": "127.0.0.1", "size": 2, "device": "cpu", "timeout": 10, "start_timeout": 10}
+    first = TpGroup.listen(**where)  # type: ignore[arg-type]
+    messages = [bytes(range(256)) * n for n in (1, 15, 16, 17, 400)] + [b"x" * n for n in (4091, 4092, 4093)] + [b""]
+
+    def others() -> list[bytes]:
+        second = TpGroup.join(first.address, rank=1, **where)  # type: ignore[arg-type]
+        second.meet()
+        return [second.hear() for _ in messages]
+
+    with ThreadPoolExecutor(1) as thread:
+        heard = thread.submit(others)
+        first.meet()
+        for message in messages:
+            first.tell(message)
+        assert heard.result() == messages

@@ -1,0 +1,245 @@
+"""Workers whose ranks share a model, unequally on both sides, over real gRPC and gloo: right tokens, nothing left."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.errors import Unavailable
+from tandem.tests.fleet import Fleet, split_fleet, token_request
+from tandem.tests.service import expected_tokens
+from tandem.tests.tiny import make_tiny_model
+from tandem.workers.model.sampling.grammar import Grammars
+from tandem.workers.tp.rank_client import RankLost
+from tandem.workers.tp.rank_server import RankServer
+from tandem.workers.transfer import connect
+from tandem.workers.worker import Worker, WorkerConfig
+
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny", num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [[(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 15, 16, 17, 130, 300])]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return expected_tokens(folder, prompts, NUM_TOKENS)
+
+
+async def generate(fleet: Fleet, prompt: Sequence[int], name: str = "") -> list[int]:
+    tokens, timeline = await fleet.generate(token_request(prompt, NUM_TOKENS, name=name, ignore_eos=True))
+    assert timeline.attempts == 1
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transports"),
+    [
+        (2, 1, ("shared",)),
+        (1, 2, ("shared",)),
+        (4, 2, ("shared",)),
+        (2, 4, ("shared",)),
+        (2, 2, ("shared",)),
+        (0, 2, ("shared",)),
+        (2, 1, ()),
+        (1, 2, ()),
+        (2, 4, ()),
+        (2, 1, ("gloo",)),
+        (1, 2, ("gloo",)),
+        (2, 4, ("gloo",)),
+        (2, 2, ("shared", "gloo")),
+    ],
+    ids=str,
+)
+async def test_any_two_degrees_give_the_tokens_of_the_whole_model(
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    prefill: int,
+    decode: int,
+    transports: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way = transports[-1] if transports else "grpc"
+    monkeypatch.setattr(connect, "fastest", lambda rates: way)
+    tp = {"prefill": [prefill] if prefill else [], "decode": [decode]}
+    async with split_fleet(folder, tp, transports=transports, chunk_tokens=64) as fleet:
+        made = await asyncio.gather(*(generate(fleet, prompt, f"r{n}") for n, prompt in enumerate(prompts)))
+        assert made == expected
+        again = await asyncio.gather(*(generate(fleet, prompt, f"s{n}") for n, prompt in enumerate(prompts)))
+        assert again == expected  # with warm prefix caches on both sides
+        if prefill:
+            (status,) = [status for status in await fleet.statuses() if status.peers]
+            assert status.info.role == worker_pb2.ROLE_DECODE
+            assert {peer.transport for peer in status.peers} == {way}
+            assert all(peer.bytes_per_second > 0 for peer in status.peers)
+            assert fleet.workers[0].address in [peer.endpoint for peer in status.peers]
+
+
+@pytest.mark.parametrize("asked", ["choices", "beams"])
+async def test_what_several_continuations_begin_with_comes_through_every_rank(
+    folder: Path, prompts: list[list[int]], asked: str
+) -> None:
+    fields: dict[str, object] = {"num_choices": 3, "ignore_eos": True}
+    if asked == "beams":
+        fields["beam_search"] = inference_pb2.BeamSearch(width=4, length_penalty=1.0)
+    else:
+        fields["sampling"] = inference_pb2.SamplingParams(
+            temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1
+        )
+    made = []
+    for tp in ({"decode": [1]}, {"prefill": [2], "decode": [1]}, {"prefill": [1], "decode": [2]}):
+        async with split_fleet(folder, tp, chunk_tokens=64) as fleet:
+            requests = [token_request(prompt, 12, name=f"{n}", **fields) for n, prompt in enumerate(prompts)]
+            answers = await asyncio.gather(*(fleet.choices(request) for request in requests))
+            assert [timeline.attempts for _, timeline in answers] == [1] * len(prompts)
+            made.append([tokens for tokens, _ in answers])
+    assert made[0] == made[1] == made[2]
+    assert all(len({tuple(tokens) for tokens in choices}) == 3 for choices in made[0])
+
+
+async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){5}")
+    sampling = inference_pb2.SamplingParams(
+        temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1, presence_penalty=0.7
+    )
+    reads: list[Grammars] = []
+    read = Grammars._read
+
+    def counted(grammars: Grammars) -> LLTokenizer:
+        reads.append(grammars)
+        return read(grammars)
+
+    monkeypatch.setattr(Grammars, "_read", counted)
+    made = []
+    for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
+        reads.clear()
+        async with split_fleet(folder, tp) as fleet:
+            request = token_request(range(3, 40), 60, grammar=grammar, sampling=sampling, num_choices=2)
+            choices, timeline = await fleet.choices(request)
+            made.append(choices)
+            assert timeline.attempts == 1
+            assert len(reads) == len(fleet.workers)
+    assert made[0] == made[1] == made[2]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for tokens in made[0]:
+        assert re.fullmatch("(red|green|blue)( [0-9]{3}){5}", tokenizer.decode(tokens[:-1]))
+
+
+async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, prompts: list[list[int]]) -> None:
+    async with split_fleet(folder, {"prefill": [2], "decode": [4]}, chunk_tokens=32) as fleet:
+        for seconds in [n * 0.004 for n in range(20)]:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await asyncio.gather(*(generate(fleet, prompt) for prompt in prompts))
+        await fleet.check_idle()
+        for rank in fleet.ranks:
+            assert rank.num_moving == 0
+
+
+async def test_a_lost_rank_takes_its_worker_down_within_a_second_and_no_other(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    async with split_fleet(folder, {"prefill": [], "decode": [2, 1]}) as fleet:
+        split, whole = fleet.workers
+        async with asyncio.timeout(20):
+            await generate(fleet, prompts[0])
+            await fleet.ranks[0].stop()
+            began = time.monotonic()
+            await split.failed.wait()
+        assert time.monotonic() - began < 1
+        with pytest.raises(RuntimeError, match="failed"):
+            split.check_health()
+        fleet.workers.remove(split)
+        fleet.view.update([whole.info()])
+        assert await generate(fleet, prompts[4]) == expected[4]
+
+
+RANK = """
+import asyncio, sys
+from tandem.workers.rank_server import RankServer
+from tandem.workers.worker import WorkerConfig
+
+async def main():
+    server = await RankServer.start(WorkerConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=2**22))
+    print(server.address, flush=True)
+    await server.ended.wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_killed_or_silent_rank_is_noticed_within_a_second(
+    folder: Path, prompts: list[list[int]], how: signal.Signals
+) -> None:
+    """While the engine is idle, so that no collective could tell."""
+    command = [sys.executable, "-c", RANK, str(folder)]
+    rank = await asyncio.create_subprocess_exec(
+        *command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert rank.stdout is not None
+        address = (await rank.stdout.readline()).decode().strip()
+        settings = WorkerConfig(model=str(folder), dtype="float32", kv_cache_bytes=2**22)
+        worker = await Worker.start(settings, worker_id="split", ranks=[address])
+        rank.send_signal(how)
+        began = time.monotonic()
+        async with asyncio.timeout(5):
+            await worker.failed.wait()
+        assert time.monotonic() - began < 1
+        await worker.stop()
+    finally:
+        with suppress(ProcessLookupError):
+            rank.kill()
+        await rank.wait()
+
+
+async def test_a_rank_ends_with_its_rank_0(folder: Path) -> None:
+    settings = WorkerConfig(model=str(folder), dtype="float32", kv_cache_bytes=2**22)
+    rank = await RankServer.start(settings)
+    worker = await Worker.start(settings, worker_id="split", ranks=[rank.address])
+    assert not rank.ended.is_set()
+    await worker.stop()
+    async with asyncio.timeout(1):
+        await rank.ended.wait()
+    await rank.stop()
+
+
+async def test_a_rank_that_cannot_load_ends_the_start(folder: Path) -> None:
+    settings = WorkerConfig(model=str(folder), dtype="float32", kv_cache_bytes=2**22)
+    rank = await RankServer.start(replace(settings, kv_cache_bytes=1))
+    with pytest.raises(RankLost):
+        await Worker.start(settings, worker_id="split", ranks=[rank.address])
+    await rank.stop()
+
+
+async def test_without_any_worker_left_requests_are_refused(folder: Path, prompts: list[list[int]]) -> None:
+    async with split_fleet(folder, {"decode": [2]}) as fleet:
+        await fleet.ranks[0].stop()
+        async with asyncio.timeout(5):
+            await fleet.workers[0].failed.wait()
+        with pytest.raises(Unavailable):
+            await generate(fleet, prompts[0])
+        fleet.workers.clear()

@@ -1,0 +1,284 @@
+"""The sending side on its own: its order of frames, its lease, and what a puller may and may not say."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing, nullcontext
+from dataclasses import asdict, replace
+
+import pytest
+
+from tandem.tests.workers.spans import span
+from tandem.workers.engine.fake import FakeKv
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.transfer.sender import KvSender
+from tandem.workers.transfer.transports import Means
+from tandem.workers.transfer.wire import (
+    Ack,
+    Commit,
+    Data,
+    Message,
+    Open,
+    Pull,
+    TransferError,
+    TransferKey,
+    decode,
+    encode,
+)
+
+LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+OPEN = Open(layout=asdict(LAYOUT))
+PULL = Pull(first_token=0, first_slot=0, num_slots=2)
+EPOCH = 7
+
+
+class Side:
+    """An exporter with one finished prefill on offer, and a puller that says what the test says."""
+
+    def __init__(self, lease_seconds: float | None = 30.0, stall_seconds: float = 30.0) -> None:
+        self.released: list[int] = []
+        self.kv = FakeKv(4, 16, LAYOUT)
+        self.exporter = KvSender(
+            self.kv,
+            epoch=EPOCH,
+            lease_seconds=lease_seconds,
+            stall_seconds=stall_seconds,
+            on_release=self.released.append,
+            means=Means(),
+        )
+        self.key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
+        self.exporter.offer(1, self.key.transfer_id, (3, 0), 20, b"hash")
+        self.said: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def finish(self) -> None:
+        self.exporter.progress(1, 20)
+        self.exporter.complete(1, FirstTokens(tokens=(42,)))
+
+    def say(self, *messages: Message, key: TransferKey | None = None) -> None:
+        for message in messages:
+            self.said.put_nowait(encode(key or self.key, message))
+
+    async def incoming(self) -> AsyncIterator[bytes]:
+        while (frame := await self.said.get()) is not None:
+            yield frame
+
+    async def answers(self) -> list[Message]:
+        """All that the exporter sends until the stream has ended well."""
+        async with aclosing(self.exporter.serve(self.incoming())) as frames:
+            return [decode(frame)[1] async for frame in frames]
+
+
+async def test_an_acknowledged_transfer_is_released_once() -> None:
+    side = Side()
+    side.finish()
+    side.say(OPEN, PULL, Ack())
+    answers = await side.answers()
+    assert [type(answer) for answer in answers] == [Data, Commit]
+    assert answers[-1] == Commit(num_frames=1, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])
+    assert side.released == [1]
+    assert (side.exporter.num_exports, side.exporter.num_streams) == (0, 0)
+
+
+async def test_a_stream_that_ends_without_an_ack_starts_the_lease_again() -> None:
+    side = Side(lease_seconds=0.02)
+    side.finish()
+    side.say(OPEN, PULL)
+    side.said.put_nowait(None)
+    assert isinstance((await side.answers())[-1], Commit)
+    assert (side.released, side.exporter.num_exports, side.exporter.num_streams) == ([], 1, 0)
+    async with asyncio.timeout(5):
+        while side.exporter.num_exports:
+            await asyncio.sleep(0.005)
+    assert side.released == [1]
+
+
+async def test_without_a_lease_an_export_ends_by_withdraw_alone() -> None:
+    side = Side(lease_seconds=None)
+    side.finish()
+    side.say(OPEN, PULL, Ack())
+    with pytest.raises(TransferError, match="out of order"):
+        await side.answers()
+    side.say(OPEN, PULL)
+    side.said.put_nowait(None)
+    await side.answers()
+    (export,) = side.exporter._exports.values()
+    assert export.expiry is None
+    assert (side.released, side.exporter.num_exports, side.exporter.num_streams) == ([], 1, 0)
+    side.exporter.withdraw(1)
+    assert (side.released, side.exporter.num_exports) == ([], 0)
+
+
+@pytest.mark.parametrize("slots", [range(1), range(1, 2), range(2)])
+async def test_only_the_slots_that_were_asked_for_are_sent(slots: range) -> None:
+    side = Side()
+    whole = span(side.kv, 0, 20)
+    side.kv.write((3, 0), whole, memoryview(random.Random(1).randbytes(whole.size(LAYOUT))))
+    side.finish()
+    first, count = slots.start, len(slots)
+    side.say(OPEN, replace(PULL, first_slot=first, num_slots=count))
+    side.said.put_nowait(None)
+    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+        _, data, payload = decode(await anext(frames))
+        assert isinstance(data, Data)
+        assert (data.first_slot, data.num_slots, data.num_bytes) == (first, count, payload.nbytes)
+        assert payload == side.kv.read((3, 0), replace(whole, first_slot=first, num_slots=count))
+        assert isinstance(decode(await anext(frames))[1], Commit)
+
+
+async def test_a_stream_without_slots_brings_the_commit_alone_when_the_prefill_is_done() -> None:
+    side = Side()
+    side.exporter.progress(1, 8)
+    side.say(OPEN, Pull(first_token=0, first_slot=2, num_slots=0), Ack())
+    stream = asyncio.create_task(side.answers())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert side.exporter.num_streams == 1
+    side.finish()
+    assert await stream == [Commit(num_frames=0, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])]
+    assert side.released == [1]
+
+
+async def test_frames_flow_while_the_prefill_runs() -> None:
+    side = Side()
+    side.exporter.progress(1, 8)
+    side.say(OPEN, PULL)
+    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+        first = decode(await anext(frames))[1]
+        assert isinstance(first, Data)
+        assert (first.first_token, first.num_tokens, first.burst) == (0, 8, 0)
+        waiting = asyncio.ensure_future(anext(frames))
+        side.finish()
+        second = decode(await waiting)[1]
+        assert isinstance(second, Data)
+        assert (second.first_token, second.num_tokens, second.burst) == (8, 12, 1)
+
+
+async def test_layers_leave_before_the_chunk_is_through() -> None:
+    side = Side()
+    side.exporter.progress(1, 8, num_ahead=16, num_layers=2)
+    side.say(OPEN, PULL)
+    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+
+        async def next_one() -> tuple[range, range]:
+            data = decode(await anext(frames))[1]
+            assert isinstance(data, Data)
+            layers = range(data.first_layer, data.first_layer + data.num_layers)
+            return layers, range(data.first_token, data.first_token + data.num_tokens)
+
+        assert [await next_one(), await next_one()] == [(range(2), range(16)), (range(2, 3), range(8))]
+        waiting = asyncio.ensure_future(next_one())
+        side.finish()
+        assert [await waiting, await next_one()] == [(range(2), range(16, 20)), (range(2, 3), range(8, 20))]
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([PULL], "out of order"),
+        ([Open(layout=asdict(replace(LAYOUT, num_layers=4)))], "layouts differ"),
+        ([OPEN, Ack()], "out of order"),
+        ([OPEN, replace(PULL, first_token=21)], "out of order"),
+        ([OPEN, replace(PULL, num_slots=3)], "out of order"),
+        ([OPEN, replace(PULL, first_slot=1)], "out of order"),
+        ([OPEN, replace(PULL, first_slot=2**62)], "out of order"),
+        ([OPEN, PULL, PULL], "out of order"),
+    ],
+)
+async def test_a_puller_that_breaks_the_order_gets_nothing(messages: list[Message], text: str) -> None:
+    side = Side()
+    side.finish()
+    side.say(*messages)
+    with pytest.raises(TransferError, match=text):
+        await side.answers()
+    assert side.released == []
+    assert side.exporter.num_streams == 0
+
+
+@pytest.mark.parametrize("change", [{"epoch": EPOCH + 1}, {"epoch": 0}, {"transfer_id": b"x" * 16}])
+async def test_another_epoch_or_id_is_gone(change: dict[str, object]) -> None:
+    side = Side()
+    side.finish()
+    side.say(OPEN, key=replace(side.key, **change))  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match="KV cache gone"):
+        await side.answers()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("fault", ["flip", "foreign", "end", "silence"])
+async def test_a_fault_in_what_the_puller_says_releases_nothing(position: int, fault: str) -> None:
+    side = Side(stall_seconds=0.05)
+    side.finish()
+    frames = [encode(side.key, message) for message in (OPEN, PULL, Ack())]
+    if fault == "flip":
+        frames[position] = frames[position][:-1] + bytes([frames[position][-1] ^ 1])
+    elif fault == "foreign":
+        frames[position] = encode(replace(side.key, epoch=EPOCH + 1), (OPEN, PULL, Ack())[position])
+    else:
+        del frames[position:]
+        if position == 1 and fault == "silence":
+            frames.append(encode(side.key, PULL))  # a puller may be silent before Pull: it queues
+    for frame in frames:
+        side.said.put_nowait(frame)
+    if fault == "end":
+        side.said.put_nowait(None)
+    # Streams that are not rank 0's just end after the Commit.
+    with nullcontext() if (fault, position) == ("end", 2) else pytest.raises(TransferError):
+        await side.answers()
+    assert side.released == []
+    assert (side.exporter.num_exports, side.exporter.num_streams) == (1, 0)
+
+
+async def test_a_lease_that_nobody_uses_ends() -> None:
+    side = Side(lease_seconds=0.02)
+    side.finish()
+    async with asyncio.timeout(5):
+        while side.exporter.num_exports:
+            await asyncio.sleep(0.005)
+    assert side.released == [1]
+    side.say(OPEN)
+    with pytest.raises(TransferError, match="KV cache gone"):
+        await side.answers()
+
+
+async def test_an_open_stream_pins_the_cache_and_its_end_starts_the_lease() -> None:
+    side = Side(lease_seconds=0.05)
+    side.finish()
+    side.say(OPEN)
+    stream = asyncio.create_task(side.answers())
+    async with asyncio.timeout(5):
+        while not side.exporter.num_streams:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0.15)  # three leases long
+    assert side.released == []
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+    assert side.exporter.num_exports == 1
+    async with asyncio.timeout(5):
+        while side.exporter.num_exports:
+            await asyncio.sleep(0.005)
+    assert side.released == [1]
+
+
+async def test_withdrawn_memory_is_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even between two frames of one burst: the blocks may be somebody else's by then."""
+    monkeypatch.setattr("tandem.workers.transfer.outlets.FRAME_BYTES", 64)
+    side = Side()
+    side.finish()
+    side.say(OPEN, PULL, Ack())
+    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+        await anext(frames)
+        side.exporter.withdraw(1)
+        side.exporter.withdraw(1)
+        with pytest.raises(TransferError, match="withdrawn"):
+            await anext(frames)
+    assert side.released == []
+    assert (side.exporter.num_exports, side.exporter.num_streams) == (0, 0)
+
+
+async def test_a_prefill_that_makes_no_progress_ends_the_stream() -> None:
+    side = Side(stall_seconds=0.02)
+    side.say(OPEN, PULL)
+    with pytest.raises(TransferError, match="no progress"):
+        await side.answers()
+    side.exporter.withdraw(1)

@@ -1,0 +1,1 @@
+"""Measures the engine, the sampler's grammars and KV transfers."""

@@ -1,0 +1,140 @@
+"""What `python -m tandem.workers.bench` is told, checked field by field."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NoReturn
+
+import torch
+
+from ..engine.config import default_chunk_tokens
+from ..model.weights import DTYPES
+from .floor import BUFFER_BYTES
+from .plot import check_plot
+from .shapes import SHAPES, BenchError
+
+SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
+SWEEP_CONTEXTS: Final = (128, 256, 512, 1024, 2048, 4096)
+SWEEP_CONTEXT_BATCH: Final = 8  # of the sequences whose context grows
+PROFILE_BATCH: Final = 32
+
+_DESCRIPTION: Final = "How fast the engine runs on this device, beside what the device could do."
+_EPILOG: Final = """
+Decode: sequences that hold --context tokens and noise for a KV cache step together through a whole engine (schedule,
+prepare, model, sample, emit). Prefill: one prompt at a time, in chunks, from its submission to its first token. The
+floors are measured in the same run: the sum and the copy of a large tensor, and products of the shapes of one decoder
+layer over 512 tokens. A decode step's floor is the longer of reading the weights and the KV cache once and of
+computing its products; its roofline share is that floor over its time. On a GPU --profile waits for the device
+between the parts, which makes the steps slower: take the step times from a run without it.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBenchOptions:
+    """What was asked for, checked field by field but not yet against the model or the machine."""
+
+    shape: str | None
+    model: Path | None
+    random_weights: bool
+    device: torch.device
+    dtype: str
+    batches: tuple[int, ...]
+    context: int
+    prompts: tuple[int, ...]
+    steps: int
+    chunk: int
+    threads: int | None
+    raw: bool
+    profile: bool
+    transformers: bool
+    plot: Path | None
+    json: Path | None
+
+    @property
+    def name(self) -> str:
+        return self.shape or (self.model.resolve().name if self.model else "")
+
+    @property
+    def decodes(self) -> list[tuple[int, int]]:
+        """Every (batch, context) that is decoded."""
+        wanted = [(batch, self.context) for batch in self.batches]
+        if self.plot:
+            wanted += [(batch, self.context) for batch in SWEEP_BATCHES]
+            wanted += [(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS]
+        return wanted
+
+    @property
+    def has_split(self) -> bool:
+        return self.profile or self.device.type == "cpu"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"bench: {message}\n")
+
+
+def parse(arguments: list[str] | None) -> EngineBenchOptions:
+    """Exits with 2 after one line on stderr if an argument is not good."""
+    parser = _parser()
+    values = vars(parser.parse_args(arguments))
+    values["chunk"] = values["chunk"] or default_chunk_tokens(values["device"].type)
+    try:
+        options = EngineBenchOptions(**values)
+        if options.model is None and not options.random_weights:
+            raise BenchError(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
+        if options.device.type == "cuda" and not torch.cuda.is_available():
+            raise BenchError(f"--device {options.device}: torch finds no CUDA device here")
+        if options.json and not options.json.absolute().parent.is_dir():
+            raise BenchError(f"--json: {options.json.parent} is no folder")
+        if options.plot:
+            check_plot(options.plot)
+    except BenchError as error:
+        parser.error(str(error))
+    if options.profile and PROFILE_BATCH not in options.batches:
+        return replace(options, batches=tuple(sorted((*options.batches, PROFILE_BATCH))))
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m tandem.workers.bench", description=_DESCRIPTION, epilog=_EPILOG)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--shape", choices=SHAPES)
+    which.add_argument("--model", type=Path, metavar="FOLDER")
+    add = parser.add_argument
+    add("--random-weights", action="store_true", help="of --model only config.json is read")
+    add("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
+    add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
+    add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")
+    add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
+    add("--chunk", type=_number(1, 1 << 16), metavar="TOKENS", help="of a prefill step; 2048, on a CPU 512")
+    add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
+    add("--raw", action="store_true", help="also run the same plans without the engine")
+    add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")
+    add("--transformers", action="store_true", help="also measure transformers' generate_batch, else its generate")
+    add("--plot", type=Path, metavar="FILE.png", help="draw step time against batch and context")
+    add("--json", type=Path, metavar="FILE")
+    return parser
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be an integer from {least} to {most}, is {text[:40]!r}")
+        return int(text)
+
+    return parse
+
+
+def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    one = _number(least, most)
+    return lambda text: tuple(sorted({one(item) for item in text.split(",")}))
+
+
+def _device(text: str) -> torch.device:
+    kind, _, index = text.partition(":")
+    if kind not in BUFFER_BYTES or (":" in text and not (kind == "cuda" and index.isascii() and index.isdigit())):
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, is {text[:40]!r}")
+    return torch.device(text)

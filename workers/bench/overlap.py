@@ -1,0 +1,183 @@
+"""`python -m tandem.workers.bench.overlap`: how much of a KV transfer hides behind the prefill.
+
+A prefill and a decode worker in processes of their own, and this one in the place of a router. Measured is the wait
+between the first token and the moment when the sequence joins the decode worker's batch: once with the decode worker
+pulling while the prompt is computed, and once with a decode worker that is told only when the prefill is done.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from ...proto.channel import peer_channel
+from ..model.checkpoint import check_checkpoint
+from ..model.config import CheckpointError
+from ..worker import Worker, WorkerConfig
+
+_WAIT_SECONDS = 120.0
+
+SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferWait:
+    """One request: how long it stood between prefill and decode, and what was moved."""
+
+    seconds: float
+    num_bytes: int
+    transport: str
+
+
+class _Session:
+    """What a router has of one worker."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        self._call: SessionCall = stub.Session()
+        self._outputs: list[worker_pb2.Output] = []
+
+    async def submit(self, submit: worker_pb2.Submit) -> None:
+        await self._call.write(worker_pb2.SessionRequest(submit=submit))
+
+    async def cancel(self, submit: worker_pb2.Submit) -> None:
+        cancel = worker_pb2.Cancel(request_id=submit.request_id, attempt=submit.attempt)
+        await self._call.write(worker_pb2.SessionRequest(cancel=cancel))
+
+    async def until(self, submit: worker_pb2.Submit, event: str) -> worker_pb2.Output:
+        """The request's next output of this kind. Raises RuntimeError if it fails."""
+        while True:
+            while self._outputs:
+                output = self._outputs.pop(0)
+                if output.request_id == submit.request_id:
+                    if output.HasField("failure"):
+                        raise RuntimeError(output.failure.message)
+                    if output.WhichOneof("event") == event:
+                        return output
+            async with asyncio.timeout(_WAIT_SECONDS):
+                message = await self._call.read()
+            if not isinstance(message, worker_pb2.SessionResponse):
+                raise RuntimeError("a worker has ended")
+            self._outputs += message.outputs
+
+
+async def measure(
+    prefill: _Session, decode: _Session, prompt: Sequence[int], name: str, *, early: bool
+) -> TransferWait:
+    """One request; `early` tells the decode worker of it when the prefill begins."""
+    submit = worker_pb2.Submit(
+        request_id=name,
+        attempt=1,
+        task=worker_pb2.TASK_PREFILL,
+        token_ids=prompt,
+        max_tokens=4,
+        ignore_eos=True,
+        sampling=inference_pb2.SamplingParams(temperature=0, top_p=1),
+    )
+    await prefill.submit(submit)
+    admitted = await prefill.until(submit, "admitted")
+    pulling = worker_pb2.Submit()
+    pulling.CopyFrom(submit)
+    pulling.task = worker_pb2.TASK_DECODE
+    pulling.kv.CopyFrom(admitted.admitted.kv)
+    if early:
+        await decode.submit(pulling)
+    await prefill.until(submit, "tokens")
+    began = time.monotonic()
+    if not early:
+        await decode.submit(pulling)
+    joined = (await decode.until(pulling, "joined")).joined
+    seconds = time.monotonic() - began
+    await decode.until(pulling, "tokens")
+    await decode.cancel(pulling)
+    await prefill.cancel(submit)
+    return TransferWait(seconds=seconds, num_bytes=joined.transfer_bytes, transport=joined.transport)
+
+
+async def compare(options: argparse.Namespace) -> str:
+    """Runs both kinds in turn; returns the lines to print."""
+    vocab_size = check_checkpoint(options.model).vocab_size
+    waits: dict[bool, list[TransferWait]] = {True: [], False: []}
+    async with _worker("prefill", options) as source, _worker("decode", options) as target:
+        for turn in range(-1, options.repeat):
+            for early in waits:
+                name = f"{turn} {early}"
+                prompt = random.Random(name).choices(range(vocab_size), k=options.prompt_tokens)
+                wait = await measure(source, target, prompt, name, early=early)
+                if turn >= 0:
+                    waits[early].append(wait)
+    overlapped, alone = (statistics.median(wait.seconds for wait in waits[early]) for early in (True, False))
+    last = waits[True][-1]
+    return (
+        f"{options.prompt_tokens} prompt tokens, {last.num_bytes / 1e6:.1f} MB of KV cache over {last.transport}, "
+        f"medians of {options.repeat}\n"
+        f"wait of a transfer that begins when the prefill is done  {1000 * alone:6.1f} ms\n"
+        f"wait of one that runs beside it                          {1000 * overlapped:6.1f} ms\n"
+        f"share that is left                                       {overlapped / alone:6.0%}"
+    )
+
+
+@asynccontextmanager
+async def _worker(role: str, options: argparse.Namespace) -> AsyncIterator[_Session]:
+    command = [sys.executable, "-m", __spec__.name, *options.arguments, "--serve", role]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "3000"}
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None
+        address = (await process.stdout.readline()).decode().strip()
+        if not address:
+            raise RuntimeError("a worker did not start")
+        async with peer_channel(address) as channel:
+            yield _Session(channel)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _serve(role: str, options: argparse.Namespace) -> None:
+    config = WorkerConfig(
+        model=str(options.model),
+        kv_cache_bytes=2**30,
+        chunk_tokens=options.chunk_tokens,
+        priority=10 if role == "prefill" else 0,
+        transports=tuple(options.transports),
+    )
+    worker = await Worker.start(config, worker_id=role, role=role)
+    print(worker.address, flush=True)
+    await worker.failed.wait()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures and prints. Returns 0, or 2 after one line on stderr if the model is not good."""
+    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.overlap", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--prompt-tokens", type=int, default=1500)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--transports", nargs="*", default=[], help="beside grpc: shared, gloo")
+    parser.add_argument("--serve", choices=("prefill", "decode"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        if options.serve:
+            asyncio.run(_serve(options.serve, options))
+        else:
+            print(asyncio.run(compare(options)))
+    except CheckpointError as error:
+        print(f"bench_overlap: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

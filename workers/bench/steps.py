@@ -1,0 +1,206 @@
+"""Engines on one loaded model, step by step under a stopwatch."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ..engine.config import EngineConfig
+from ..engine.engine import Engine
+from ..engine.events import Event, Token
+from ..engine.plan import Executor, FirstTokens, OnLayers, Samples, SamplingParams, StepPlan
+from ..engine.sequence import SequenceSpec, Task
+from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from ..model.kv_store import PagedKv, kv_layout
+from ..model.runner import ModelRunner
+from ..model.weights import Weights
+from .floor import synchronize
+
+BLOCK_SIZE: Final = 16
+WARMUP_STEPS: Final = 4
+PARTS: Final = ("schedule", "prepare", "model", "sample", "emit")
+_GREEDY: Final = SamplingParams(temperature=0.0)
+_PREFILL_SECONDS: Final = 2.0  # repeated for about so long,
+_PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Where the seconds of one engine step went.
+
+    `schedule` decides the plan, `prepare` builds the flat batch from it, `model` ends with the logits, `sample` with
+    the tokens on the host, `emit` books them and makes the events. Where steps overlap, those that are collected are
+    the step before's, and only the sum says something."""
+
+    schedule: float
+    prepare: float
+    model: float
+    sample: float
+    emit: float
+
+    @property
+    def total(self) -> float:
+        return self.schedule + self.prepare + self.model + self.sample + self.emit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """A batch's decode, warm-up left out."""
+
+    batch: int
+    context: float  # positions that a token sees, in the mean over the steps
+    steps: list[StepTime]
+    plans: list[StepPlan]  # from the warm-up on
+    sampled: list[list[int]]  # of each plan
+
+
+class StepTimer:
+    """The last step's marks. If `exact`, each waits for the device, else only the host's time is known."""
+
+    def __init__(self, device: torch.device, *, exact: bool) -> None:
+        self._device = device
+        self._exact = exact and device.type == "cuda"
+        self.marks: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        if self._exact:
+            synchronize(self._device)
+        self.marks[name] = time.perf_counter()
+
+
+class BenchRunner(Executor):
+    """A model with KV memory, on which engines run here, one after the other.
+
+    The KV memory holds noise, so that a decode can begin at any context without a prefill: as on a decode worker, the
+    cache was imported."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, *, dtype: str, num_blocks: int, chunk: int, exact: bool
+    ) -> None:
+        """`chunk` bounds the tokens of a prefill step. `exact` makes StepTime true on a GPU, and its steps slower, for
+        then they neither overlap nor run ahead of the host."""
+        self._chunk = chunk
+        self._exact = exact
+        self._watch = StepTimer(weights.device, exact=exact)
+        kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=weights.device)
+        kv.data[0].normal_(generator=torch.Generator(weights.device).manual_seed(0))
+        kv.data[1:] = kv.data[:1]
+        self.runner = ModelRunner(config, Decoder(config, weights), kv, on_stage=self._watch.mark)
+        self.runner.warmup()
+        self._vocab_size = config.vocab_size
+        self._num_blocks = num_blocks
+        self._plans: list[StepPlan] = []
+        self._sampled: list[list[int]] = []
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        """See `Executor.launch`."""
+        self._watch.marks = {}
+        self._watch.mark("prepare")
+        wait = self.runner.launch(plan, on_layers)
+        if not plan.sequences:
+            return wait
+        self._plans.append(plan)
+
+        def collect() -> Samples:
+            samples = wait()
+            self._watch.mark("emit")
+            self._sampled.append(samples.tokens)
+            return samples
+
+        return collect
+
+    def prompt(self, num_tokens: int, seed: int) -> tuple[int, ...]:
+        """Random tokens; no two seeds share a prefix block."""
+        return tuple(random.Random(f"{num_tokens} {seed}").choices(range(self._vocab_size), k=num_tokens))
+
+    def decode(self, batch: int, context: int, steps: int) -> DecodeRun:
+        """Decodes `batch` sequences that hold `context` tokens each, through a whole engine."""
+        engine = self._engine(batch)
+        self._plans, self._sampled = [], []
+        for index in range(batch):
+            prompt = self.prompt(context, index)
+            engine.submit(self._spec(index, Task.DECODE, prompt, max_tokens=WARMUP_STEPS + steps + 2))
+        engine.step()  # admits them, as imports
+        for index in range(batch):
+            engine.commit_import(index, FirstTokens(tokens=(index % self._vocab_size,)))
+        times = [self._step(engine) for _ in range(WARMUP_STEPS + steps)]
+        for index in range(batch):
+            engine.cancel(index)
+        while engine.has_work:
+            engine.step()
+        return DecodeRun(
+            batch=batch,
+            context=context + WARMUP_STEPS + (steps + 1) / 2,
+            steps=times[WARMUP_STEPS:],
+            plans=self._plans,
+            sampled=self._sampled,
+        )
+
+    def replay(self, run: DecodeRun) -> tuple[list[float], list[list[int]]]:
+        """The same plans through the ModelRunner alone: seconds of each step after the warm-up, and all tokens."""
+        seconds: list[float] = []
+        sampled: list[list[int]] = []
+        for plan in run.plans:
+            begin = time.perf_counter()
+            sampled.append(self.runner.execute(plan))
+            seconds.append(time.perf_counter() - begin)
+        self.runner.execute(StepPlan(sequences=(), dropped=tuple(range(run.batch))))
+        return seconds[WARMUP_STEPS:], sampled
+
+    def prefill(self, num_tokens: int) -> tuple[float, int]:
+        """Seconds from a lone prompt's submission to its first token, median of several prompts, and that token (of
+        the first prompt)."""
+        self._prefill(min(num_tokens, 2 * self._chunk), seed=-1)  # warm-up
+        seconds: list[float] = []
+        tokens: list[int] = []
+        least, most = _PREFILL_RUNS
+        while len(seconds) < least or (len(seconds) < most and sum(seconds) < _PREFILL_SECONDS):
+            begin = time.perf_counter()
+            tokens.append(self._prefill(num_tokens, seed=len(seconds)))
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds), tokens[0]
+
+    def _prefill(self, num_tokens: int, seed: int) -> int:
+        engine = self._engine(1)
+        engine.submit(self._spec(0, Task.WHOLE, self.prompt(num_tokens, seed), max_tokens=1))
+        events: list[Event] = []
+        while engine.has_work:
+            events += engine.step()
+        return next(event.token for event in events if isinstance(event, Token))
+
+    def _engine(self, batch: int) -> Engine:
+        config = EngineConfig(
+            num_blocks=self._num_blocks,
+            block_size=BLOCK_SIZE,
+            chunk_tokens=max(self._chunk, batch),
+            max_sequences=batch,
+            overlap=self.runner.launches_ahead and not self._exact,
+        )
+        return Engine(self, config)
+
+    def _spec(self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
+        return SequenceSpec(id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=_GREEDY)
+
+    def _step(self, engine: Engine) -> StepTime:
+        begin = time.perf_counter()
+        engine.step()
+        end = time.perf_counter()
+        marks = self._watch.marks
+        emit = marks.get("emit", end)  # the first of steps that overlap collects nothing
+        return StepTime(
+            schedule=marks["prepare"] - begin,
+            prepare=marks["model"] - marks["prepare"],
+            model=marks["sample"] - marks["model"],
+            sample=emit - marks["sample"],
+            emit=end - emit,
+        )
+
+
+def blocks_for(batch: int, context: int, steps: int) -> int:
+    """KV blocks that `Bed.decode` takes."""
+    return batch * -(-(context + WARMUP_STEPS + steps + 2) // BLOCK_SIZE)

@@ -1,0 +1,173 @@
+"""Who is there and who holds what: the sequences of one worker and the blocks of each.
+
+Every change of a sequence's state or blocks goes through here, so that the counts agree. Decides nothing.
+"""
+
+from bisect import insort
+
+from .block_pool import BlockPool, BlockState
+from .config import EngineConfig
+from .plan import FirstTokens
+from .sequence import Search, Sequence, SequenceSpec, State, Task
+
+
+class RequestTable:
+    """Owns every sequence from `add` to FINISHED and all blocks they hold. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.sequences: dict[int, Sequence] = {}
+        self.searches: dict[int, Search] = {}  # by the ids of their specs, which their beams need not have
+        self.waiting: list[Sequence] = []  # the next to admit first
+        self.running: list[Sequence] = []  # in order of admission; what a sequence has become stands at its place
+        self.dropped: list[int] = []  # finished since the last plan
+        self.joined: list[tuple[Sequence, FirstTokens]] = []  # imports committed since the last plan
+        self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they are to become
+        self.num_leased = 0
+
+    def add(self, spec: SequenceSpec, submitted: float) -> None:
+        """Queues a sequence, behind those of its priority."""
+        search = Search(spec) if spec.beam else None
+        sequence = Sequence(search.member_spec() if search else spec, self.config.block_size, submitted, search=search)
+        if search:
+            search.members.append(sequence)
+            self.searches[spec.id] = search
+        self.sequences[spec.id] = sequence
+        insort(self.waiting, sequence, key=lambda other: -other.spec.priority)
+
+    def num_admission_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a sequence has from its admission on: for its prompt and for the first growth of all that it is
+        to become."""
+        growth = -(-self.config.growth_tokens // self.config.block_size)
+        alone = min(sequence.max_blocks, sequence.num_prompt_blocks + growth)
+        if sequence.num_slots == 1:
+            return alone
+        further = alone - len(sequence.spec.tokens) // self.config.block_size  # beside shared full blocks
+        return min(alone + (sequence.num_slots - 1) * further, self.config.num_blocks)
+
+    def admit(self, sequence: Sequence, shared: list[int]) -> None:
+        """The queue's head gets its blocks, of which the prefix cache has `shared`. Raises OutOfBlocks."""
+        self.pool.share(shared)
+        sequence.blocks = shared
+        sequence.reserved = self.pool.reserve(self.num_admission_blocks(sequence) - len(shared))
+        sequence.num_cached = len(shared) * self.config.block_size
+        sequence.num_scheduled = sequence.num_computed = sequence.num_cached
+        self.waiting.remove(sequence)
+        self.num_holding += sequence.num_slots
+        if sequence.spec.task is Task.DECODE:
+            sequence.move(State.IMPORTING)
+        else:
+            self.start(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """The sequence takes part in the batch, with blocks for its whole prompt."""
+        self.claim(sequence, sequence.num_prompt_blocks - len(sequence.blocks))
+        sequence.move(State.RUNNING)
+        self.running.append(sequence)
+
+    def claim(self, sequence: Sequence, count: int) -> None:
+        """Blocks that it has reserved go into its table."""
+        self.pool.claim(sequence.reserved[:count])
+        sequence.blocks += sequence.reserved[:count]
+        del sequence.reserved[:count]
+
+    def publish(self, sequence: Sequence) -> None:
+        """Lets others find the blocks that have become full and computed."""
+        if self.config.prefix_caching:
+            for block, digest in sequence.publishable():
+                self.pool.publish(block, digest)
+
+    def lease(self, sequence: Sequence) -> None:
+        """A prefill's hold becomes a lease; the ranks need not know it any more."""
+        self._leave_batch(sequence)
+        self.num_leased += 1
+        self.pool.lease(sequence.blocks)
+        sequence.move(State.LEASED)
+
+    def settle(self, family: list[Sequence], spec: SequenceSpec, num_growth: int) -> None:
+        """A running sequence has become several: the first is that sequence and goes on as `spec`, with num_growth of
+        the blocks it has reserved; the others, which are new, stand behind it."""
+        parent, *others = family
+        at = self.running.index(parent) + 1
+        self.running[at:at] = others
+        self.num_holding += len(family) - parent.num_slots
+        self.pool.unreserve(parent.reserved[num_growth:])
+        del parent.reserved[num_growth:], self.sequences[parent.spec.id]
+        parent.become(spec)
+        self.sequences |= {member.spec.id: member for member in family}
+
+    def finish(self, sequence_id: int) -> None:
+        """Frees whatever the sequence holds, in any state; a beam's whole search ends, also with the id of its spec.
+        Idempotent."""
+        sequence = self.sequences.get(sequence_id)
+        search = sequence.search if sequence else self.searches.get(sequence_id)
+        if search:
+            self.end_search(search)
+        elif sequence:
+            self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """Frees whatever it holds, in any state but FINISHED."""
+        del self.sequences[sequence.spec.id]
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is State.LEASED:
+            self.num_leased -= 1
+            self.pool.unlease(sequence.blocks)
+        else:
+            if sequence.state is State.RUNNING:
+                self._leave_batch(sequence)
+            else:
+                self.num_holding -= sequence.num_slots
+            self.pool.release(sequence.held_blocks)
+            self.pool.unreserve(sequence.reserved)
+        sequence.blocks, sequence.reserved, sequence.copy_source = [], [], None
+        sequence.move(State.FINISHED)
+
+    def end_search(self, search: Search) -> None:
+        """Frees whatever its beams hold."""
+        del self.searches[search.spec.id]
+        for member in search.members:
+            self.end(member)
+
+    def cancel_choice(self, sequence_id: int, choice: int) -> None:
+        """See `Engine.cancel_choice`."""
+        sequence, search = self.sequences.get(sequence_id), self.searches.get(sequence_id)
+        if search:
+            wanted = search.choices
+        elif sequence and sequence.spec.num_choices > 1:
+            wanted = sequence.choices
+        else:
+            self.finish(sequence_id + choice)
+            return
+        if choice in wanted:
+            wanted.remove(choice)
+            if not wanted:
+                self.finish(sequence_id)
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless every block held is held by exactly the sequences that say so."""
+        self.pool.check_integrity()
+        holders = [[0, 0] for _ in range(self.config.num_blocks)]
+        reserved: list[int] = []
+        for sequence in self.sequences.values():
+            reserved += sequence.reserved
+            for block in sequence.held_blocks:
+                holders[block][sequence.state is State.LEASED] += 1
+        for block, (owners, leases) in enumerate(holders):
+            if (owners, leases) != self.pool.holders(block):
+                raise RuntimeError(
+                    f"block {block}: {owners} owners, {leases} leases; booked {self.pool.holders(block)}"
+                )
+        if not len(reserved) == len(set(reserved)) == self.pool.count(BlockState.RESERVED):
+            raise RuntimeError(f"{reserved} reserved, {self.pool.count(BlockState.RESERVED)} booked")
+        states = [sequence.state for sequence in self.sequences.values() for _ in range(sequence.num_slots)]
+        holding = sum(state in (State.IMPORTING, State.RUNNING) for state in states)
+        if holding != self.num_holding or states.count(State.LEASED) != self.num_leased:
+            raise RuntimeError(f"{holding} sequences hold blocks, {self.num_holding} booked; of {states}")
+
+    def _leave_batch(self, sequence: Sequence) -> None:
+        self.num_holding -= sequence.num_slots
+        self.running.remove(sequence)
+        self.dropped.append(sequence.spec.id)

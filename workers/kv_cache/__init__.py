@@ -1,0 +1,1 @@
+"""Describes KV cache without tensors: layout, sharding, resharding, the store's protocol."""

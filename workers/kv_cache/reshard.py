@@ -1,0 +1,62 @@
+"""Which piece of KV cache goes from which prefill rank to which decode rank, for any two degrees of tensor parallelism.
+
+Pure arithmetic on KV slots (see `engine.sharding`). A piece stands for all layers and tokens; the canonical form of the
+cache, [layer, key or value, token, KV head, head_dim], makes it one slice of the KV head axis on either side, whatever
+the block sizes and storage layouts are.
+"""
+
+from dataclasses import dataclass
+
+from .sharding import check_split, kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Neighbouring KV slots of one source rank that fill as many neighbouring slots of a target rank, in order."""
+
+    source_rank: int
+    source_slots: range
+    target_slots: range
+
+
+def plan(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, target_rank: int) -> tuple[Piece, ...]:
+    """The pieces that fill every KV slot of a target (decode) rank exactly once, in the order of its slots.
+
+    8 query heads over 2 KV heads, from tp 4 to tp 1: source ranks hold the KV heads (0) (0) (1) (1), the target holds
+    (0, 1). It reads its slot 0 from rank 0 and its slot 1 from rank 2. Back, from tp 1 to tp 4, each target rank reads
+    its one slot from slot 0 or 1 of source rank 0.
+
+    There are as few pieces as can be. Of source ranks that would do equally well a target takes one that it reads from
+    anyway, or else the one nearest to that which computes the same query heads: so target ranks spread over replicas,
+    and between equal degrees each rank reads from its like. Raises ValueError as `check_split` does."""
+    check_split(num_heads, num_kv_heads, source_tp)
+    sources = [kv_heads(num_heads, num_kv_heads, source_tp, rank) for rank in range(source_tp)]
+    wanted = kv_heads(num_heads, num_kv_heads, target_tp, target_rank)
+    pieces: list[Piece] = []
+    used: set[int] = set()
+    start = 0
+    while start < len(wanted):
+        # Any part of a run is a run: taking the longest each time gives the fewest.
+        runs = [_longest_run(slots, wanted[start:]) for slots in sources]
+        length = max(map(len, runs))
+        same_heads = (target_rank * len(wanted) + start) * source_tp // (target_tp * len(wanted))
+        rank = min(
+            (rank for rank, run in enumerate(runs) if len(run) == length),
+            key=lambda rank: (rank not in used, abs(rank - same_heads)),
+        )
+        target_slots = range(start, start + length)
+        pieces.append(Piece(source_rank=rank, source_slots=runs[rank], target_slots=target_slots))
+        used.add(rank)
+        start += length
+    return tuple(pieces)
+
+
+def _longest_run(slots: tuple[int, ...], wanted: tuple[int, ...]) -> range:
+    """The longest run of `slots` whose heads `wanted` begins with; the first of equals, empty if there is none."""
+    best = range(0)
+    for first in range(len(slots)):
+        stop = first
+        while stop < len(slots) and slots[first : stop + 1] == wanted[: stop + 1 - first]:
+            stop += 1
+        best = max(best, range(first, stop), key=len)
+    return best

@@ -1,0 +1,1 @@
+"""Computes attention over the paged KV cache."""

@@ -1,0 +1,1 @@
+"""Holds the layers that models are built of."""

@@ -1,0 +1,74 @@
+"""Rotary position embedding (arXiv 2104.09864) and its scalings, equal to transformers'."""
+
+import math
+
+import torch
+
+from .. import kernels
+from ..config import RopeConfig
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """The angle per position of each pair of dimensions: float32 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (config.theta**exponents)
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "llama3":
+        return _llama3(config, frequencies)
+    if config.kind == "yarn":
+        return _yarn(config, frequencies, head_dim)
+    return frequencies
+
+
+class RotaryTable:
+    """Turns positions into the cosines and sines that `rotate` takes."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        half = inverse_frequencies(config, head_dim).to(device)
+        self._frequencies = torch.cat((half, half))  # [head_dim]
+        self._scale = config.attention_factor
+        # The minus of rotate_half, moved from the activations into the table.
+        self._signed_scale = torch.full((head_dim,), self._scale, device=device)
+        self._signed_scale[: head_dim // 2] *= -1
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [num_tokens] to cosines and signed sines, each [num_tokens, 1, head_dim]."""
+        angles = (positions.float()[:, None] * self._frequencies)[:, None]
+        return (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._signed_scale).to(self._dtype)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryTable's result, in place where there is a kernel."""
+    if native := kernels.of(heads):
+        native.rotate(heads, cos, sin)
+        return heads
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: long waves are slowed by the factor, short ones kept, those between blended."""
+    context = config.original_max_position
+    waves = 2 * math.pi / frequencies
+    scaled = torch.where(waves > context / config.low_freq_factor, frequencies / config.factor, frequencies)
+    smooth = (context / waves - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blended = (1 - smooth) * scaled / config.factor + smooth * scaled
+    between = (waves >= context / config.high_freq_factor) & (waves <= context / config.low_freq_factor)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(config: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071): a ramp over the dimensions between keeping and slowing by the factor."""
+
+    def dimension(num_rotations: float) -> float:
+        turns = config.original_max_position / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies / config.factor * ramp + frequencies * (1 - ramp)

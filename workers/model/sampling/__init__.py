@@ -1,0 +1,1 @@
+"""Chooses the next tokens: logits processors, filters, grammars, sampling."""

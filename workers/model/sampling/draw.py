@@ -1,0 +1,90 @@
+"""Draws the next tokens of a batch on the device, as a function of logits, parameters, seed and position alone.
+
+Order: temperature, then the filters. The choice is Gumbel-max: argmax(logit - log E), E exponential noise hashed from
+(seed, position, token id). So neither the batch nor the device changes the draw, and rounding of the logits changes it
+only at near ties.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from ...engine.plan import SamplingParams
+from ..device import column, indices, to_device
+from ..kernels import cpu
+from .filters import filter_scores, has_filter
+
+MIN_TEMPERATURE: Final = 1e-5  # below it a choice is greedy: the division would overflow float32
+
+_MASK64: Final = 2**64 - 1
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """logits [num_rows, vocab_size] to token ids [num_rows], int64.
+
+    `positions` are those of the sampled tokens in their sequences."""
+    native = cpu.usable(logits)
+    random = [row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE]
+    tokens = _draw_native(logits, params, positions) if native else logits.argmax(-1)
+    for filtered in (True,) if native else (False, True):
+        rows = [row for row in random if has_filter(params[row]) == filtered]
+        if rows:
+            there = indices(rows, logits.device)
+            keys = [_keys(params[row].seed, positions[row]) for row in rows]
+            tokens[there] = _draw_random(logits[there].float(), [params[row] for row in rows], keys, filtered)
+    return tokens
+
+
+def _draw_native(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """The tokens of all rows, those with filters greedily."""
+    temperatures = [0.0 if has_filter(row) or row.temperature < MIN_TEMPERATURE else row.temperature for row in params]
+    keys = [_keys(row.seed, position) for row, position in zip(params, positions, strict=True)]
+    return cpu.sample(logits, torch.tensor(temperatures), torch.tensor(keys))
+
+
+def _draw_random(
+    logits: torch.Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]], filtered: bool
+) -> torch.Tensor:
+    scores = logits / column([row.temperature for row in params], logits)
+    ids = torch.arange(logits.shape[1], device=logits.device)[None]
+    if filtered:
+        scores, ids = filter_scores(scores, params)
+    best = (scores - exponential_noise(ids, keys).log_()).argmax(-1, keepdim=True)
+    return ids.expand(len(params), -1).gather(1, best).squeeze(1)
+
+
+def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Exponential variates, float32 [num_rows, n], of token ids [1 or num_rows, n] under each row's key.
+
+    A 32-bit integer hash (two rounds of multiply and xor-shift, constants of lowbias32) with half of the key before
+    each round; 31 bits of it make the uniform variate."""
+    words = torch.tensor([[_signed(word) for word in key] for key in keys], dtype=torch.int32)
+    first, second = to_device(words, ids.device)[:, :, None].unbind(1)  # [num_rows, 1] each
+    x = ids.to(torch.int32) * _signed(0x9E3779B1) + first
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= _signed(0x7FEB352D)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x += second
+    x *= _signed(0x846CA68B)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _keys(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys of a 64-bit seed and a position, by splitmix64 (Steele et al., OOPSLA 2014)."""
+    mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ position)
+    return mixed >> 32, mixed & 0xFFFFFFFF
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of a 32-bit word."""
+    return word - 2**32 if word >= 2**31 else word

@@ -1,0 +1,208 @@
+"""Grammars that completions keep to, as llguidance compiles and follows them.
+
+A sequence whose grammar cannot be compiled here, whose tokens break it, or which takes more than the limits in one
+step, has failed, and the batch goes on.
+"""
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from ....proto.deep_stack import on_deep_stack
+from ...engine.plan import SequenceStep
+
+_NUM_RECENT: Final = 32  # kept compiled, whoever uses them
+_MAX_MASK_THREADS: Final = 8
+_CORES_PER_MASK_THREAD: Final = 4
+_MAX_ERROR_CHARACTERS: Final = 200
+# No step of any grammar that was tried takes more than 15 ms, with 49,152 tokens; llguidance's own limits allow 2 s. A
+# choice of 1,024 texts, a schema with 300 optional properties, and 128 tools are within them.
+_LIMITS: Final = LLParserLimits(
+    max_items_in_row=1_500,
+    step_max_items=2_000,
+    initial_lexer_fuel=100_000,
+    step_lexer_fuel=50_000,
+    max_lexer_states=50_000,  # a state takes 1 to 2 kB
+    verbose_errors=False,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Compiled:
+    """A grammar at the beginning of a completion. Copies share what they learn of the lexer's states."""
+
+    matcher: LLMatcher
+
+
+class Grammars:
+    """The grammars that one model's sequences use. Safe to use from any thread."""
+
+    def __init__(self, folder: Path | None, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """`folder` holds tokenizer.json, which is read when the first grammar comes."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self.end_ids = tuple(end_ids)
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
+        self._recent: OrderedDict[str, Compiled] = OrderedDict()  # the last used
+
+    def load(self, grammar: str) -> Compiled:
+        """Compiles a grammar, JSON or Lark as llguidance reads them, unless it is. It stays so while somebody holds the
+        result. Raises ValueError if it cannot be followed. May take seconds, but not the lock of others."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._keep(grammar, found)
+                return found
+        made = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar))
+        with self._lock:
+            made = self._compiled.setdefault(grammar, made)  # another thread may have been faster
+            self._keep(grammar, made)
+            return made
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of a completion. Raises ValueError if the grammar cannot be followed."""
+        found = self.load(grammar)
+        with self._lock:
+            return found.matcher.deep_copy()
+
+    def forget(self, grammar: str) -> None:
+        """Whoever loads it next has it compiled anew: the lexer that all matchers of a grammar share may be full."""
+        with self._lock:
+            self._compiled.pop(grammar, None)
+            self._recent.pop(grammar, None)
+
+    def _keep(self, grammar: str, compiled: Compiled) -> None:
+        self._recent[grammar] = compiled
+        self._recent.move_to_end(grammar)
+        while len(self._recent) > _NUM_RECENT:
+            self._recent.popitem(last=False)
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._read()
+            return self._tokenizer
+
+    def _read(self) -> LLTokenizer:
+        if self._folder is None or not self.end_ids:
+            raise ValueError("this model has no tokenizer or no end token, so it cannot follow a grammar")
+        try:
+            fields = json.loads((self._folder / "tokenizer.json").read_bytes())
+            text = json.dumps(fields | {"padding": None, "truncation": None})
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
+        except (OSError, ValueError, TypeError):
+            raise ValueError("this model's tokenizer.json does not serve for grammars") from None
+
+
+def _compile(tokenizer: LLTokenizer, grammar: str) -> Compiled:
+    """Recurses over chains of rules, unlike all that a matcher does later. Raises ValueError."""
+    made = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    made.compute_bitmask()  # fills the lexer's cache for all copies, and may reach a limit
+    if made.is_error():
+        raise ValueError(f"the grammar cannot be followed: {_brief(made.get_error())}")
+    return Compiled(made)
+
+
+class Matchers:
+    """Follows the grammars of sequences. Used from one thread."""
+
+    def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
+        """`grammars`: None follows none."""
+        self._grammars = grammars
+        self._num_words = -(-vocab_size // 32)
+        ends = np.zeros(32 * self._num_words, bool)
+        ends[list(grammars.end_ids if grammars else ())] = True
+        self._ends = torch.from_numpy(np.packbits(ends, bitorder="little").view(np.int32))  # [num_words], bits
+        self._matchers: dict[int, LLMatcher | str] = {}  # or why there is none
+        self._texts: dict[int, str] = {}
+        self._num_read: dict[int, int] = {}  # tokens of the sequence that are prompt or were given to its matcher
+        self._failures: dict[int, str] = {}
+        # On few cores the model's threads are in the way of others: one wait for a core is longer than most masks.
+        num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
+        self._num_threads = num_threads
+        self._executor: LLExecutor | None = None
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._matchers
+
+    def admit(self, sequence_id: int, grammar: str, history: Sequence[int], num_prompt: int) -> None:
+        """Makes a sequence known, or anew; it goes on after `history`. May take seconds if nobody has loaded the
+        grammar before."""
+        if self._grammars is None:
+            return
+        try:
+            matcher = self._grammars.matcher(grammar)
+        except ValueError as error:
+            self._matchers[sequence_id] = f"grammar: {error}"
+        else:
+            matcher.consume_tokens(list(history[num_prompt:]))
+            self._matchers[sequence_id] = matcher
+        self._texts[sequence_id] = grammar
+        self._num_read[sequence_id] = len(history)
+
+    def release(self, sequence_id: int) -> None:
+        """Idempotent."""
+        self._matchers.pop(sequence_id, None)
+        self._texts.pop(sequence_id, None)
+        self._num_read.pop(sequence_id, None)
+
+    def masks(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """Reads the tokens of such sequences' steps, none of them pending, and says what may follow: int32 [num_steps,
+        num_words], a bit for each token; of those that have failed, an end token.
+
+        Takes 5 to 500 us a sequence, or what the limits allow, during which other threads run; a GPU meanwhile computes
+        the logits."""
+        masks = torch.zeros(len(steps), self._num_words, dtype=torch.int32)
+        matchers: list[tuple[LLMatcher, int]] = []
+        for row, step in enumerate(steps):
+            matcher = self._matchers[step.sequence_id]
+            if isinstance(matcher, str):
+                masks[row] = self._ends
+                self._failures[step.sequence_id] = matcher
+                continue
+            num_read = self._num_read[step.sequence_id]
+            matcher.consume_tokens(list(step.token_ids[max(num_read - step.start, 0) :]))
+            self._num_read[step.sequence_id] = max(num_read, step.start + len(step.token_ids))
+            matchers.append((matcher, row))
+        num_bytes = 4 * self._num_words
+        if self._num_threads > 1 and len(matchers) > 1:
+            self._executor = self._executor or LLExecutor(self._num_threads)
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), num_bytes, len(steps))
+        else:
+            for matcher, row in matchers:
+                matcher.unsafe_compute_mask_ptr(masks.data_ptr() + row * num_bytes, num_bytes)
+        for matcher, row in matchers:
+            if matcher.is_error():
+                masks[row] = self._ends
+                self._fail(steps[row].sequence_id, matcher)
+        return masks
+
+    def take_failures(self) -> dict[int, str]:
+        """Why, by sequence, those have failed whose masks were asked for since the last call."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _fail(self, sequence_id: int, matcher: LLMatcher) -> None:
+        reason = f"grammar: the completion cannot go on: {_brief(matcher.get_error())}"
+        self._matchers[sequence_id] = self._failures[sequence_id] = reason
+        if self._grammars is not None:
+            self._grammars.forget(self._texts[sequence_id])
+
+
+def _brief(error: str) -> str:
+    """The first line of what llguidance says, without what it quotes after it."""
+    return error.strip().partition("\n")[0].rstrip(" :")[:_MAX_ERROR_CHARACTERS]

@@ -1,0 +1,1 @@
+"""Runs one worker's model across tensor-parallel ranks."""
