@@ -5,7 +5,7 @@ from typing import Final
 
 from rich.table import Table
 
-from ...proto import inference_pb2
+from ..proto import inference_pb2
 
 TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
 

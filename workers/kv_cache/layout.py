@@ -8,6 +8,16 @@ ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGeometry:
+    """The attention of one layer, as its KV cache sees it."""
+
+    num_heads: int  # query heads: they decide which KV heads a rank has, see `sharding`
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None  # tokens that a query sees, its own included; None: all before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """The KV cache of a model, however ranks split it. Its canonical form is [layer, key or value, token, KV head,
     head_dim] of dtype."""
