@@ -1,4 +1,4 @@
-"""Beam search without a model: which hypotheses go on with which tokens, and which are the best in the end.
+"""Runs a beam search without a model: which hypotheses continue with which tokens, and which are the best at the end.
 
 Follows transformers' `GenerationMixin._beam_search` for one prompt without sampling, rounding included, so that equal
 log probabilities give equal hypotheses and scores. Knows nothing of sequences, blocks or steps.
@@ -6,31 +6,26 @@ log probabilities give equal hypotheses and scores. Knows nothing of sequences, 
 
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
-from dataclasses import dataclass
 from typing import Final
 
 Candidate = tuple[int, float]
 """A token that may come next, and its log probability, float32."""
 
 Move = tuple[int, int]
-"""The place of the beam that goes on, among those before, and the token it goes on with."""
+"""The index of the beam that continues, among the previous beams, and its next token."""
+
+Hypothesis = tuple[tuple[int, ...], float]
+"""The tokens of a continuation and its score, float32: the sum of its log probabilities; once finished, with the length
+penalty."""
 
 _LEAST_FLOAT: Final = 2.0**-149
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hypothesis:
-    """A continuation of the prompt: one that goes on, or one that has ended."""
-
-    tokens: tuple[int, ...]
-    score: float  # float32: the sum of its log probabilities; of one that has ended, with the length penalty
-
-
 class Beams:
-    """The `width` likeliest continuations so far, the likeliest first, and the best of those that have ended.
+    """Holds the `width` likeliest running hypotheses, the likeliest first, and the best finished ones.
 
-    A continuation ends with a stop token, which it keeps, or with max_tokens tokens. With early stopping the search
-    ends as soon as `width` have ended; else once the likeliest that goes on is worth no more than the worst of them.
+    A hypothesis finishes with a stop token, which it keeps, or with max_tokens tokens. With early stopping the search
+    ends as soon as `width` have finished; else once the likeliest running one scores no more than the worst of them.
     """
 
     def __init__(
@@ -44,7 +39,7 @@ class Beams:
         min_tokens: int = 0,
         late_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`late_ids` are no candidates for the first min_tokens tokens."""
+        """`late_ids` are excluded from the first min_tokens tokens."""
         self._width = width
         self._max_tokens = max_tokens
         self._stop_ids = stop_ids
@@ -52,55 +47,53 @@ class Beams:
         self._early_stopping = early_stopping
         self._min_tokens = min_tokens
         self._late_ids = late_ids
-        self._running = [Hypothesis(tokens=(), score=0.0)]
-        self._ended: list[Hypothesis] = []
+        self._running: list[Hypothesis] = [((), 0.0)]
+        self._finished: list[Hypothesis] = []
         self._length = 0
-        self._most_running = width
+        self._max_running = width
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens `advance` has to know: `width` are left of them even if all stop tokens
-        are likelier, and whatever can become a beam or end as one is among those of all beams."""
+        """How many of a beam's likeliest tokens `advance` needs: `width` remain even if all stop tokens are likelier,
+        so every next or finished hypothesis is among those of all beams."""
         return self._width + max(1, len(self._stop_ids | self._late_ids))
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[Move]:
-        """Takes the next tokens of each beam, in the order of the moves before, the likeliest first; at the start there
-        is one beam. Returns how the beams of the next step come about: `width` of them, or fewer for good if there are
-        fewer tokens than `num_candidates`; none when the search is over."""
+        """Takes the next tokens of each beam, the likeliest first, in the order of the previous moves; at the start
+        there is one beam. Returns the moves that give the next beams: `width` of them, or permanently fewer if there
+        are fewer tokens than `num_candidates`; none when the search is over."""
         self._length += 1
-        ranked = sorted(self._continue(candidates), key=lambda continued: -continued[0])  # of equals the earlier beam's
-        over = self._length >= self._max_tokens
-        ended = [c for c in ranked[: self._width] if over or c[2] in self._stop_ids]
-        going = [] if over else [c for c in ranked if c[2] not in self._stop_ids][: self._most_running]
-        self._most_running = len(going)
-        self._end([Hypothesis(tokens=self._tokens(c), score=self._worth(c[0])) for c in ended])
-        self._running = [Hypothesis(tokens=self._tokens(c), score=c[0]) for c in going]
-        return [] if not going or self._is_settled() else [(place, token) for _, place, token in going]
+        ranked = sorted(self._extend(candidates), key=lambda extended: -extended[0])  # stable: earlier beams win ties
+        is_last = self._length >= self._max_tokens
+        ended = [c for c in ranked[: self._width] if is_last or c[2] in self._stop_ids]
+        running = [] if is_last else [c for c in ranked if c[2] not in self._stop_ids][: self._max_running]
+        self._max_running = len(running)
+        finished = [(self._tokens(c), self._penalized(c[0])) for c in ended]
+        self._finished = sorted(self._finished + finished, key=lambda hypothesis: -hypothesis[1])[: self._width]
+        self._running = [(self._tokens(c), c[0]) for c in running]
+        return [] if not running or self._is_done() else [(beam, token) for _, beam, token in running]
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The best that have ended, the best first; `count` of them once the search is over."""
-        return self._ended[:count]
+        """Returns the best finished hypotheses, the best first; `count` of them once the search is over."""
+        return self._finished[:count]
 
-    def _continue(self, candidates: Sequence[Sequence[Candidate]]) -> Iterator[tuple[float, int, int]]:
-        """The score of every continuation by one token, the place of its beam, and the token."""
-        barred = self._late_ids if self._length <= self._min_tokens else frozenset()
-        for place, (beam, row) in enumerate(zip(self._running, candidates, strict=True)):
+    def _extend(self, candidates: Sequence[Sequence[Candidate]]) -> Iterator[tuple[float, int, int]]:
+        """Yields the score of every extension by one token, the index of its beam, and the token."""
+        excluded = self._late_ids if self._length <= self._min_tokens else frozenset()
+        for beam, ((_, score), row) in enumerate(zip(self._running, candidates, strict=True)):
             for token, logprob in row:
-                if token not in barred:
-                    yield c_float(beam.score + logprob).value, place, token
+                if token not in excluded:
+                    yield c_float(score + logprob).value, beam, token
 
-    def _tokens(self, continued: tuple[float, int, int]) -> tuple[int, ...]:
-        return (*self._running[continued[1]].tokens, continued[2])
+    def _tokens(self, extended: tuple[float, int, int]) -> tuple[int, ...]:
+        return (*self._running[extended[1]][0], extended[2])
 
-    def _end(self, hypotheses: list[Hypothesis]) -> None:
-        self._ended = sorted(self._ended + hypotheses, key=lambda hypothesis: -hypothesis.score)[: self._width]
-
-    def _is_settled(self) -> bool:
-        """Whether enough have ended, and going on is not worth it."""
-        if len(self._ended) < self._width:
+    def _is_done(self) -> bool:
+        """Whether enough hypotheses have finished and no running one can replace them."""
+        if len(self._finished) < self._width:
             return False
-        return self._early_stopping or self._worth(self._running[0].score) <= self._ended[-1].score
+        return self._early_stopping or self._penalized(self._running[0][1]) <= self._finished[-1][1]
 
-    def _worth(self, score: float) -> float:
-        """A score with the length penalty of the current length."""
+    def _penalized(self, score: float) -> float:
+        """Returns a score with the length penalty of the current length."""
         return c_float(score / max(c_float(self._length**self._length_penalty).value, _LEAST_FLOAT)).value

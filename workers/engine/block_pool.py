@@ -1,4 +1,4 @@
-"""The KV blocks of one worker: who holds which, and which of them carry a prefix worth keeping.
+"""Accounts for the KV blocks of one worker: their owners and leases, and the prefix cache.
 
 Knows block numbers and hashes; nothing of tensors, tokens or sequences.
 """
@@ -8,12 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
-class OutOfBlocks(Exception):
-    """Fewer blocks are free or evictable than were asked for; nothing was taken."""
-
-
 class BlockState(enum.Enum):
-    """Each block is in exactly one state; the five counts add up to the pool's size.
+    """Names the state of a block. Each block is in exactly one; the five counts add up to the pool's size.
 
         FREE ──reserve──> RESERVED ──claim──> OWNED ──lease──> LEASED
          ^ ^                 │                 │ ^ ^              │
@@ -35,10 +31,10 @@ class BlockState(enum.Enum):
 
 
 class BlockPool:
-    """Ref-counted blocks with a hash-chained prefix cache and least-recently-used eviction.
+    """Keeps ref-counted blocks with a hash-chained prefix cache and least-recently-used eviction.
 
-    Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. Whoever calls the first of a pair
-    owes the second. Not thread-safe: the engine's thread alone calls it.
+    Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the first of a pair
+    has to call the second. Not thread-safe: only the engine's thread calls it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -55,20 +51,20 @@ class BlockPool:
         self._evicted: dict[bytes, None] = {}
 
     def count(self, state: BlockState) -> int:
-        """How many blocks are in `state`."""
+        """Returns how many blocks are in `state`."""
         return self._count[state]
 
     def holders(self, block: int) -> tuple[int, int]:
-        """How many sequences and how many leases hold `block`."""
+        """Returns how many sequences and how many leases hold `block`."""
         return self._owners[block], self._leases[block]
 
     @property
     def num_available(self) -> int:
-        """Blocks that `reserve` could take now: free ones and cached ones."""
+        """How many blocks `reserve` could take now: free ones and cached ones."""
         return self._count[BlockState.FREE] + self._count[BlockState.CACHED]
 
     def match(self, chain: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of `chain`. Takes nothing: `share` them before anything else."""
+        """Returns the blocks of the longest cached prefix of `chain`. `share` them before any other call."""
         blocks = []
         for digest in chain:
             block = self._block_of.get(digest)
@@ -78,44 +74,44 @@ class BlockPool:
         return blocks
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` count as available now and would not once shared."""
+        """Returns how many of `blocks` are available now and would not be once shared."""
         return sum(self._state[block] is BlockState.CACHED for block in blocks)
 
     def reserve(self, count: int) -> list[int]:
-        """Takes `count` blocks, evicting cached ones at need. Raises OutOfBlocks and takes none if there are fewer."""
+        """Takes `count` blocks, evicting cached ones at need. Raises RuntimeError and takes none if there are fewer."""
         if count > self.num_available:
-            raise OutOfBlocks(f"{count} blocks asked for, {self.num_available} available")
+            raise RuntimeError(f"{count} blocks requested, {self.num_available} available")
         return [self._take() for _ in range(count)]
 
     def unreserve(self, blocks: Iterable[int]) -> None:
-        """Gives reserved blocks back; their content was never visible."""
+        """Returns reserved blocks to the pool; their content was never visible."""
         for block in blocks:
             self._expect(block, BlockState.RESERVED)
             self._move(block, BlockState.FREE)
 
     def claim(self, blocks: Iterable[int]) -> None:
-        """Reserved blocks become one sequence's own."""
+        """Makes reserved blocks one sequence's own."""
         for block in blocks:
             self._expect(block, BlockState.RESERVED)
             self._owners[block] = 1
             self._move(block, BlockState.OWNED)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more sequence holds blocks that `match` found."""
+        """Adds one owner to blocks that `match` found."""
         for block in blocks:
             self._expect(block, BlockState.OWNED, BlockState.LEASED, BlockState.CACHED)
             self._owners[block] += 1
             self._move(block, BlockState.OWNED)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A sequence lets go. The last block goes first in line for eviction: a prefix outlives what follows it."""
+        """Removes one owner. The last block is evicted first, so that a prefix outlives its continuation."""
         for block in reversed(blocks):
             self._expect(block, BlockState.OWNED)
             self._owners[block] -= 1
             self._settle(block)
 
     def lease(self, blocks: Sequence[int]) -> None:
-        """A sequence's hold becomes a lease for a remote reader."""
+        """Turns one ownership into a lease for a remote reader."""
         for block in blocks:
             self._expect(block, BlockState.OWNED)
             self._leases[block] += 1
@@ -123,11 +119,11 @@ class BlockPool:
             self._settle(block)
 
     def unlease(self, blocks: Sequence[int]) -> None:
-        """A lease ends."""
+        """Ends one lease."""
         for block in reversed(blocks):
             self._expect(block, BlockState.OWNED, BlockState.LEASED)
             if not self._leases[block]:
-                raise RuntimeError(f"block {block} has no lease to end")
+                raise RuntimeError(f"block {block} has no lease")
             self._leases[block] -= 1
             self._settle(block)
 
@@ -137,18 +133,17 @@ class BlockPool:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
-            _note(digest, self._stored, self._evicted)
+            _record(digest, self._stored, self._evicted)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """The hashes that `match` has come to know and those that it has forgotten since the last call. One that came
-        and went between is neither."""
+        """Returns the hashes that entered and left the cache since the last call, without those that did both."""
         stored, evicted = tuple(self._stored), tuple(self._evicted)
         self._stored.clear()
         self._evicted.clear()
         return stored, evicted
 
-    def told_hashes(self) -> list[bytes]:
-        """The hashes that `match` knew when `take_changes` was last called."""
+    def reported_hashes(self) -> list[bytes]:
+        """Returns the hashes that were in the cache at the last call of `take_changes`."""
         return [digest for digest in self._block_of if digest not in self._stored] + list(self._evicted)
 
     def check_integrity(self) -> None:
@@ -166,7 +161,7 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is {state.value} with owners, leases {held}")
         counts = {state: self._state.count(state) for state in BlockState}
         if counts != self._count or sum(counts.values()) != self.num_blocks:
-            raise RuntimeError(f"counted {counts}, booked {self._count}, total {self.num_blocks}")
+            raise RuntimeError(f"counted {counts}, expected {self._count}, total {self.num_blocks}")
         if sorted(self._free) != [b for b, s in enumerate(self._state) if s is BlockState.FREE]:
             raise RuntimeError("the free list differs from the free blocks")
         if set(self._lru) != {b for b, s in enumerate(self._state) if s is BlockState.CACHED}:
@@ -179,12 +174,12 @@ class BlockPool:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-            _note(digest, self._evicted, self._stored)
+            _record(digest, self._evicted, self._stored)
         self._move(block, BlockState.RESERVED)
         return block
 
     def _settle(self, block: int) -> None:
-        """Moves a block to the state that its counts and hash say, once a hold has ended."""
+        """Moves a block to the state that follows from its counts and hash."""
         if self._owners[block]:
             state = BlockState.OWNED
         elif self._leases[block]:
@@ -214,8 +209,8 @@ class BlockPool:
             raise RuntimeError(f"block {block} is {self._state[block].value}")
 
 
-def _note(digest: bytes, changes: dict[bytes, None], opposites: dict[bytes, None]) -> None:
-    """One of the changes; with its opposite it is none."""
+def _record(digest: bytes, changes: dict[bytes, None], opposites: dict[bytes, None]) -> None:
+    """Adds a hash to the changes, or removes the opposite change of it."""
     if digest in opposites:
         del opposites[digest]
     else:

@@ -1,6 +1,6 @@
-"""The engine: schedule, launch, update.
+"""Runs sequences on an executor: schedule, execute, update.
 
-Knows nothing about tokenization, text, networks or where its plans are carried out.
+Knows nothing of tokenization, text, networks or where its plans are carried out.
 """
 
 import time
@@ -11,6 +11,7 @@ from .block_pool import BlockState
 from .config import EngineConfig
 from .events import Event
 from .plan import Executor, FirstTokens, Samples, StepPlan
+from .request_table import RequestTable
 from .scheduler import Scheduler
 from .sequence import SequenceSpec
 
@@ -18,65 +19,65 @@ _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
 
 
 class QueueFull(Exception):
-    """The queue has reached its bound."""
-
-
-class DoesNotFit(Exception):
-    """The sequence could not run even alone."""
+    """Reports that the queue has reached its bound."""
 
 
 class Engine:
     """Runs sequences on an executor, step after step. All calls come from one thread.
 
-    With `config.overlap`, one step is in flight between two calls of `step`, so that the executor has the next one
-    before it is done with the last.
+    With `config.overlap`, one step is in flight between two calls of `step`, so that the executor has the next step
+    before it has finished the last.
     """
 
     def __init__(self, executor: Executor, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
         self.config = config
-        self.scheduler = Scheduler(config, clock)
-        self.step_seconds = 0.0  # moving mean of the steps that had decodes; read from any thread
+        self.requests = RequestTable(config, clock)
+        self.scheduler = Scheduler(self.requests)
+        self.step_seconds = 0.0  # moving mean of the steps with decodes; read from any thread
         self._clock = clock
         self._executor = executor
         self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = None  # launched, not yet collected
 
     def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
-        """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else from now. Raises
-        QueueFull or DoesNotFit, and then holds nothing of it."""
+        """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else from now.
+
+        Raises QueueFull, and ValueError if the sequence does not fit even alone; then the engine holds nothing of it.
+        """
+        budgets = self.config.budgets
         if not self.scheduler.fits(spec):
             times = f"{spec.num_choices} times " if spec.num_choices > 1 else ""
-            room = f"{self.config.capacity_tokens} tokens, {self.config.max_sequences} sequences"
-            raise DoesNotFit(f"{times}{len(spec.tokens)} + {spec.max_tokens} tokens; room for {room}")
-        if self.scheduler.num_waiting >= self.config.max_waiting:
-            raise QueueFull(f"{self.config.max_waiting} sequences are waiting")
-        self.scheduler.add(spec, submitted)
+            capacity = f"{self.config.capacity_tokens} tokens, {budgets.max_sequences} sequences"
+            raise ValueError(f"{times}{len(spec.tokens)} + {spec.max_tokens} tokens exceed the capacity of {capacity}")
+        if len(self.requests.waiting) >= budgets.max_waiting:
+            raise QueueFull(f"{budgets.max_waiting} sequences are waiting")
+        self.requests.add(spec, submitted)
 
     def cancel(self, sequence_id: int) -> None:
-        """Frees whatever the sequence holds, be it queued, importing, running or leased. Idempotent. No event of the
-        sequence comes after it.
+        """Frees whatever the sequence holds, in any state. Idempotent. No event of the sequence follows.
 
-        A submit for n choices takes the ids id to id + n - 1. Until the choices have their first tokens, or for good in
-        a PREFILL, the first id stands for all; then each is a sequence of its own. So whoever is done with all of them
-        cancels every id, in any order. The beams of a search end together, with any of their ids.
+        A submit for n choices takes the ids id to id + n - 1. Until the choices have their first tokens, and always in
+        a PREFILL, the first id stands for all; then each choice is a sequence of its own. So a caller that ends all of
+        them cancels every id, in any order. The beams of a search end together, with any of their ids.
 
-        The blocks may belong to another sequence at once: whoever fills an import must have stopped before, and what a
-        reader copies out of them meanwhile is worthless."""
-        self.scheduler.finish(sequence_id)
+        The blocks may belong to another sequence at once: an import must have stopped writing before, and data that a
+        transfer reads from them afterwards is invalid."""
+        self.requests.finish(sequence_id)
 
     def cancel_choice(self, sequence_id: int, choice: int) -> None:
-        """Ends one choice, or hypothesis, of those submitted as sequence_id, wherever they stand: no event of it comes
-        any more, and if it is no sequence yet it never will be. Idempotent. The last one's end is a `cancel` of them
-        all."""
-        self.scheduler.cancel_choice(sequence_id, choice)
+        """Ends one choice, or hypothesis, of those submitted as sequence_id, in any state: no event of it follows, and
+        it never becomes a sequence if it is none yet. Idempotent. Ending the last choice cancels the request."""
+        self.requests.cancel_choice(sequence_id, choice)
 
-    def commit_import(self, sequence_id: int, opening: FirstTokens) -> None:
-        """The KV cache of a DECODE sequence has arrived whole and verified: from the next step on it runs. A choice
-        that its first token does not end yields the tokens after it; one that it ends yields that token again.
+    def commit_import(self, sequence_id: int, first_tokens: FirstTokens) -> None:
+        """Starts a DECODE sequence whose KV cache has arrived whole and verified: it runs from the next step on. A
+        choice whose first token does not finish it yields the tokens after it; one that it finishes yields that token
+        again.
 
-        Unknown ids are ignored, since a cancel may have been faster. Raises RuntimeError unless the sequence is
-        importing, and ValueError if the opening has not a token for each choice or beam, with log probabilities for
-        beams and none else."""
-        self.scheduler.commit_import(sequence_id, opening)
+        Ignores unknown ids, since a cancel may come first. Raises RuntimeError unless the sequence is importing, and
+        ValueError if first_tokens does not match the request, see
+        `SequenceSpec.check_first_tokens`."""
+        self.scheduler.commit_import(sequence_id, first_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -85,10 +86,10 @@ class Engine:
 
     def step(self, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
         """Launches a step of the batch, if there is anything to compute, and waits for its end; with overlap for the
-        end of the step that the call before this one launched.
+        end of the step that the previous call launched.
 
-        Returns the events. Those that are known before the end (admissions, joins, preemptions, layers of a prefill)
-        go to `early` at once where that is given, so that a decode worker can get ready while the prefill runs."""
+        Returns the events. Those known before the end (admissions, preemptions, layers of a prefill) go to `early` at
+        once if it is given, so that a decode worker can fetch KV cache while the prefill runs."""
         started = self._clock()
         plan, events = self.scheduler.schedule()
         if early is not None and events:
@@ -113,14 +114,14 @@ class Engine:
         return self._executor.launch(plan, on_layers)
 
     def blocks(self) -> dict[BlockState, int]:
-        """How many blocks are in each state; they add up to the pool's size."""
-        return {state: self.scheduler.pool.count(state) for state in BlockState}
+        """Returns how many blocks are in each state; the counts add up to the pool's size."""
+        return {state: self.requests.pool.count(state) for state in BlockState}
 
     def cached_hashes(self) -> list[bytes]:
-        """The hashes of all blocks in the prefix cache, as of the last step: the `CacheChanged` events after it say
-        what follows."""
-        return self.scheduler.pool.told_hashes()
+        """Returns the hashes of all blocks in the prefix cache as of the last step; later `CacheChanged` events are
+        relative to them."""
+        return self.requests.pool.reported_hashes()
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError if the books do not balance."""
-        self.scheduler.check_integrity()
+        """Raises RuntimeError unless every block is held by exactly the sequences whose tables name it."""
+        self.requests.check_integrity()

@@ -1,4 +1,4 @@
-"""What an engine tells the outside after a step. Times are seconds."""
+"""Defines what an engine reports after a step. Times are seconds."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .sequence import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The sequence has its blocks. A DECODE sequence now waits for its KV cache."""
+    """Reports that a sequence has its blocks. A DECODE sequence now waits for its KV cache."""
 
     id: int
     queue_seconds: float
@@ -18,8 +18,8 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The first num_computed tokens of a PREFILL sequence have their KV cache; the first num_ahead in the first
-    num_layers layers, while a step runs."""
+    """Reports that a PREFILL sequence has the KV cache of its first num_computed tokens and, while a step runs, of its
+    first num_ahead tokens in the first num_layers layers."""
 
     id: int
     num_computed: int
@@ -28,41 +28,33 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvReceived:
-    """The committed import takes part in the batch from this step on."""
+class NewTokens:
+    """Reports generated tokens of one sequence: one, or all tokens of a beam search's hypothesis. With a finish reason
+    the sequence has ended and holds nothing."""
 
     id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One generated token. With a finish reason the sequence has ended and holds nothing any more."""
-
-    id: int
-    index: int  # among the generated tokens of the request
-    token: int
+    first_index: int  # index of token_ids[0] among the generated tokens of the request
+    token_ids: tuple[int, ...]
     finish: FinishReason | None
-    prefill_seconds: float  # from admission to this token if it is the first here, else 0
-    logprobs: SampledLogprobs | None = None  # if asked for
-    prompt_logprobs: tuple[
-        SampledLogprobs, ...
-    ] = ()  # of the prompt after its first token; with the first choice's first
-    score: float = 0.0  # of a hypothesis, with its last token
+    prefill_seconds: float  # from admission to the sequence's first token here; 0 with later tokens
+    logprobs: tuple[SampledLogprobs, ...] = ()  # one for each token, if requested
+    prompt_logprobs: tuple[SampledLogprobs, ...] = ()  # of prompt tokens 1, 2, ...; with the first choice's first token
+    score: float = 0.0  # of a hypothesis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFinished:
-    """A PREFILL sequence is computed and leased. Comes after the first tokens of its choices, unless these have ended
-    them all, and for a beam search in their place."""
+    """Reports that a PREFILL sequence is computed and leased. Follows the first tokens of its choices, unless these
+    tokens finished all choices; for a beam search it is the only event."""
 
     id: int
-    opening: FirstTokens
+    first_tokens: FirstTokens
     prefill_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChanged:
-    """Blocks, by their hashes, that have come into the prefix cache and that have gone; of no sequence."""
+    """Reports the hashes of blocks that entered and left the prefix cache; belongs to no sequence."""
 
     stored: tuple[bytes, ...]
     evicted: tuple[bytes, ...]
@@ -70,17 +62,17 @@ class CacheChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted:
-    """The sequence gave its blocks to older ones and has ended here."""
+    """Reports that a sequence has ended because older ones needed its blocks; it may be submitted again."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The sequence cannot go on, here or elsewhere, and has ended here."""
+    """Reports that a sequence has ended because no worker can continue it."""
 
     id: int
-    reason: str  # a user may see it
+    reason: str  # may be shown to a user
 
 
-Event = Admitted | Progress | KvReceived | Token | PrefillFinished | Preempted | Failed | CacheChanged
+Event = Admitted | Progress | NewTokens | PrefillFinished | Preempted | Failed | CacheChanged

@@ -1,7 +1,7 @@
-"""An executor without a model, whose KV cache says of every token which history it was computed from.
+"""Implements an executor without a model, whose KV cache encodes for every token the history it was computed from.
 
-For tests of everything above the model: it fails loudly where a real model would quietly continue from another
-sequence's KV cache. Knows nothing of scheduling, tensors or networks.
+For tests of everything above the model: it raises where a real model would silently continue from another sequence's KV
+cache. Knows nothing of scheduling, tensors or networks.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .plan import PENDING_TOKEN, Executor, OnLayers, SampledLogprobs, Samples, S
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
-    """The `count` tokens that a FakeExecutor generates after `prompt`, whatever the batch, the chunks or the cache."""
+    """Returns the `count` tokens that a FakeExecutor generates after `prompt` in any batch, chunks and cache."""
     history = functools.reduce(_extend, prompt, b"")
     tokens: list[int] = []
     for _ in range(count):
@@ -30,12 +30,12 @@ def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: in
 
 
 def expected_choices(prompt: Sequence[int], n: int, count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """The tokens of `n` choices."""
+    """Returns the expected tokens of `n` choices."""
     return [expected_tokens(prompt, count, vocab_size, seed + choice) for choice in range(n)]
 
 
 def expected_logprobs(tokens: Sequence[int], top: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens after `tokens`, with their log probabilities."""
+    """Returns the `top` likeliest tokens after `tokens`, with their log probabilities."""
     return _distribution(functools.reduce(_extend, tokens, b""), vocab_size)[:top]
 
 
@@ -125,13 +125,12 @@ class FakeKv:
 
 
 class FakeExecutor(Executor):
-    """Keeps block tables like a real rank and reads every earlier position of a sequence before it goes on.
+    """Keeps block tables like a real rank and reads every earlier position of a sequence before it continues.
 
-    The next token is a function of the tokens before it and the seed. Log probabilities are of the tokens before alone,
-    and what a seed of 0 draws is the likeliest. `launch` computes at once; the tokens come `step_seconds` after they
-    are asked for. It raises RuntimeError for a plan that a rank could not carry out, for KV cache that is not the
-    sequence's own, for a launch with two steps uncollected, and once it has done `fail_after_steps` steps; set that at
-    any time. Collecting out of order or twice raises it, too.
+    The next token is a function of the previous tokens and the seed; log probabilities depend on the tokens alone, and
+    a seed of 0 samples the likeliest token. `launch` computes at once; collecting takes `step_seconds`. Raises
+    RuntimeError for a plan that a rank could not execute, for KV cache of another sequence, for a launch with two steps
+    uncollected, for collecting out of order or twice, and after `fail_after_steps` steps, which may be set any time.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class FakeExecutor(Executor):
     def _compute(self, plan: StepPlan) -> Samples:
         if self.fail_after_steps is not None and self.num_steps >= self.fail_after_steps:
             raise RuntimeError(f"the executor fails after {self.fail_after_steps} steps")
-        for sequence_id in plan.dropped:  # also ids it has never seen: imports that ended before their first step
+        for sequence_id in plan.dropped:  # also unknown ids: imports that ended before their first step
             for known in (self._tables, self._sampling, self._num_computed, self._sampled):
                 known.pop(sequence_id, None)
         sources = {source for source, _ in plan.copies}
@@ -180,13 +179,12 @@ class FakeExecutor(Executor):
                 raise RuntimeError(f"block {target} is copied and copied to")
             self.kv.copy(source, target)
         histories = [self._admit(step) for step in plan.sequences]
-        # All are read before any is extended: a step's KV is nobody else's in that step.
+        # All are read before any is extended: no sequence of a step sees what the step computes for another.
         samples, sampled = Samples(tokens=[]), dict[int, list[int]]()
         for step, history in zip(plan.sequences, histories, strict=True):
-            drawn = self._run(step, history, samples)
-            if drawn:
-                sampled[step.sequence_id] = drawn
-                samples.tokens.extend(drawn)
+            if tokens := self._run(step, history, samples):
+                sampled[step.sequence_id] = tokens
+                samples.tokens.extend(tokens)
         self._sampled = sampled
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
@@ -199,7 +197,7 @@ class FakeExecutor(Executor):
             self._tables[number], self._sampling[number] = [], step.sampling
             self._num_computed[number] = step.start
             if bool(step.history) != step.sampling.needs_history:
-                raise RuntimeError(f"sequence {number}: a history is missing or in vain")
+                raise RuntimeError(f"sequence {number}: history is missing or superfluous")
         if number not in self._tables or not step.token_ids:
             raise RuntimeError(f"sequence {number}: sampling or tokens are missing")
         if step.start != self._num_computed[number]:
@@ -208,7 +206,7 @@ class FakeExecutor(Executor):
         return self.kv.history(self._tables[number], step.start)
 
     def _run(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:
-        """Returns what the step draws, and adds its log probabilities to the samples."""
+        """Returns the step's samples, and adds its log probabilities to `samples`."""
         number, tokens, sampling = step.sequence_id, self._known(step), self._sampling[step.sequence_id]
         if sampling.prompt_logprobs is not None:
             following = tokens[1:] + (() if step.next_prompt_token is None else (step.next_prompt_token,))
@@ -218,17 +216,17 @@ class FakeExecutor(Executor):
             samples.prompt_logprobs[number] = scores
         history = self.kv.compute(self._tables[number], step.start, tokens, history)
         self._num_computed[number] = step.start + len(tokens)
-        drawn = [_next_token(history, self.vocab_size, sampling.seed + i) for i in range(step.num_samples)]
-        if drawn and sampling.logprobs is not None:
-            samples.logprobs[number] = [_score(history, token, self.vocab_size, sampling.logprobs) for token in drawn]
-        return drawn
+        sampled = [_next_token(history, self.vocab_size, sampling.seed + i) for i in range(step.num_samples)]
+        if sampled and sampling.logprobs is not None:
+            samples.logprobs[number] = [_score(history, token, self.vocab_size, sampling.logprobs) for token in sampled]
+        return sampled
 
     def _known(self, step: SequenceStep) -> tuple[int, ...]:
-        """The step's tokens, with what the last step sampled for this sequence in the place of PENDING_TOKEN."""
+        """Returns the step's tokens, with the last step's sample of this sequence in place of PENDING_TOKEN."""
         if PENDING_TOKEN not in step.token_ids:
             return step.token_ids
         if len(step.token_ids) > 1 or len(self._sampled.get(step.sequence_id, ())) != 1:
-            raise RuntimeError(f"sequence {step.sequence_id}: a pending token that the step before has not sampled")
+            raise RuntimeError(f"sequence {step.sequence_id}: a pending token that the previous step has not sampled")
         return (self._sampled[step.sequence_id][0],)
 
 
@@ -239,13 +237,13 @@ def _extend(history: bytes, token: int) -> bytes:
 
 @functools.lru_cache(maxsize=2**16)
 def _cell(history: bytes, token: int, layer: int, num_bytes: int) -> bytes:
-    """The token in the first four bytes, then float32 that are whole numbers below 256."""
+    """Returns the token in the first four bytes, then float32 that are whole numbers below 256."""
     noise = hashlib.shake_128(history + bytes([layer])).digest(num_bytes // 4 - 1)
     return token.to_bytes(4, "little") + array("f", list(noise)).tobytes()
 
 
 def _next_token(history: bytes, vocab_size: int, seed: int) -> int:
-    """A seed of 0 reads the history itself."""
+    """Returns the token after a history; a seed of 0 reads the history itself."""
     if seed % 2**64:
         history = hashlib.blake2b(history + (seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
     return int.from_bytes(history[:4], "little") % vocab_size
@@ -253,7 +251,7 @@ def _next_token(history: bytes, vocab_size: int, seed: int) -> int:
 
 @functools.lru_cache(maxsize=2**12)
 def _distribution(history: bytes, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Every token with its log probability, the likeliest first, which is the one that a seed of 0 draws."""
+    """Returns every token with its log probability, the likeliest first, which is the one that seed 0 samples."""
     noise = array("H", hashlib.shake_128(history + b"logits").digest(2 * vocab_size))
     logits = [value / 2**14 for value in noise]
     first = _next_token(history, vocab_size, 0)
@@ -265,5 +263,5 @@ def _distribution(history: bytes, vocab_size: int) -> tuple[tuple[int, float], .
 
 
 def _score(history: bytes, token: int, vocab_size: int, top: int) -> SampledLogprobs:
-    ranked = _distribution(history, vocab_size)
+    ranked = _distribution(history, vocab_size)  # [vocab_size]
     return SampledLogprobs(logprob=next(score for other, score in ranked if other == token), top=ranked[:top])

@@ -1,7 +1,7 @@
-"""How sequences come to share blocks: several that go on from one, and beams that take over one another's place.
+"""Forks sequences that share blocks: several continuations of one, and beams that replace one another.
 
-Full blocks are shared, a partial one is copied by the next step. Until that step is planned, whoever gets the copy also
-holds the block it comes from, so that nobody else can.
+Full blocks are shared, a partial one is copied by the next step. Until that step is planned, the sequence that gets the
+copy also owns the source block, so that it cannot be reused.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from .sequence import Sequence, SequenceSpec, Task
 
 
 def least_blocks(spec: SequenceSpec, block_size: int) -> int:
-    """Blocks without which the sequence could not come to its end on an empty worker: one choice to its last token,
-    all of them to the fork, after which they may be preempted one by one, or a whole beam search."""
+    """Returns the blocks that a sequence needs to finish on an empty worker: one choice to its last token, all choices
+    up to the fork, after which they may be preempted one by one, or a whole beam search."""
     longest = -(-spec.max_length // block_size)
     if spec.num_choices == 1 or spec.task is Task.PREFILL:
         return longest
@@ -24,13 +24,14 @@ def least_blocks(spec: SequenceSpec, block_size: int) -> int:
 
 
 def growth_each(sequence: Sequence) -> int:
-    """Of the blocks reserved, how many each of the sequences gets to grow that `sequence` is to become."""
+    """Returns how many of its reserved blocks each sequence that `sequence` forks into gets for growth."""
     num_copies = sequence.num_prompt_blocks - len(sequence.spec.tokens) // sequence.block_size
     return (len(sequence.reserved) - (sequence.num_slots - 1) * num_copies) // sequence.num_slots
 
 
 def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: int) -> Sequence:
-    """A sequence that goes on from all the computed tokens of `parent`, which gives it reserved blocks."""
+    """Returns a sequence that continues from all computed tokens of `parent` and takes over some of its reserved
+    blocks."""
     child = parent.branch(spec)
     num_full = parent.num_computed // parent.block_size
     child.blocks = parent.blocks[:num_full]
@@ -48,29 +49,29 @@ def branch(pool: BlockPool, parent: Sequence, spec: SequenceSpec, num_growth: in
 def rearrange(
     pool: BlockPool, beams: Items[Sequence], moves: Items[Move], new_beam: Callable[[Sequence], Sequence]
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """The sequences that carry on the beams, by the moves' order and each with its token, and those left over.
+    """Returns the sequences of the next beams, in the moves' order and each with its token, and the unused sequences.
 
-    The first move from a beam keeps its sequence. Each further one takes over a sequence that no move is from, with its
-    own partial block, or `new_beam(parent)`."""
-    origins = {place for place, _ in moves}
-    idle = [beam for place, beam in enumerate(beams) if place not in origins]
+    The first move from a beam keeps its sequence. Each further one reuses a sequence that no move is from, with its own
+    partial block, or takes `new_beam(parent)`."""
+    origins = {index for index, _ in moves}
+    idle = [beam for index, beam in enumerate(beams) if index not in origins]
     arranged: list[Sequence] = []
-    for place, _ in moves:
-        if place in origins:
-            origins.remove(place)
-            arranged.append(beams[place])
+    for index, _ in moves:
+        if index in origins:
+            origins.remove(index)
+            arranged.append(beams[index])
         elif idle:
             arranged.append(idle.pop())
-            _take_over(pool, arranged[-1], beams[place])
+            _replace(pool, arranged[-1], beams[index])
         else:
-            arranged.append(new_beam(beams[place]))
+            arranged.append(new_beam(beams[index]))
     for sequence, (_, token) in zip(arranged, moves, strict=True):
         sequence.append(token)
     return arranged, idle
 
 
-def _take_over(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
-    """Both have computed equally many tokens."""
+def _replace(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
+    """Replaces a sequence by a copy of `source`, which has computed equally many tokens."""
     num_full = source.num_computed // source.block_size
     pairs = zip(sequence.blocks[:num_full], source.blocks[:num_full], strict=True)
     common = next((index for index, (old, new) in enumerate(pairs) if old != new), num_full)
@@ -83,5 +84,6 @@ def _take_over(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
 
 
 def _copy_last(pool: BlockPool, sequence: Sequence, source: Sequence) -> None:
+    """Has the next step copy the source's partial block, which the sequence owns until then."""
     sequence.copy_source = source.blocks[-1]
     pool.share([sequence.copy_source])

@@ -1,6 +1,6 @@
-"""An executor that computes nothing, for measuring what is above it. Its tokens mean nothing and come at once.
+"""Implements an executor that computes nothing, for measuring everything above it.
 
-Knows nothing of models; its KV cache holds zeros, whatever is written.
+Knows nothing of models; its KV cache reads as zeros.
 """
 
 import itertools
@@ -43,10 +43,10 @@ class NullKv:
 
 
 class NullExecutor(Executor):
-    """Draws 0, 1, 2, ... and again from 0 at vocab_size, whoever asks. Knows no log probabilities: no beam search."""
+    """Samples 0, 1, 2, ..., vocab_size - 1, 0, ... for any sequence, without log probabilities or beam search."""
 
     def __init__(self, *, vocab_size: int = 512, step_seconds: float = 0.0, model: str = "null") -> None:
-        """`step_seconds` pass before a step's tokens are there."""
+        """Collecting a step takes `step_seconds`."""
         layout = KvLayout(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", model=model)
         self.kv = NullKv(layout)
         self.vocab_size = vocab_size

@@ -1,9 +1,10 @@
-"""Who is there and who holds what: the sequences of one worker and the blocks of each.
+"""Keeps the sequences of one worker and the blocks of each.
 
-Every change of a sequence's state or blocks goes through here, so that the counts agree. Decides nothing.
+Every change of a sequence's state or blocks goes through here, so that the counts agree. Takes no scheduling decision.
 """
 
 from bisect import insort
+from collections.abc import Callable
 
 from .block_pool import BlockPool, BlockState
 from .config import EngineConfig
@@ -14,21 +15,31 @@ from .sequence import Search, Sequence, SequenceSpec, State, Task
 class RequestTable:
     """Owns every sequence from `add` to FINISHED and all blocks they hold. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self.config = config
+        self.clock = clock
         self.pool = BlockPool(config.num_blocks)
         self.sequences: dict[int, Sequence] = {}
         self.searches: dict[int, Search] = {}  # by the ids of their specs, which their beams need not have
         self.waiting: list[Sequence] = []  # the next to admit first
-        self.running: list[Sequence] = []  # in order of admission; what a sequence has become stands at its place
-        self.dropped: list[int] = []  # finished since the last plan
-        self.joined: list[tuple[Sequence, FirstTokens]] = []  # imports committed since the last plan
-        self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they are to become
+        self.running: list[Sequence] = []  # in order of admission; forked sequences follow their parent
+        self.dropped: list[int] = []  # ids finished since the last plan
+        self.committed: list[tuple[Sequence, FirstTokens]] = []  # imports committed since the last plan
+        self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they will fork into
         self.num_leased = 0
 
-    def add(self, spec: SequenceSpec, submitted: float) -> None:
-        """Queues a sequence, behind those of its priority."""
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens to compute, in the queue or under way, without imports. Safe from any thread: the copies are
+        atomic."""
+        queued = sum(s.num_tokens for s in tuple(self.waiting) if s.spec.task is not Task.DECODE)
+        return queued + sum(s.num_uncomputed for s in tuple(self.running) if s.num_uncomputed > 1)
+
+    def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:
+        """Queues a sequence behind those of its priority. The caller has checked `Scheduler.fits` and the queue's
+        bound. The queue time counts from `submitted`, else from now."""
         search = Search(spec) if spec.beam else None
+        submitted = self.clock() if submitted is None else submitted
         sequence = Sequence(search.member_spec() if search else spec, self.config.block_size, submitted, search=search)
         if search:
             search.members.append(sequence)
@@ -37,22 +48,24 @@ class RequestTable:
         insort(self.waiting, sequence, key=lambda other: -other.spec.priority)
 
     def num_admission_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a sequence has from its admission on: for its prompt and for the first growth of all that it is
-        to become."""
-        growth = -(-self.config.growth_tokens // self.config.block_size)
+        """Returns the blocks that a sequence gets at admission: for its prompt and for the first growth of all
+        sequences that it will fork into."""
+        growth = -(-self.config.budgets.growth_tokens // self.config.block_size)
         alone = min(sequence.max_blocks, sequence.num_prompt_blocks + growth)
         if sequence.num_slots == 1:
             return alone
-        further = alone - len(sequence.spec.tokens) // self.config.block_size  # beside shared full blocks
+        further = alone - len(sequence.spec.tokens) // self.config.block_size  # full blocks of the prompt are shared
         return min(alone + (sequence.num_slots - 1) * further, self.config.num_blocks)
 
     def admit(self, sequence: Sequence, shared: list[int]) -> None:
-        """The queue's head gets its blocks, of which the prefix cache has `shared`. Raises OutOfBlocks."""
+        """Gives a queued sequence its blocks, of which the prefix cache has `shared`. Raises RuntimeError if the pool
+        has too few."""
         self.pool.share(shared)
         sequence.blocks = shared
         sequence.reserved = self.pool.reserve(self.num_admission_blocks(sequence) - len(shared))
         sequence.num_cached = len(shared) * self.config.block_size
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
+        sequence.admitted = self.clock()
         self.waiting.remove(sequence)
         self.num_holding += sequence.num_slots
         if sequence.spec.task is Task.DECODE:
@@ -61,33 +74,33 @@ class RequestTable:
             self.start(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """The sequence takes part in the batch, with blocks for its whole prompt."""
+        """Puts a sequence into the batch, with blocks for its whole prompt."""
         self.claim(sequence, sequence.num_prompt_blocks - len(sequence.blocks))
         sequence.move(State.RUNNING)
         self.running.append(sequence)
 
     def claim(self, sequence: Sequence, count: int) -> None:
-        """Blocks that it has reserved go into its table."""
+        """Appends `count` of a sequence's reserved blocks to its block table."""
         self.pool.claim(sequence.reserved[:count])
         sequence.blocks += sequence.reserved[:count]
         del sequence.reserved[:count]
 
     def publish(self, sequence: Sequence) -> None:
-        """Lets others find the blocks that have become full and computed."""
-        if self.config.prefix_caching:
+        """Adds the sequence's newly full and computed blocks to the prefix cache."""
+        if self.config.budgets.prefix_caching:
             for block, digest in sequence.publishable():
                 self.pool.publish(block, digest)
 
     def lease(self, sequence: Sequence) -> None:
-        """A prefill's hold becomes a lease; the ranks need not know it any more."""
+        """Turns a finished prefill's blocks into a lease; the ranks forget the sequence."""
         self._leave_batch(sequence)
         self.num_leased += 1
         self.pool.lease(sequence.blocks)
         sequence.move(State.LEASED)
 
-    def settle(self, family: list[Sequence], spec: SequenceSpec, num_growth: int) -> None:
-        """A running sequence has become several: the first is that sequence and goes on as `spec`, with num_growth of
-        the blocks it has reserved; the others, which are new, stand behind it."""
+    def fork(self, family: list[Sequence], spec: SequenceSpec, num_growth: int) -> None:
+        """Replaces a running sequence by several: the first of `family` is that sequence and continues as `spec`, with
+        num_growth of its reserved blocks; the new ones follow it in the batch."""
         parent, *others = family
         at = self.running.index(parent) + 1
         self.running[at:at] = others
@@ -98,8 +111,8 @@ class RequestTable:
         self.sequences |= {member.spec.id: member for member in family}
 
     def finish(self, sequence_id: int) -> None:
-        """Frees whatever the sequence holds, in any state; a beam's whole search ends, also with the id of its spec.
-        Idempotent."""
+        """Frees whatever the sequence holds, in any state; ends the whole search of a beam, also by the id of the
+        search's spec. Idempotent."""
         sequence = self.sequences.get(sequence_id)
         search = sequence.search if sequence else self.searches.get(sequence_id)
         if search:
@@ -108,7 +121,7 @@ class RequestTable:
             self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """Frees whatever it holds, in any state but FINISHED."""
+        """Frees whatever the sequence holds, in any state but FINISHED."""
         del self.sequences[sequence.spec.id]
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
@@ -126,7 +139,7 @@ class RequestTable:
         sequence.move(State.FINISHED)
 
     def end_search(self, search: Search) -> None:
-        """Frees whatever its beams hold."""
+        """Frees whatever the beams of a search hold."""
         del self.searches[search.spec.id]
         for member in search.members:
             self.end(member)
@@ -147,7 +160,7 @@ class RequestTable:
                 self.finish(sequence_id)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless every block held is held by exactly the sequences that say so."""
+        """Raises RuntimeError unless every block is held by exactly the sequences whose tables name it."""
         self.pool.check_integrity()
         holders = [[0, 0] for _ in range(self.config.num_blocks)]
         reserved: list[int] = []
@@ -158,14 +171,14 @@ class RequestTable:
         for block, (owners, leases) in enumerate(holders):
             if (owners, leases) != self.pool.holders(block):
                 raise RuntimeError(
-                    f"block {block}: {owners} owners, {leases} leases; booked {self.pool.holders(block)}"
+                    f"block {block}: {owners} owners, {leases} leases; the pool has {self.pool.holders(block)}"
                 )
         if not len(reserved) == len(set(reserved)) == self.pool.count(BlockState.RESERVED):
-            raise RuntimeError(f"{reserved} reserved, {self.pool.count(BlockState.RESERVED)} booked")
+            raise RuntimeError(f"{reserved} reserved; the pool has {self.pool.count(BlockState.RESERVED)}")
         states = [sequence.state for sequence in self.sequences.values() for _ in range(sequence.num_slots)]
         holding = sum(state in (State.IMPORTING, State.RUNNING) for state in states)
         if holding != self.num_holding or states.count(State.LEASED) != self.num_leased:
-            raise RuntimeError(f"{holding} sequences hold blocks, {self.num_holding} booked; of {states}")
+            raise RuntimeError(f"{holding} sequences hold blocks, {self.num_holding} are counted; of {states}")
 
     def _leave_batch(self, sequence: Sequence) -> None:
         self.num_holding -= sequence.num_slots

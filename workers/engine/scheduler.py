@@ -1,160 +1,119 @@
-"""Which tokens of which sequences the next step computes, and who gets the blocks for them.
+"""Decides which tokens of which sequences the next step computes, and which sequences get the blocks for them.
 
 One scheduler for prefill, decode and mixed work: a sequence has tokens to compute or it has none. Touches no tensor and
 no network.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 from . import fork
-from .block_pool import BlockPool
-from .config import EngineConfig
-from .events import Admitted, CacheChanged, Event, Failed, KvReceived, Preempted, Progress, Token
+from .events import Admitted, CacheChanged, Event, Failed, NewTokens, Preempted, Progress
 from .plan import PENDING_TOKEN, FirstTokens, Samples, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Search, Sequence, SequenceSpec, State, Task
-from .update import OutputUpdate
+from .update import advance_search, append_tokens
 
-_LEAST_AHEAD: Final = 128  # tokens of a step; fewer are moved in the time that it takes to speak of them
+_LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill.
+    """Schedules by continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, arXiv 2403.02310).
 
-    First every running sequence that only needs its next token. Then, in chunks, prompts in order of admission, and
-    admission from the queue, by priority and then in order of arrival. The queue's head waits until its blocks are
-    there; nobody overtakes it. Not thread-safe.
+    A step takes first every running sequence that only needs its next token; then, in chunks, prompts in order of
+    admission, and sequences admitted from the queue, by priority and then in order of arrival. The queue's head waits
+    until its blocks are free; no sequence overtakes it. Not thread-safe.
 
-    A step may be scheduled before the one before it is updated (see `Sequence` for the counters). A sequence that ends
-    meanwhile gives its blocks back at once, although the step in flight still writes to them: steps run in order, so
-    the next owner's come later; and that step's token is for nobody.
+    A step may be scheduled before the last one is updated (see `Sequence` for the counters). A sequence that ends
+    meanwhile returns its blocks at once, although the step in flight still writes to them: steps run in order, so the
+    next owner's writes come later; and the token that this step samples is dropped.
 
-    Several choices are one sequence until their first tokens are known, and so are the beams of a search; what they
-    will need is reserved from the start (see `fork`).
+    Several choices are one sequence until their first tokens are known, and so are the beams of a search; the blocks
+    that they will need are reserved from the start (see `fork`).
     """
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
-        self.config = config
-        self._clock = clock
-        self._ledger = RequestTable(config)
-        self._outcome = OutputUpdate(self._ledger, clock)
-
-    @property
-    def pool(self) -> BlockPool:
-        return self._ledger.pool
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._ledger.waiting)
-
-    @property
-    def num_holding(self) -> int:
-        """Sequences that import or run, and those that they are to become."""
-        return self._ledger.num_holding
-
-    @property
-    def num_leased(self) -> int:
-        return self._ledger.num_leased
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens to compute, in the queue or under way; imports count nothing. Safe from any thread: the copies
-        are atomic."""
-        queued = sum(s.num_tokens for s in tuple(self._ledger.waiting) if s.spec.task is not Task.DECODE)
-        return queued + sum(s.num_uncomputed for s in tuple(self._ledger.running) if s.num_uncomputed > 1)
+    def __init__(self, requests: RequestTable) -> None:
+        self.pool = requests.pool
+        self._requests = requests
+        self._config = requests.config
+        self._budgets = requests.config.budgets
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to schedule or to update. Imports that wait for their bytes are no work."""
-        return bool(self._ledger.running or self._ledger.joined or self._ledger.dropped or self._can_admit())
-
-    def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:
-        """Queues a sequence. The caller has checked `fits` and the queue's bound."""
-        self._ledger.add(spec, self._clock() if submitted is None else submitted)
+        """Whether there is something to schedule or to update. Imports that wait for their KV cache are no work."""
+        requests = self._requests
+        return bool(requests.running or requests.committed or requests.dropped or self._can_admit())
 
     def fits(self, spec: SequenceSpec) -> bool:
         """Whether the sequence could run on an otherwise empty worker."""
         num_slots = 1 if spec.task is Task.PREFILL else spec.num_choices
-        least = fork.least_blocks(spec, self.config.block_size)
-        return num_slots <= self.config.max_sequences and least <= self.config.num_blocks
+        least = fork.least_blocks(spec, self._config.block_size)
+        return num_slots <= self._budgets.max_sequences and least <= self._config.num_blocks
 
-    def finish(self, sequence_id: int) -> None:
-        """See `Engine.cancel`."""
-        self._ledger.finish(sequence_id)
-
-    def cancel_choice(self, sequence_id: int, choice: int) -> None:
-        """See `Engine.cancel_choice`."""
-        self._ledger.cancel_choice(sequence_id, choice)
-
-    def commit_import(self, sequence_id: int, opening: FirstTokens) -> None:
+    def commit_import(self, sequence_id: int, first_tokens: FirstTokens) -> None:
         """See `Engine.commit_import`."""
-        sequence = self._ledger.sequences.get(sequence_id)
+        sequence = self._requests.sequences.get(sequence_id)
         if sequence is None:
             return
         if sequence.state is not State.IMPORTING:
             raise RuntimeError(f"sequence {sequence_id}: commit while {sequence.state.value}")
-        num_tokens, num_choices = len(opening.tokens), sequence.spec.num_choices
-        good = num_tokens >= num_choices if sequence.search else num_tokens == num_choices
-        if not good or len(opening.logprobs) != (num_tokens if sequence.search else 0):
-            raise ValueError(f"sequence {sequence_id}: the opening is of another request")
-        self._ledger.start(sequence)
+        sequence.spec.check_first_tokens(first_tokens)
+        self._requests.start(sequence)
         sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
-        self._ledger.publish(sequence)
-        self._ledger.joined.append((sequence, opening))
+        self._requests.publish(sequence)
+        self._requests.committed.append((sequence, first_tokens))
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
-        """Decides the next step, where at most one is in flight. Preempts the newest running sequences when an older
-        one cannot grow."""
-        events = self._join()
+        """Plans the next step, where at most one is in flight. Preempts the newest running sequences when an older one
+        cannot grow."""
+        events = self._start_committed()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self._ledger.running:
+        for sequence in self._requests.running:
             if num_unscheduled := sequence.num_unscheduled:
                 (decodes if num_unscheduled == 1 else prompts).append(sequence)
         for sequence in decodes:  # before any has its step, so that the beams of a search grow all or none
-            if sequence.num_scheduled == len(sequence.blocks) * self.config.block_size:
+            if sequence.num_scheduled == len(sequence.blocks) * self._config.block_size:
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
         steps = [self._step(sequence, 1, copies) for sequence in decodes if sequence.state is State.RUNNING]
-        budget = self.config.mixed_chunk_tokens if decodes else self.config.chunk_tokens
+        budget = self._budgets.mixed_chunk_tokens if decodes else self._budgets.chunk_tokens
         for sequence in prompts:
             if sequence.state is State.RUNNING and budget:
                 steps.append(self._step(sequence, min(sequence.num_unscheduled, budget), copies))
                 budget -= len(steps[-1].token_ids)
         while budget > 0 and self._can_admit():
-            sequence = self._ledger.waiting[0]
+            sequence = self._requests.waiting[0]
             events.append(self._admit(sequence))
             if sequence.state is State.RUNNING:
                 steps.append(self._step(sequence, min(sequence.num_unscheduled, budget), copies))
                 budget -= len(steps[-1].token_ids)
-        plan = StepPlan(sequences=tuple(steps), dropped=tuple(self._ledger.dropped), copies=tuple(copies))
-        self._ledger.dropped.clear()
-        self.pool.release([source for source, _ in copies])  # not before admission: an import is filled at once
+        plan = StepPlan(sequences=tuple(steps), dropped=tuple(self._requests.dropped), copies=tuple(copies))
+        self._requests.dropped.clear()
+        self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
         return plan, events
 
     def update(self, plan: StepPlan, samples: Samples) -> list[Event]:
-        """Books what a step computed, step by step as they were scheduled. What it computed for sequences that have
-        ended since is dropped."""
+        """Applies what a step computed, in the order in which steps were scheduled. Drops what it computed for
+        sequences that have ended since."""
         num_samples = sum([step.num_samples for step in plan.sequences])
         if len(samples.tokens) != num_samples:
-            raise RuntimeError(f"{len(samples.tokens)} draws; {num_samples} were planned")
+            raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
         events: list[Event] = []
         searches: list[Search] = []
-        block_size, end = self.config.block_size, 0
+        block_size, end = self._config.block_size, 0
         for step in plan.sequences:
             start, end = end, end + step.num_samples
-            sequence = self._ledger.sequences.get(step.sequence_id)
+            sequence = self._requests.sequences.get(step.sequence_id)
             if sequence is None:
                 continue
             if step.sequence_id in samples.failed:
                 reason = samples.failed[step.sequence_id]
-                events += [Failed(id=number, reason=reason) for number in self._give_up(sequence)]
+                events += [Failed(id=number, reason=reason) for number in self._abort(sequence)]
                 continue
             sequence.num_computed += len(step.token_ids)
             if sequence.num_computed >= (sequence.num_published + 1) * block_size:
-                self._ledger.publish(sequence)
+                self._requests.publish(sequence)
             if sequence.scores_prompt:
                 sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
             if sequence.spec.task is Task.PREFILL:
@@ -163,15 +122,16 @@ class Scheduler:
                 continue
             if sequence.search is None:
                 logprobs = samples.logprobs.get(step.sequence_id)
-                events += self._outcome.take(sequence, samples.tokens[start:end], logprobs)
+                events += append_tokens(self._requests, sequence, samples.tokens[start:end], logprobs)
             elif sequence.search not in searches:
                 searches.append(sequence.search)
         for search in searches:
-            events += self._outcome.advance(search, [samples.logprobs[m.spec.id][0].top for m in search.members])
+            candidates = [samples.logprobs[member.spec.id][0].top for member in search.members]
+            events += advance_search(self._requests, search, candidates)
         return events
 
     def progress(self, plan: StepPlan, num_layers: int) -> list[Event]:
-        """What is new while a step runs that has come through so many layers."""
+        """Returns the progress of prefills while a step runs whose first num_layers layers are computed."""
         return [
             Progress(
                 id=step.sequence_id,
@@ -181,47 +141,42 @@ class Scheduler:
             )
             for step in plan.sequences
             if len(step.token_ids) >= _LEAST_AHEAD
-            and self._ledger.sequences[step.sequence_id].spec.task is Task.PREFILL
+            and self._requests.sequences[step.sequence_id].spec.task is Task.PREFILL
         ]
 
     def cache_changes(self) -> list[Event]:
-        """What has come into the prefix cache and what has gone since the last call, as one event or none."""
+        """Returns the changes of the prefix cache since the last call, as one event or none."""
         stored, evicted = self.pool.take_changes()
         return [CacheChanged(stored=stored, evicted=evicted)] if stored or evicted else []
 
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless every block held is held by exactly the sequences that say so."""
-        self._ledger.check_integrity()
-
-    def _join(self) -> list[Event]:
-        """Lets committed imports take part; one whose first token was its last ends here and says so."""
+    def _start_committed(self) -> list[Event]:
+        """Applies the first tokens of committed imports; reports only those that finish their choice, since the
+        prefill worker has reported the tokens."""
         events: list[Event] = []
-        for sequence, opening in self._ledger.joined:
+        for sequence, first_tokens in self._requests.committed:
             if sequence.state is not State.RUNNING:
                 continue
-            events.append(KvReceived(id=sequence.spec.id))
             if sequence.search:
-                candidates = list(zip(opening.tokens, opening.logprobs, strict=True))
-                events += self._outcome.advance(sequence.search, [candidates])
+                candidates = list(zip(first_tokens.tokens, first_tokens.logprobs, strict=True))
+                events += advance_search(self._requests, sequence.search, [candidates])
             else:
-                told = self._outcome.take(sequence, list(opening.tokens), None)
-                events += [event for event in told if isinstance(event, Token) and event.finish is not None]
-        self._ledger.joined.clear()
+                appended = append_tokens(self._requests, sequence, list(first_tokens.tokens), None)
+                events += [event for event in appended if isinstance(event, NewTokens) and event.finish is not None]
+        self._requests.committed.clear()
         return events
 
     def _can_admit(self) -> bool:
-        if not self._ledger.waiting:
+        if not self._requests.waiting:
             return False
-        sequence = self._ledger.waiting[0]
-        if self._ledger.num_holding + sequence.num_slots > self.config.max_sequences:
+        sequence = self._requests.waiting[0]
+        if self._requests.num_holding + sequence.num_slots > self._budgets.max_sequences:
             return False
         shared = self._match(sequence)
-        needed = self._ledger.num_admission_blocks(sequence) - len(shared)
+        needed = self._requests.num_admission_blocks(sequence) - len(shared)
         return needed <= self.pool.num_available - self.pool.num_evictable(shared)
 
     def _admit(self, sequence: Sequence) -> Admitted:
-        self._ledger.admit(sequence, self._match(sequence))
-        sequence.admitted = self._clock()
+        self._requests.admit(sequence, self._match(sequence))
         return Admitted(
             id=sequence.spec.id,
             queue_seconds=sequence.admitted - sequence.submitted,
@@ -230,32 +185,34 @@ class Scheduler:
         )
 
     def _match(self, sequence: Sequence) -> list[int]:
-        if not self.config.prefix_caching or sequence.scores_prompt:  # then every position is to be computed
+        """Returns the blocks of the prompt's longest cached prefix."""
+        if not self._budgets.prefix_caching or sequence.scores_prompt:  # then every position is to be computed
             return []
         # A prompt that is computed here needs at least its last token computed, for the logits.
         last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)
-        return self.pool.match(sequence.chain[: last // self.config.block_size])
+        return self.pool.match(sequence.chain[: last // self._config.block_size])
 
     def _grow(self, sequence: Sequence) -> list[Event]:
-        """Makes room for one block more; tells who was preempted for it, maybe the sequence itself."""
+        """Gives a sequence one more block; reports the sequences preempted for it, maybe the sequence itself."""
         events: list[Event] = []
         while sequence.state is State.RUNNING and not sequence.reserved:
             if self.pool.num_available:
                 sequence.reserved += self.pool.reserve(1)
             else:
-                events += [Preempted(id=number) for number in self._give_up(self._ledger.running[-1])]
+                events += [Preempted(id=number) for number in self._abort(self._requests.running[-1])]
         if sequence.state is State.RUNNING:
-            self._ledger.claim(sequence, 1)
+            self._requests.claim(sequence, 1)
         return events
 
-    def _give_up(self, sequence: Sequence) -> list[int]:
-        """Ends a sequence, or the search of a beam; returns the ids under which it was known."""
+    def _abort(self, sequence: Sequence) -> list[int]:
+        """Ends a sequence, or the search of a beam; returns the ids of its choices."""
         number, search = sequence.spec.id, sequence.search
         ids = [search.spec.id] if search else [number + choice for choice in sequence.choices]
-        self._ledger.finish(number)
+        self._requests.finish(number)
         return ids
 
     def _step(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> SequenceStep:
+        """Schedules a sequence's next `count` tokens; adds the block copy that it needs first to `copies`."""
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
         step = SequenceStep(
             sequence_id=sequence.spec.id,
@@ -263,14 +220,14 @@ class Scheduler:
             start=start,
             new_blocks=tuple(sequence.blocks[sequence.num_sent_blocks :]),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
-            num_samples=sequence.num_draws if end >= len(sequence.tokens) else 0,
+            num_samples=sequence.num_samples if end >= len(sequence.tokens) else 0,
         )
         if step.sampling is not None and step.sampling.needs_history:
             step = replace(step, history=tuple(sequence.tokens), num_prompt=sequence.spec.num_prompt)
         if sequence.scores_prompt and end < sequence.spec.num_prompt:
             step = replace(step, next_prompt_token=sequence.tokens[end])
         if sequence.copy_source is not None:
-            copies.append((sequence.copy_source, sequence.blocks[start // self.config.block_size]))
+            copies.append((sequence.copy_source, sequence.blocks[start // self._config.block_size]))
             sequence.copy_source = None
         sequence.num_scheduled = end
         sequence.num_sent_blocks = len(sequence.blocks)

@@ -1,4 +1,4 @@
-"""One request inside a worker: its tokens, its counters, its place in the table of states.
+"""Defines a sequence inside a worker: its tokens, its counters and its state.
 
 Knows nothing of other sequences, of tensors or of the network.
 """
@@ -10,11 +10,11 @@ from typing import Self
 
 from ...proto.hashing import hash_block, hash_chain, hash_root
 from .beam import Beams
-from .plan import SampledLogprobs, SamplingParams
+from .plan import FirstTokens, SampledLogprobs, SamplingParams
 
 
 class Task(enum.Enum):
-    """What a worker does with a sequence."""
+    """Names what a worker does with a sequence."""
 
     WHOLE = "whole"  # prefill and decode here
     PREFILL = "prefill"  # prefill, sample the first token, hold the KV cache for a decode worker
@@ -22,7 +22,7 @@ class Task(enum.Enum):
 
 
 class State(enum.Enum):
-    """Where a sequence stands.
+    """Names the state of a sequence.
 
         WAITING ──admit──> RUNNING ──first token of a PREFILL──> LEASED ──> FINISHED
            └──admit a DECODE──> IMPORTING ──commit──> RUNNING
@@ -47,7 +47,7 @@ MOVES: dict[State, frozenset[State]] = {
 
 
 class FinishReason(enum.Enum):
-    """Why generation ended."""
+    """Names why generation ended."""
 
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens
@@ -55,20 +55,20 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearch:
-    """A search for the likeliest continuations, in the place of sampling."""
+    """Holds the parameters of a beam search, which replaces sampling."""
 
-    num_best: int  # hypotheses to answer with; the number kept is the spec's num_choices
-    length_penalty: float = 1.0  # a hypothesis is worth its log probability / its length ** length_penalty
+    num_best: int  # hypotheses to return; the beam width is the spec's num_choices
+    length_penalty: float = 1.0  # a hypothesis scores its log probability / its length ** length_penalty
     early_stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """What a worker is asked to do. The caller has checked every bound."""
+    """Holds one submit of a worker. The caller has checked every bound."""
 
     id: int
     task: Task
-    tokens: tuple[int, ...]  # the prompt and, after a failure elsewhere, the tokens generated so far
+    tokens: tuple[int, ...]  # the prompt and, after an interruption elsewhere, the tokens generated so far
     first_index: int = 0  # the index of the next generated token
     max_tokens: int  # to generate from here, at least 1
     sampling: SamplingParams  # of the first choice; choice i draws with seed + i
@@ -80,35 +80,43 @@ class SequenceSpec:
 
     @property
     def max_length(self) -> int:
-        """Tokens with KV of the longest this sequence can become here. The last token's KV is never computed."""
+        """The most tokens with KV cache that this sequence can have here. The last token's KV is never computed."""
         return len(self.tokens) + (0 if self.task is Task.PREFILL else self.max_tokens - 1)
 
     @property
     def num_prompt(self) -> int:
-        """Tokens that no worker has generated."""
+        """How many of `tokens` no worker has generated."""
         return len(self.tokens) - self.first_index
 
-    def ending(self, token: int, num_generated: int) -> FinishReason | None:
-        """Whether the sequence ends with this token, so many have been generated with it."""
+    def finish_reason(self, token: int, num_generated: int) -> FinishReason | None:
+        """Returns whether and why the sequence finishes with this token, the num_generated-th here."""
         if token in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_generated >= self.max_tokens else None
 
+    def check_first_tokens(self, first: FirstTokens) -> None:
+        """Raises ValueError unless `first` has one token for each choice, or at least as many candidates with log
+        probabilities as a beam search is wide."""
+        num_tokens, num_logprobs, width = len(first.tokens), len(first.logprobs), self.num_choices
+        matches = width <= num_tokens == num_logprobs if self.beam else (num_tokens, num_logprobs) == (width, 0)
+        if not matches:
+            raise ValueError(f"first_tokens: {num_tokens} tokens and {num_logprobs} logprobs for {width} choices")
+
     def choice(self, number: int) -> "SequenceSpec":
-        """One of several choices, as a sequence of its own."""
+        """Returns one of several choices as a sequence of its own."""
         seed = (self.sampling.seed + number) % 2**64
         return replace(self, id=self.id + number, sampling=replace(self.sampling, seed=seed), num_choices=1)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Counters, not phases: planning goes by `num_scheduled`, all that others see goes by `num_computed`.
+    """Holds a sequence's counters, not phases: planning uses `num_scheduled`, all visible results `num_computed`.
 
     Always `num_computed <= num_tokens` and `num_computed <= num_scheduled <= spec.max_length`. The step that schedules
     the last token of a sequence samples the one after it. Until that step is collected, the sampled token is *pending*:
-    the next to schedule, at position `num_scheduled == num_tokens`, but of unknown number. Between two steps of the
-    engine a sequence has at most one, and none without overlap: then `num_scheduled == num_computed`. Those whose next
-    step depends on its number have none: beams, sequences under a grammar, and those that are to become several.
+    the next to schedule, at position `num_scheduled == num_tokens`, but of unknown id. Between two steps of the engine
+    a sequence has at most one, and none without overlap: then `num_scheduled == num_computed`. Sequences whose next
+    step depends on its id have none: beams, sequences with a grammar, and sequences that will fork.
     """
 
     spec: SequenceSpec
@@ -117,21 +125,21 @@ class Sequence:
     tokens: list[int] = field(init=False)
     state: State = State.WAITING
     num_scheduled: int = 0  # tokens whose KV is computed or being computed by a step in flight
-    num_computed: int = 0  # tokens whose KV was computed by a step that is collected, or came by another way
+    num_computed: int = 0  # tokens whose KV was computed by a collected step, cached or imported
     num_cached: int = 0  # prompt tokens that the prefix cache held at admission
     blocks: list[int] = field(default_factory=list)  # the block table: shared ones and own ones
     reserved: list[int] = field(default_factory=list)  # for the import and for growth, in the order of use
-    num_sent_blocks: int = 0  # of `blocks`, known to the ranks
+    num_sent_blocks: int = 0  # how many of `blocks` the ranks know
     sampling_sent: bool = False
     admitted: float = 0.0  # clock
     max_length: int = field(init=False)
-    choices: list[int] = field(init=False)  # those that are still wanted, of several that it will become
-    num_slots: int = field(init=False)  # sequences that it counts for: those it is to become
-    num_draws: int = field(init=False)  # tokens to draw after its last one
+    choices: list[int] = field(init=False)  # uncancelled choices that it will fork into
+    num_slots: int = field(init=False)  # sequences that it counts for: those it will fork into
+    num_samples: int = field(init=False)  # tokens to sample after its last one
     may_pend: bool = field(init=False)
-    scores_prompt: bool = field(init=False)  # log probabilities of its prompt are wanted
-    search: "Search | None" = None  # whose beam it is
-    copy_source: int | None = None  # holds the block whose content its last block is to have
+    scores_prompt: bool = field(init=False)  # log probabilities of its prompt are requested
+    search: "Search | None" = None  # the search that it is a beam of
+    copy_source: int | None = None  # the block whose content the next step copies into its last block
     prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # so far
     chain: list[bytes] = field(init=False)  # hashes of the full blocks, as far as computed
     num_published: int = 0
@@ -142,8 +150,8 @@ class Sequence:
         self.max_length = self.spec.max_length
         self.choices = list(range(self.spec.num_choices))
         self.num_slots = 1 if self.spec.task is Task.PREFILL else self.spec.num_choices
-        self.num_draws = 1 if self.search else self.spec.num_choices
-        self.may_pend = self.num_draws == 1 and self.search is None and not self.spec.sampling.grammar
+        self.num_samples = 1 if self.search else self.spec.num_choices
+        self.may_pend = self.num_samples == 1 and self.search is None and not self.spec.sampling.grammar
         self.scores_prompt = self.spec.sampling.prompt_logprobs is not None and self.spec.task is not Task.DECODE
 
     @property
@@ -152,13 +160,13 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose KV is not there yet."""
+        """Known tokens without KV cache."""
         return len(self.tokens) - self.num_computed
 
     @property
     def num_unscheduled(self) -> int:
-        """Tokens that the next steps can take: the known ones or, after those, the pending one, unless it is the last
-        whatever its number or may not pend: 0."""
+        """Tokens that the next steps can schedule: the known ones and after them the pending one, unless it is the last
+        token in any case or may not pend."""
         return min(max(len(self.tokens), self.num_scheduled + self.may_pend), self.max_length) - self.num_scheduled
 
     @property
@@ -168,6 +176,7 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
+        """The blocks that the sequence owns or leases."""
         return self.blocks if self.copy_source is None else [*self.blocks, self.copy_source]
 
     @property
@@ -179,23 +188,23 @@ class Sequence:
         return -(-len(self.spec.tokens) // self.block_size)
 
     def move(self, state: State) -> None:
-        """Raises RuntimeError for a move that the table does not have."""
+        """Changes the state. Raises RuntimeError for a move that MOVES does not have."""
         if state not in MOVES[self.state]:
             raise RuntimeError(f"sequence {self.spec.id}: {self.state.value} -> {state.value}")
         self.state = state
 
     def append(self, token: int) -> FinishReason | None:
-        """Takes one generated token; says whether it ends the sequence."""
+        """Appends one generated token; returns whether and why it finishes the sequence."""
         self.tokens.append(token)
-        return self.spec.ending(token, self.num_generated)
+        return self.spec.finish_reason(token, self.num_generated)
 
     def become(self, spec: SequenceSpec) -> None:
-        """Is one sequence from now on, of those that it stood for."""
-        self.spec, self.choices, self.num_slots, self.num_draws = spec, [0], 1, 1
+        """Makes the sequence one of those that it forks into."""
+        self.spec, self.choices, self.num_slots, self.num_samples = spec, [0], 1, 1
         self.may_pend = self.search is None and not spec.sampling.grammar
 
     def branch(self, spec: SequenceSpec) -> Self:
-        """Another sequence with the same tokens, which holds nothing and of which the ranks do not know."""
+        """Returns another sequence with the same tokens, which holds no block and is unknown to the ranks."""
         branch = copy.copy(self)
         branch.become(spec)
         branch.blocks, branch.reserved, branch.prompt_logprobs = [], [], []
@@ -203,21 +212,21 @@ class Sequence:
         return branch
 
     def continue_from(self, other: "Sequence") -> None:
-        """Takes on the tokens of another one that has computed equally many."""
+        """Copies the tokens of another sequence that has computed equally many."""
         self.tokens, self.chain, self.num_published = other.tokens.copy(), other.chain.copy(), other.num_published
         self.forget_sent()
 
     def forget_sent(self) -> None:
-        """The ranks are to know it anew from its next step on."""
+        """Has the next step register the sequence with the ranks again."""
         self.num_sent_blocks, self.sampling_sent = 0, False
 
     def take_prompt_logprobs(self) -> tuple[SampledLogprobs, ...]:
-        """Those of the prompt's tokens after the first, once; what is generated has its own."""
+        """Returns, and clears, the log probabilities of the prompt tokens after the first."""
         taken, self.prompt_logprobs = self.prompt_logprobs, []
         return tuple(taken[: self.spec.num_prompt - 1])
 
     def publishable(self) -> list[tuple[int, bytes]]:
-        """The blocks that have become full and computed since the last call, with their hashes."""
+        """Returns the blocks that have become full and computed since the last call, with their hashes."""
         size = self.block_size
         full = self.num_computed // size
         for index in range(len(self.chain), full):
@@ -230,19 +239,19 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A beam search, whose beams are sequences that are planned for the same steps and end together."""
+    """Holds a beam search, whose beams are sequences that are scheduled in the same steps and end together."""
 
-    spec: SequenceSpec  # as it was asked for
+    spec: SequenceSpec  # as submitted
     beams: Beams = field(init=False)
     members: list[Sequence] = field(default_factory=list)  # the beams, the likeliest first; until the fork the prompt
-    choices: list[int] = field(init=False)  # the hypotheses that are still wanted
+    choices: list[int] = field(init=False)  # the uncancelled hypotheses
     prefill_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a spec without a beam search."""
+        """Raises ValueError for a spec without beam search."""
         spec, beam = self.spec, self.spec.beam
         if beam is None:
-            raise ValueError("no beam search")
+            raise ValueError("beam: missing")
         self.beams = Beams(
             width=spec.num_choices,
             max_tokens=spec.max_tokens,
@@ -255,5 +264,5 @@ class Search:
         self.choices = list(range(beam.num_best))
 
     def member_spec(self) -> SequenceSpec:
-        """Of the sequence that computes the prompt: its steps tell the candidates."""
+        """Returns the spec of the sequence that computes the prompt, whose top log probabilities are the candidates."""
         return replace(self.spec, sampling=SamplingParams(temperature=0.0, logprobs=self.beams.num_candidates))

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker, engine_config
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.events import Admitted, Event, Token
+from tandem.workers.engine.events import Admitted, Event, NewTokens
 from tandem.workers.engine.fake import expected_tokens
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task
@@ -19,7 +18,7 @@ class MakeWorker(Protocol):
 
 
 def make_worker(*, late: bool = False, **config: Any) -> Worker:
-    return Worker(EngineConfig(**({"num_blocks": 32, "block_size": 4, "chunk_tokens": 16} | config)), late=late)
+    return Worker(engine_config(**({"num_blocks": 32, "block_size": 4, "chunk_tokens": 16} | config)), late=late)
 
 
 def spec(
@@ -51,7 +50,7 @@ def spec(
     )
 
 
-def opening(*tokens: int) -> FirstTokens:
+def first_tokens(*tokens: int) -> FirstTokens:
     return FirstTokens(tokens=tokens)
 
 
@@ -86,11 +85,13 @@ def run(target: Worker, max_steps: int = 100) -> list[Told]:
 
 
 def tokens_of(events: Sequence[Event], number: int) -> list[int]:
-    return [event.token for event in events if isinstance(event, Token) and event.id == number]
+    return [
+        token for event in events if isinstance(event, NewTokens) and event.id == number for token in event.token_ids
+    ]
 
 
 def finish_of(events: Sequence[Event], number: int) -> list[FinishReason]:
-    return [e.finish for e in events if isinstance(e, Token) and e.id == number and e.finish is not None]
+    return [e.finish for e in events if isinstance(e, NewTokens) and e.id == number and e.finish is not None]
 
 
 def cached_of(events: Sequence[Event], number: int) -> int:

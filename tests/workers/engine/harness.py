@@ -4,20 +4,20 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import (
     Admitted,
     CacheChanged,
     Event,
     Failed,
-    KvReceived,
+    NewTokens,
     Preempted,
     PrefillFinished,
     Progress,
-    Token,
 )
 from tandem.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
@@ -27,8 +27,14 @@ from tandem.workers.kv_cache.layout import KvSpan
 
 VOCAB_SIZE = 16
 
-Told = Admitted | Progress | KvReceived | Token | PrefillFinished | Preempted | Failed
+Told = Admitted | Progress | NewTokens | PrefillFinished | Preempted | Failed
 """Events of sequences."""
+
+
+def engine_config(**config: Any) -> EngineConfig:
+    """An engine's configuration from the fields of EngineConfig and of Budgets together."""
+    own = {name: config.pop(name) for name in ("num_blocks", "block_size", "overlap") if name in config}
+    return EngineConfig(**own, budgets=Budgets(**config))
 
 
 class RecordingExecutor(FakeExecutor):
@@ -103,7 +109,7 @@ class Worker:
 
     @property
     def sequences(self) -> dict[int, EngineSequence]:
-        return self.engine.scheduler._ledger.sequences
+        return self.engine.requests.sequences
 
     def step(self) -> list[Told]:
         """Events of the cache are checked here and go no further."""
@@ -118,10 +124,11 @@ class Worker:
 
         events = self.engine.step(take)
         events = early + events
+        budgets = self.config.budgets
         for plan in self.executor.plans[num_plans:]:
             decodes = sum(step.start > 0 and step.num_samples and len(step.token_ids) == 1 for step in plan.sequences)
-            assert plan.num_tokens - decodes <= max(self.config.chunk_tokens, self.config.mixed_chunk_tokens)
-            assert len(plan.sequences) <= self.config.max_sequences
+            assert plan.num_tokens - decodes <= max(budgets.chunk_tokens, budgets.mixed_chunk_tokens)
+            assert len(plan.sequences) <= budgets.max_sequences
             assert not any(step.sampling and PENDING_TOKEN in step.token_ids for step in plan.sequences)
             assert len({step.sequence_id for step in plan.sequences}) == len(plan.sequences)
         changes = [event for event in events if isinstance(event, CacheChanged)]
@@ -129,7 +136,7 @@ class Worker:
         for change in changes:
             self._follow(change)
         self.check()
-        assert self.cached == set(self.engine.scheduler.pool._block_of), "the events differ from the cache"
+        assert self.cached == set(self.engine.requests.pool._block_of), "the events differ from the cache"
         return [event for event in events if not isinstance(event, CacheChanged)]
 
     def _follow(self, change: CacheChanged) -> None:
@@ -148,7 +155,7 @@ class Worker:
     def check(self) -> None:
         self.engine.check_integrity()
         assert sum(self.engine.blocks().values()) == self.config.num_blocks
-        assert self.engine.scheduler.num_holding <= self.config.max_sequences
+        assert self.engine.requests.num_holding <= self.config.budgets.max_sequences
         told = self.engine.cached_hashes()
         assert (len(told), set(told)) == (len(self.cached), self.cached), "a new session would not know what is cached"
         salt_of: dict[int, bytes] = {}
@@ -167,8 +174,8 @@ class Worker:
         self.check()
         blocks = self.engine.blocks()
         assert blocks[BlockState.FREE] + blocks[BlockState.CACHED] == self.config.num_blocks, blocks
-        scheduler = self.engine.scheduler
-        assert (scheduler.num_waiting, scheduler.num_holding, scheduler.num_leased) == (0, 0, 0)
+        requests = self.engine.requests
+        assert (len(requests.waiting), requests.num_holding, requests.num_leased) == (0, 0, 0)
 
     def _check_cached(self, event: Admitted) -> None:
         """What the prefix cache gave was computed for, or generated after, the same tokens of the same tenant, and can

@@ -9,7 +9,7 @@ from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.events import Admitted, KvReceived, Preempted, PrefillFinished, Progress, Token
+from tandem.workers.engine.events import Admitted, NewTokens, Preempted, PrefillFinished, Progress
 from tandem.workers.engine.fake import expected_logprobs, expected_tokens
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, State, Task
@@ -38,7 +38,7 @@ class Request:
     target: Admitted | None = None
     num_readable: int = 0  # tokens whose KV cache the prefill worker has
     num_pulled: int | None = None
-    opening: FirstTokens | None = None
+    first_tokens: FirstTokens | None = None
 
     @functools.cached_property
     def expected(self) -> list[int]:
@@ -73,7 +73,7 @@ def best_hypotheses(
     rows = [prompt]
     while moves := beams.advance([expected_logprobs(row, beams.num_candidates, VOCAB_SIZE) for row in rows]):
         rows = [(*rows[place], token) for place, token in moves]
-    return [(hypothesis.tokens, hypothesis.score) for hypothesis in beams.best(beam.num_best)]
+    return beams.best(beam.num_best)
 
 
 class Pair:
@@ -92,7 +92,7 @@ class Pair:
         if request not in self.active:
             self.active.append(request)
         request.num_attempts += 1
-        request.source = request.target = request.num_pulled = request.opening = None
+        request.source = request.target = request.num_pulled = request.first_tokens = None
         request.prefill_id = request.decode_id = None
         request.choices = request.split_up() if request.n > 1 or request.beam else []
         if request.split:
@@ -142,10 +142,10 @@ class Pair:
                 part = span(source, start, count, layer, 1)
                 target.write(request.target.blocks, part, source.read(request.source.blocks, part))
             request.num_pulled += count
-        if request.opening is not None and request.num_pulled == request.num_readable:
+        if request.first_tokens is not None and request.num_pulled == request.num_readable:
             assert request.decode_id is not None
             assert request.prefill_id is not None
-            self.decode.engine.commit_import(request.decode_id, request.opening)
+            self.decode.engine.commit_import(request.decode_id, request.first_tokens)
             self.prefill.engine.cancel(request.prefill_id)
             request.num_pulled = request.prefill_id = None
 
@@ -202,14 +202,12 @@ class Pair:
             case Progress():
                 assert request.num_readable <= event.num_computed <= len(request.prompt) + len(request.tokens)
                 request.num_readable = event.num_computed
-            case KvReceived():
-                assert worker is self.decode
             case PrefillFinished():
                 assert worker is self.prefill
-                request.opening = event.opening
-            case Token() if request.choices:
+                request.first_tokens = event.first_tokens
+            case NewTokens() if request.choices:
                 self._take_choice(worker, request, event.id - first, event)
-            case Token():
+            case NewTokens():
                 self._take(request, event)
                 if event.finish is not None:
                     self._drop(request)
@@ -217,19 +215,22 @@ class Pair:
             case Preempted():
                 self._preempt(request, event.id - first)
 
-    def _take(self, request: Request, event: Token) -> None:
+    def _take(self, request: Request, event: NewTokens) -> None:
         assert request.num_ends == 0, "a token of a choice that has ended"
-        assert event.index == len(request.tokens), "an index is missing or repeated"
-        assert event.token == request.expected[event.index], f"token {event.index} of {request}"
-        request.tokens.append(event.token)
+        assert event.first_index == len(request.tokens), "an index is missing or repeated"
+        end = event.first_index + len(event.token_ids)
+        assert list(event.token_ids) == request.expected[event.first_index : end], (
+            f"token {event.first_index} of {request}"
+        )
+        request.tokens += event.token_ids
         assert (event.finish is not None) == (len(request.tokens) == len(request.expected))
 
-    def _take_choice(self, worker: Worker, request: Request, number: int, event: Token) -> None:
+    def _take_choice(self, worker: Worker, request: Request, number: int, event: NewTokens) -> None:
         """A choice that ended with its first token on the prefill worker ends so once more when it joins the other,
         unless that has been told; here of the odd ones."""
         choice = request.choices[number]
-        if worker is self.decode and choice.expected == choice.tokens == [event.token] and number % 2 == 0:
-            assert (event.index, event.finish is not None) == (0, True)
+        if worker is self.decode and choice.expected == choice.tokens == [*event.token_ids] and number % 2 == 0:
+            assert (event.first_index, event.finish is not None) == (0, True)
             return
         self._take(choice, event)
         if event.finish is None:

@@ -74,7 +74,7 @@ def search(beams: Beams, table: torch.Tensor, prompt: list[int], count: int) -> 
     rows = [list(prompt)]
     while moves := beams.advance([candidates(table, row, beams.num_candidates) for row in rows]):
         rows = [[*rows[place], token] for place, token in moves]
-    return [(hypothesis.tokens, hypothesis.score) for hypothesis in beams.best(count)]
+    return beams.best(count)
 
 
 def ours(table: torch.Tensor, prompt: list[int], options: dict[str, Any], stop_ids: list[int]) -> list[Any]:
@@ -129,7 +129,7 @@ def test_extreme_penalties_give_scores_and_no_errors() -> None:
         while moves := beams.advance([[(1, -0.5), (2, -1.5), (3, -2.5)]] * rows):
             rows = len(moves)
         assert len(beams.best(2)) == 2
-        assert all(len(hypothesis.tokens) == 20 for hypothesis in beams.best(2))
+        assert all(len(tokens) == 20 for tokens, _ in beams.best(2))
 
 
 def test_fewer_tokens_than_beams_are_fewer_beams_for_good() -> None:
@@ -138,7 +138,7 @@ def test_fewer_tokens_than_beams_are_fewer_beams_for_good() -> None:
     assert beams.advance([row]) == [(0, 0), (0, 1)]
     assert len(beams.advance([row] * 2)) == 2
     assert beams.advance([row] * 2) == []
-    assert beams.best(4)[0].tokens == (0, 0, 0)
+    assert beams.best(4)[0][0] == (0, 0, 0)
 
 
 def test_scores_are_summed_in_float32() -> None:
@@ -147,4 +147,4 @@ def test_scores_are_summed_in_float32() -> None:
     for logprob in array("f", [-0.1, -0.7, -12345.678]):
         beams.advance([[(1, logprob)]])
         total = array("f", [total + logprob])[0]
-    assert beams.best(1)[0].score == total != sum(array("f", [-0.1, -0.7, -12345.678]))
+    assert beams.best(1)[0][1] == total != sum(array("f", [-0.1, -0.7, -12345.678]))

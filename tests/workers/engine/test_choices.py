@@ -12,16 +12,15 @@ from tandem.tests.workers.engine.drive import (
     MakeWorker,
     fill,
     finish_of,
+    first_tokens,
     make_worker,
-    opening,
     run,
     spec,
     tokens_of,
 )
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.engine import DoesNotFit
-from tandem.workers.engine.events import Admitted, Event, KvReceived, Preempted, PrefillFinished, Progress, Token
+from tandem.workers.engine.events import Admitted, Event, NewTokens, Preempted, PrefillFinished, Progress
 from tandem.workers.engine.fake import expected_choices
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import FinishReason, Task
@@ -64,9 +63,9 @@ def test_choices_are_what_sequences_with_their_seeds_are(
         apart.submit(spec(1 + choice, prompt, max_tokens=max_tokens, sampling=sampling))
     ours, theirs = run(together), run(apart)
     assert choices_of(ours, 1, n) == choices_of(theirs, 1, n) == wanted(n, max_tokens, prompt, seed)
-    told = [(e.id, e.index, e.finish) for e in ours if isinstance(e, Token)]
+    told = [(e.id, e.first_index, e.finish) for e in ours if isinstance(e, NewTokens)]
     assert sorted(told, key=lambda t: t[:2]) == sorted(
-        ((e.id, e.index, e.finish) for e in theirs if isinstance(e, Token)), key=lambda t: t[:2]
+        ((e.id, e.first_index, e.finish) for e in theirs if isinstance(e, NewTokens)), key=lambda t: t[:2]
     )
     assert together.executor.num_tokens == length + n * (max_tokens - 1), "the prompt once, and each token once"
     together.check_idle()
@@ -163,18 +162,18 @@ def test_cancelling_every_id_frees_all_in_every_state(worker: MakeWorker, steps:
     assert run(target) == []
 
 
-def test_prefill_tells_all_first_tokens_and_then_the_opening(worker: MakeWorker) -> None:
+def test_a_prefill_reports_all_first_tokens_and_then_its_end(worker: MakeWorker) -> None:
     firsts = [tokens[0] for tokens in wanted(3, 1)]
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, stop_ids=(firsts[1],)))
-    events = [event for event in run(target) if isinstance(event, Token | PrefillFinished)]
-    told = [(event.id, event.token) for event in events[:3] if isinstance(event, Token)]
+    events = [event for event in run(target) if isinstance(event, NewTokens | PrefillFinished)]
+    told = [(event.id, *event.token_ids) for event in events[:3] if isinstance(event, NewTokens)]
     assert told == [(1, firsts[0]), (2, firsts[1]), (3, firsts[2])]
     assert finish_of(events, 2) == [FinishReason.STOP]
     opened = events[3]
     assert isinstance(opened, PrefillFinished)
-    assert (opened.id, opened.opening) == (1, opening(*firsts))
-    assert target.engine.scheduler.num_leased == 1
+    assert (opened.id, opened.first_tokens) == (1, first_tokens(*firsts))
+    assert target.engine.requests.num_leased == 1
     assert target.executor.num_tokens == len(PROMPT)
     target.engine.cancel(1)
     target.check_idle()
@@ -184,7 +183,7 @@ def test_prefill_whose_choices_all_end_opens_nothing(worker: MakeWorker) -> None
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, max_tokens=1))
     events = run(target)
-    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, Token, Token, Token]
+    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, NewTokens, NewTokens, NewTokens]
     target.check_idle()
 
 
@@ -199,9 +198,8 @@ def test_an_import_is_forked_when_it_joins(worker: MakeWorker, growth: int) -> N
     want = wanted(4, 5)
     target = worker(growth_tokens=growth)
     imported(target, 1, 4, max_tokens=5)
-    target.engine.commit_import(1, opening(*(tokens[0] for tokens in want)))
+    target.engine.commit_import(1, first_tokens(*(tokens[0] for tokens in want)))
     events = run(target)
-    assert isinstance(events[0], KvReceived)
     assert choices_of(events, 1, 4) == [tokens[1:] for tokens in want]
     assert target.executor.num_tokens == 4 * 4
     target.check_idle()
@@ -214,20 +212,22 @@ def test_an_import_says_which_choices_have_ended_and_forks_the_others(worker: Ma
     target = worker()
     imported(target, 1, 4, max_tokens=5, stop_ids=(stop,))
     target.engine.cancel_choice(1, 3)
-    target.engine.commit_import(1, opening(*(tokens[0] for tokens in want)))
+    target.engine.commit_import(1, first_tokens(*(tokens[0] for tokens in want)))
     events = run(target)
     for choice in ended:
-        assert [(e.index, e.token) for e in events if isinstance(e, Token) and e.id == 1 + choice] == [(0, stop)]
+        assert [(e.first_index, e.token_ids) for e in events if isinstance(e, NewTokens) and e.id == 1 + choice] == [
+            (0, (stop,))
+        ]
     assert not tokens_of(events, 4)
     target.check_idle()
 
 
-def test_an_opening_of_another_request_is_refused(worker: MakeWorker) -> None:
+def test_first_tokens_of_another_request_are_refused(worker: MakeWorker) -> None:
     target = worker()
     imported(target, 1, 3)
-    with pytest.raises(ValueError, match="another request"):
-        target.engine.commit_import(1, opening(1, 2))
-    target.engine.commit_import(1, opening(1, 2, 3))
+    with pytest.raises(ValueError, match="first_tokens: 2 tokens and 0 logprobs for 3 choices"):
+        target.engine.commit_import(1, first_tokens(1, 2))
+    target.engine.commit_import(1, first_tokens(1, 2, 3))
 
 
 def test_a_preempted_choice_ends_alone_and_goes_on_alone_with_the_same_tokens(worker: MakeWorker) -> None:
@@ -266,23 +266,23 @@ def test_choices_count_as_sequences_from_their_admission_on(worker: MakeWorker) 
     target.submit(spec(9, num_choices=2))
     target.submit(spec(20, task=Task.PREFILL, num_choices=4))
     target.step()
-    scheduler = target.engine.scheduler
-    assert (scheduler.num_holding, scheduler.num_waiting) == (3, 2)
-    with pytest.raises(DoesNotFit, match="5 times 10 \\+ 4 tokens; room for 128 tokens, 4 sequences"):
+    requests = target.engine.requests
+    assert (requests.num_holding, len(requests.waiting)) == (3, 2)
+    with pytest.raises(ValueError, match="5 times 10 \\+ 4 tokens exceed the capacity of 128 tokens, 4 sequences"):
         target.engine.submit(spec(30, num_choices=5))
-    assert {event.id for event in run(target) if isinstance(event, Token)} == {1, 2, 3, 9, 10, 20, 21, 22, 23}
+    assert {event.id for event in run(target) if isinstance(event, NewTokens)} == {1, 2, 3, 9, 10, 20, 21, 22, 23}
 
 
 @pytest.mark.parametrize(("length", "n", "least"), [(5, 4, 2 + 4), (4, 4, 2 + 2), (4, 5, 4)])
 def test_choices_fit_where_all_can_begin_and_one_can_end(worker: MakeWorker, length: int, n: int, least: int) -> None:
     small = worker(num_blocks=least - 1, block_size=2)
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(ValueError, match="exceed the capacity"):
         small.engine.submit(spec(1, PROMPT[:length], num_choices=n, max_tokens=5))
     target = worker(num_blocks=least, block_size=2, prefix_caching=False)
     target.submit(spec(1, PROMPT[:length], num_choices=n, max_tokens=5))
     events = run(target)
     assert tokens_of(events, 1) == wanted(1, 5, PROMPT[:length])[0]
-    ended = {e.id for e in events if isinstance(e, Preempted) or (isinstance(e, Token) and e.finish)}
+    ended = {e.id for e in events if isinstance(e, Preempted) or (isinstance(e, NewTokens) and e.finish)}
     assert ended == set(range(1, n + 1))
     target.check_idle()
 
@@ -312,7 +312,7 @@ def test_nobody_gets_the_block_that_a_copy_is_from_before_the_copy(worker: MakeW
     assert target.executor.plans[-1].copies
     assert len(filled) == 4
     assert source not in filled
-    events += [event for event in run(target) if isinstance(event, Token)]
+    events += [event for event in run(target) if isinstance(event, NewTokens)]
     assert [tokens_of(events, 2), tokens_of(events, 3)] == want[1:]
 
 

@@ -18,11 +18,11 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
-from tandem.tests.workers.engine.harness import Told
+from tandem.tests.workers.engine.harness import Told, engine_config
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.engine import DoesNotFit, Engine, QueueFull
-from tandem.workers.engine.events import Admitted, CacheChanged, Event, Preempted, Progress, Token
+from tandem.workers.engine.engine import Engine, QueueFull
+from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
@@ -66,7 +66,7 @@ def test_prefill_reports_progress_and_then_holds_a_lease(worker: MakeWorker) -> 
     events = run(target)
     assert [event.num_computed for event in events if isinstance(event, Progress)] == [4, 8, 10]
     assert finish_of(events, 1) == []
-    assert (target.engine.blocks()[BlockState.LEASED], target.engine.scheduler.num_leased) == (3, 1)
+    assert (target.engine.blocks()[BlockState.LEASED], target.engine.requests.num_leased) == (3, 1)
     assert target.executor.plans[-1].dropped == (1,), "the ranks forget a leased sequence"
     target.engine.cancel(1)
     target.check_idle()
@@ -112,7 +112,7 @@ def test_newest_is_preempted_and_continues_with_the_same_tokens(worker: MakeWork
     events += run(target)
     assert tokens_of(events, 1) == expected(old, 5)
     assert got + tokens_of(events, 3) == expected(new, 5)
-    assert [e.index for e in events if isinstance(e, Token) and e.id == 3] == list(range(len(got), 5))
+    assert [e.first_index for e in events if isinstance(e, NewTokens) and e.id == 3] == list(range(len(got), 5))
     target.check_idle()
 
 
@@ -143,7 +143,7 @@ def test_full_queue_refuses_and_holds_nothing_of_it(worker: MakeWorker) -> None:
 def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(worker: MakeWorker, task: Task) -> None:
     target = worker(num_blocks=4, block_size=2, prefix_caching=False)
     room = 8 if task is Task.PREFILL else 5  # the last of 4 generated tokens needs no KV cache
-    with pytest.raises(DoesNotFit, match="room for 8"):
+    with pytest.raises(ValueError, match="capacity of 8"):
         target.engine.submit(spec(1, tuple(range(room + 1)), task=task))
     target.submit(spec(2, tuple(range(room)), task=task))
     events = target.step()
@@ -233,15 +233,15 @@ def test_early_events_come_before_the_computation_and_once() -> None:
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
-    assert [type(event) for event in engine.step(told.extend)] == [Token, CacheChanged]
+    assert [type(event) for event in engine.step(told.extend)] == [NewTokens, CacheChanged]
     engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
-    assert [type(event) for event in engine.step()] == [Admitted, Token, CacheChanged]
+    assert [type(event) for event in engine.step()] == [Admitted, NewTokens, CacheChanged]
 
 
 def test_layers_of_a_long_prefill_are_told_while_it_runs() -> None:
     told: list[Event] = []
-    engine = Engine(FakeExecutor(64, 16), EngineConfig(num_blocks=64, block_size=16, chunk_tokens=200))
+    engine = Engine(FakeExecutor(64, 16), engine_config(num_blocks=64, block_size=16, chunk_tokens=200))
     engine.submit(spec(1, tuple(range(300)), task=Task.PREFILL))
     engine.submit(spec(2, tuple(range(9)), task=Task.PREFILL))
     engine.submit(spec(3, tuple(range(400, 700))))
@@ -261,8 +261,8 @@ def test_times_are_the_clock_s() -> None:
     assert engine.step_seconds == 0.0, "no step with decodes yet"
     (second,) = engine.step()
     assert isinstance(admitted, Admitted)
-    assert isinstance(first, Token)
-    assert isinstance(second, Token)
+    assert isinstance(first, NewTokens)
+    assert isinstance(second, NewTokens)
     assert (admitted.queue_seconds, first.prefill_seconds, second.prefill_seconds) == (20.0, 10.0, 0.0)
     assert engine.step_seconds == 10.0
 
@@ -272,13 +272,13 @@ def test_load_counts_the_prompt_tokens_ahead() -> None:
     target.submit(spec(1))
     target.submit(spec(2, PROMPT[:6]))
     target.submit(spec(3, task=Task.DECODE))
-    scheduler = target.engine.scheduler
-    assert (scheduler.waiting_tokens, scheduler.num_waiting) == (16, 3)
+    requests = target.engine.requests
+    assert (requests.waiting_tokens, len(requests.waiting)) == (16, 3)
     target.step()
-    assert (scheduler.waiting_tokens, scheduler.num_waiting) == (12, 2)
+    assert (requests.waiting_tokens, len(requests.waiting)) == (12, 2)
     target.step()
     target.step()
-    assert scheduler.waiting_tokens == 6, "a decoding sequence waits for nothing"
+    assert requests.waiting_tokens == 6, "a decoding sequence waits for nothing"
 
 
 def test_after_a_failed_step_every_block_can_still_be_freed(worker: MakeWorker) -> None:

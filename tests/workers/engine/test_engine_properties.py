@@ -15,9 +15,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tandem.tests.workers.engine.harness import engine_config
 from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.events import Admitted, Preempted, Token
+from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.sequence import BeamSearch, FinishReason
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
@@ -44,7 +45,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     """Workers that hold one to three of the longest requests."""
     block_size = draw(st.integers(1, 4))
     least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
-    return EngineConfig(
+    return engine_config(
         num_blocks=draw(st.integers(least, 3 * least)),
         block_size=block_size,
         chunk_tokens=draw(st.integers(1, 12)),
@@ -138,7 +139,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     for seed in range(24 if overlap else 12):
         walk(random.Random(seed), seen, overlap)
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
-    want = {"Preempted", "Joined", "Progress", "cached", "lost lease", *cancels}
+    want = {"Preempted", "import", "Progress", "cached", "lost lease", *cancels}
     want |= {"fork", "beams", "copies", "cancel choice waiting", "cancel choice importing", "cancel choice running"}
     want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
     assert want <= set(seen), seen
@@ -163,11 +164,13 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
             if events and target.executor.plans:
                 seen["copies"] += len(target.executor.plans[-1].copies)
             seen["preempted in flight"] += sum(isinstance(e, Preempted) and e.id in before for e in events)
-            stops = [e.id for e in events if isinstance(e, Token) and e.finish is FinishReason.STOP]
+            stops = [e.id for e in events if isinstance(e, NewTokens) and e.finish is FinishReason.STOP]
             seen["stop in flight"] += sum(number in target.in_flight for number in stops)
             seen["cached"] += sum(isinstance(event, Admitted) and event.num_cached > 0 for event in events)
         elif action == "pull" and importing:
-            pair.pull(rng.choice(importing), rng.randint(1, 8))
+            request = rng.choice(importing)
+            pair.pull(request, rng.randint(1, 8))
+            seen["import"] += request.num_pulled is None
         elif action == "cancel" and pair.active:
             request = rng.choice(pair.active)
             seen.update(f"cancel {state.value}" for state in pair.states(request))
@@ -202,7 +205,7 @@ def random_request(rng: random.Random) -> Request:
 def random_config(rng: random.Random, overlap: bool) -> EngineConfig:
     block_size = rng.randint(1, 4)
     least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
-    return EngineConfig(
+    return engine_config(
         num_blocks=rng.randint(least, 3 * least),
         block_size=block_size,
         chunk_tokens=rng.randint(1, 12),

@@ -248,5 +248,5 @@ def test_several_draws_are_of_seeds_in_a_row() -> None:
 def test_a_history_is_asked_for_and_not_in_vain(history: tuple[int, ...]) -> None:
     sampling = SamplingParams(presence_penalty=0.0 if history else 0.5)
     step = replace(plan(TOKENS, blocks=(0, 1)).sequences[0], sampling=sampling, history=history)
-    with pytest.raises(RuntimeError, match="missing or in vain"):
+    with pytest.raises(RuntimeError, match="missing or superfluous"):
         FakeExecutor(8, BLOCK_SIZE).execute(StepPlan(sequences=(step,), dropped=()))

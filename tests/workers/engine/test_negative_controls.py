@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from tandem.proto.hashing import hash_chain
-from tandem.tests.workers.engine.harness import Worker
+from tandem.tests.workers.engine.harness import Worker, engine_config
 from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.block_pool import BlockPool
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Event, Progress, Token
+from tandem.workers.engine.events import Event, NewTokens, Progress
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import OnLayers, Samples, SequenceStep, StepPlan
 from tandem.workers.engine.scheduler import Scheduler
@@ -20,7 +20,7 @@ from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.kv_cache.layout import KvSpan
 
 HASH_CHAIN = "tandem.workers.engine.sequence.hash_chain"
-CONFIG = EngineConfig(num_blocks=16, block_size=2, chunk_tokens=8, growth_tokens=2)
+CONFIG = engine_config(num_blocks=16, block_size=2, chunk_tokens=8, growth_tokens=2)
 OVERLAP = replace(CONFIG, overlap=True)
 
 Serve = Callable[[], Pair]
@@ -50,13 +50,13 @@ def test_the_unbroken_build_passes(late: bool) -> None:
 def test_leaked_block_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     release = BlockPool.release
     monkeypatch.setattr(BlockPool, "release", lambda pool, blocks: release(pool, blocks[1:]))
-    with pytest.raises(RuntimeError, match=r"block \d+: \d owners, 0 leases; booked"):
+    with pytest.raises(RuntimeError, match=r"block \d+: \d owners, 0 leases; the pool has"):
         serve()
 
 
 def test_leaked_lease_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     monkeypatch.setattr(BlockPool, "unlease", lambda pool, blocks: None)
-    with pytest.raises(RuntimeError, match=r"booked \(0, 1\)"):
+    with pytest.raises(RuntimeError, match=r"the pool has \(0, 1\)"):
         serve()
 
 
@@ -75,7 +75,7 @@ def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve)
 
     def repeat(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
         events = update(scheduler, plan, samples)
-        return events + [event for event in events if isinstance(event, Token) and event.index == 2]
+        return events + [event for event in events if isinstance(event, NewTokens) and event.first_index == 2]
 
     monkeypatch.setattr(Scheduler, "update", repeat)
     with pytest.raises(AssertionError, match="an index is missing or repeated"):
@@ -86,7 +86,7 @@ def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> 
     update = Scheduler.update
 
     def lose(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
-        return [e for e in update(scheduler, plan, samples) if not isinstance(e, Token) or e.index != 2]
+        return [e for e in update(scheduler, plan, samples) if not isinstance(e, NewTokens) or e.first_index != 2]
 
     monkeypatch.setattr(Scheduler, "update", lose)
     with pytest.raises(AssertionError, match="an index is missing or repeated"):
@@ -167,13 +167,13 @@ def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest
     ) -> SequenceStep:
         step = schedule_step(scheduler, sequence, count, copies)
         num_computed, sequence.num_computed = sequence.num_computed, min(sequence.num_scheduled, sequence.num_tokens)
-        scheduler._ledger.publish(sequence)
+        scheduler._requests.publish(sequence)
         sequence.num_computed = num_computed
         return step
 
     monkeypatch.setattr(Scheduler, "_step", eager)
     monkeypatch.setattr(Worker, "check", lambda worker: None)  # the books alone would show it, too
-    pair = Pair(replace(OVERLAP, chunk_tokens=2), OVERLAP, late=True)
+    pair = Pair(replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True)
     for _ in range(2):
         pair.submit(Request((1, 2, 3, 4, 5, 6, 7), 2, split=True))
     with pytest.raises(RuntimeError, match="KV of something else"):
@@ -185,11 +185,11 @@ def test_progress_told_when_it_is_scheduled_is_caught(monkeypatch: pytest.Monkey
 
     def hasty(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
         events = update(scheduler, plan, samples)
-        numbers = {s.spec.id: s.num_scheduled for s in scheduler._ledger.sequences.values()}
+        numbers = {s.spec.id: s.num_scheduled for s in scheduler._requests.sequences.values()}
         return [replace(e, num_computed=numbers[e.id]) if isinstance(e, Progress) else e for e in events]
 
     monkeypatch.setattr(Scheduler, "update", hasty)
-    pair = Pair(replace(OVERLAP, chunk_tokens=2), OVERLAP, late=True)
+    pair = Pair(replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True)
     request = Request((1, 2, 3, 4, 5, 6, 7), 3, split=True)
     pair.submit(request)
     with pytest.raises(RuntimeError, match="KV of something else"):
@@ -235,8 +235,10 @@ def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.Monkey
     def loud(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
         samplers = [step.sequence_id for step in plan.sequences if step.num_samples]
         gone = [(number, token) for number, token in zip(samplers, samples.tokens, strict=True)]
-        gone = [(number, token) for number, token in gone if number not in scheduler._ledger.sequences]
-        late: list[Event] = [Token(id=n, index=0, token=t, finish=None, prefill_seconds=0.0) for n, t in gone]
+        gone = [(number, token) for number, token in gone if number not in scheduler._requests.sequences]
+        late: list[Event] = [
+            NewTokens(id=n, first_index=0, token_ids=(t,), finish=None, prefill_seconds=0.0) for n, t in gone
+        ]
         return late + update(scheduler, plan, samples)
 
     monkeypatch.setattr(Scheduler, "update", loud)

@@ -8,7 +8,7 @@ from tandem.tests.workers.engine.drive import PROMPT, spec
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Token
+from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.null import NullExecutor
 
 
@@ -18,7 +18,7 @@ def test_tokens_roll_over_all_sequences() -> None:
     engine.submit(spec(2, max_tokens=3, num_choices=2))
     tokens = []
     while engine.has_work:
-        tokens += [event.token for event in engine.step() if isinstance(event, Token)]
+        tokens += [token for event in engine.step() if isinstance(event, NewTokens) for token in event.token_ids]
     assert tokens == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     engine.check_integrity()
 

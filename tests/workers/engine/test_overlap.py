@@ -12,8 +12,8 @@ from tandem.tests.workers.engine.drive import (
     expected,
     fill,
     finish_of,
+    first_tokens,
     make_worker,
-    opening,
     run,
     spec,
     tokens_of,
@@ -22,7 +22,7 @@ from tandem.tests.workers.engine.harness import LateExecutor, Told, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Admitted, CacheChanged, Event, KvReceived, Preempted, Progress, Token
+from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import FinishReason, Task
@@ -65,7 +65,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
     while engine.has_work:
         kinds.append([type(event) for event in engine.step()])
     assert calls == ["launch", "launch", "collect 0", "collect 1", "launch", "collect 4"]
-    assert kinds == [[Admitted], [Token, CacheChanged], [Token], [], []]
+    assert kinds == [[Admitted], [NewTokens, CacheChanged], [NewTokens], [], []]
 
 
 def test_a_decode_is_planned_by_the_token_that_nobody_knows_yet(worker: MakeWorker) -> None:
@@ -74,7 +74,7 @@ def test_a_decode_is_planned_by_the_token_that_nobody_knows_yet(worker: MakeWork
     events = run(target)
     assert planned(target, 1) == [PROMPT[:8], PROMPT[8:], *[(PENDING_TOKEN,)] * 4]
     assert tokens_of(events, 1) == expected(PROMPT, 5)
-    assert [event.index for event in events if isinstance(event, Token)] == [0, 1, 2, 3, 4]
+    assert [event.first_index for event in events if isinstance(event, NewTokens)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("position", range(6))
@@ -152,7 +152,7 @@ def import_over_a_step_in_flight(target: Worker) -> list[Told]:
         first.extend(fill(target, event, tokens) for event in events if isinstance(event, Admitted))
 
     target.engine.step(filled)
-    target.engine.commit_import(1, opening(first[0]))
+    target.engine.commit_import(1, first_tokens(first[0]))
     return run(target)
 
 
@@ -194,9 +194,9 @@ def test_import_joins_with_its_first_token_beside_a_step_in_flight(worker: MakeW
     target.submit(spec(1, task=Task.DECODE))
     admitted = next(event for event in target.step() if isinstance(event, Admitted) and event.id == 1)
     first = fill(target, admitted, PROMPT)
-    target.engine.commit_import(1, opening(first))
+    target.engine.commit_import(1, first_tokens(first))
     events = target.step()
-    assert [type(event) for event in events if event.id == 1] == [KvReceived]
+    assert not [event for event in events if event.id == 1]
     assert [(step.sequence_id, step.token_ids) for step in target.executor.plans[-1].sequences] == [
         (2, (PENDING_TOKEN,)),
         (1, (first,)),
@@ -244,7 +244,10 @@ def test_overlap_changes_no_sequence_s_events(chunk: int) -> None:
         for number, task in zip(range(6), itertools.cycle((Task.WHOLE, Task.PREFILL)), strict=False):
             target.submit(spec(number, PROMPT[: 4 + number], task=task, max_tokens=5, stop_ids=(stop,)))
         events = run(target)
-        told = [(e.id, e.index, e.token, e.finish) if isinstance(e, Token) else (e.id, type(e)) for e in events]
+        told = [
+            (e.id, e.first_index, e.token_ids, e.finish) if isinstance(e, NewTokens) else (e.id, type(e))
+            for e in events
+        ]
         runs.append(sorted(told, key=lambda event: event[0]))
     assert runs[0] == runs[1] == runs[2]
-    assert any(isinstance(event, Token) and event.finish is FinishReason.STOP for event in events)
+    assert any(isinstance(event, NewTokens) and event.finish is FinishReason.STOP for event in events)

@@ -9,14 +9,14 @@ from tandem.tests.workers.engine.drive import (
     expected,
     fill,
     finish_of,
-    opening,
+    first_tokens,
     run,
     spec,
     tokens_of,
 )
 from tandem.tests.workers.engine.harness import Told, Worker
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.events import Admitted, KvReceived, Preempted, Token
+from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
@@ -27,7 +27,7 @@ def test_decode_that_joins_late_does_not_wait_for_an_older_prompt(worker: MakeWo
     assert isinstance(admitted, Admitted)
     target.submit(spec(2))
     target.step()
-    target.engine.commit_import(1, opening(fill(target, admitted, PROMPT[:3])))
+    target.engine.commit_import(1, first_tokens(fill(target, admitted, PROMPT[:3])))
     target.step()
     steps = target.executor.plans[-1].sequences
     assert [(step.sequence_id, len(step.token_ids)) for step in steps] == [(1, 1), (2, 3)]
@@ -39,7 +39,7 @@ def test_imported_prefix_is_there_for_others_from_the_commit_on(worker: MakeWork
     target.submit(spec(1, task=Task.DECODE))
     (admitted,) = target.step()
     assert isinstance(admitted, Admitted)
-    target.engine.commit_import(1, opening(fill(target, admitted, PROMPT)))
+    target.engine.commit_import(1, first_tokens(fill(target, admitted, PROMPT)))
     target.engine.cancel(1)
     target.submit(spec(2, task=Task.DECODE))
     assert cached_of(target.step(), 2) == 8
@@ -51,7 +51,7 @@ def test_imports_are_never_preempted_since_their_blocks_are_being_written(worker
     target.submit(spec(2, PROMPT[4:8], max_tokens=5, task=Task.DECODE))
     events = target.step() + target.step()
     assert [event.id for event in events if isinstance(event, Preempted)] == [1]
-    assert target.engine.scheduler.num_holding == 1
+    assert target.engine.requests.num_holding == 1
 
 
 def test_max_sequences_counts_imports_and_not_leases(worker: MakeWorker) -> None:
@@ -62,8 +62,8 @@ def test_max_sequences_counts_imports_and_not_leases(worker: MakeWorker) -> None
     target.submit(spec(3, PROMPT[:2]))
     target.submit(spec(4, PROMPT[:2]))
     target.step()
-    scheduler = target.engine.scheduler
-    assert (scheduler.num_leased, scheduler.num_holding, scheduler.num_waiting) == (1, 2, 1)
+    requests = target.engine.requests
+    assert (requests.num_leased, requests.num_holding, len(requests.waiting)) == (1, 2, 1)
 
 
 @pytest.mark.parametrize(("max_tokens", "stop"), [(1, False), (4, True)])
@@ -73,9 +73,9 @@ def test_import_whose_first_token_is_its_last_ends_when_it_joins(
     target, first = worker(), expected(PROMPT, 1)[0]
     target.submit(spec(1, task=Task.DECODE, max_tokens=max_tokens, stop_ids=(first,) if stop else ()))
     target.step()
-    target.engine.commit_import(1, opening(first))
+    target.engine.commit_import(1, first_tokens(first))
     events = run(target)
-    assert [type(event) for event in events] == [KvReceived, Token]
+    assert [type(event) for event in events] == [NewTokens]
     assert finish_of(events, 1) == [FinishReason.STOP if stop else FinishReason.LENGTH]
     assert not any(plan.sequences for plan in target.executor.plans), "nothing was left to compute"
     target.check_idle()
@@ -86,7 +86,7 @@ def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens
     target.submit(spec(9, tokens, task=Task.DECODE, max_tokens=max_tokens))
     admitted = next(event for event in target.step() if isinstance(event, Admitted))
     assert not target.engine.has_work, "an import that waits for its bytes is no work"
-    target.engine.commit_import(9, opening(fill(target, admitted, tokens, source)))
+    target.engine.commit_import(9, first_tokens(fill(target, admitted, tokens, source)))
     return admitted.num_cached, run(target)
 
 
@@ -98,9 +98,8 @@ def test_prefill_and_decode_apart_give_the_same_tokens(
     tokens = tuple(range(1, length + 1))
     target = worker(block_size=to_size)
     _, events = imported(target, worker(block_size=from_size, chunk_tokens=5), tokens, 6)
-    assert [type(event) for event in events[:1]] == [KvReceived]
     assert tokens_of(events, 9) == expected(tokens, 6)[1:]
-    assert [event.index for event in events if isinstance(event, Token)] == [1, 2, 3, 4, 5]
+    assert [event.first_index for event in events if isinstance(event, NewTokens)] == [1, 2, 3, 4, 5]
     target.check_idle()
 
 
@@ -180,7 +179,7 @@ def test_cancel_between_commit_and_the_next_step_leaves_nothing(worker: MakeWork
     target = worker()
     target.submit(spec(1, task=Task.DECODE))
     target.step()
-    target.engine.commit_import(1, opening(5))
+    target.engine.commit_import(1, first_tokens(5))
     target.engine.cancel(1)
     assert run(target) == []
     target.check_idle()
@@ -192,9 +191,9 @@ def test_commit_is_for_imports_only(worker: MakeWorker) -> None:
     target.submit(spec(2, task=Task.DECODE))
     target.step()
     with pytest.raises(RuntimeError, match="commit while waiting"):
-        target.engine.commit_import(2, opening(5))
-    target.engine.commit_import(1, opening(5))
+        target.engine.commit_import(2, first_tokens(5))
+    target.engine.commit_import(1, first_tokens(5))
     with pytest.raises(RuntimeError, match="commit while running"):
-        target.engine.commit_import(1, opening(5))
-    target.engine.commit_import(77, opening(5))
+        target.engine.commit_import(1, first_tokens(5))
+    target.engine.commit_import(77, first_tokens(5))
     target.check()

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, cached_of, expected, run, spec
 from tandem.tests.workers.engine.harness import VOCAB_SIZE
-from tandem.workers.engine.events import Event, Token
+from tandem.workers.engine.events import Event, NewTokens
 from tandem.workers.engine.fake import expected_logprobs
 from tandem.workers.engine.plan import SampledLogprobs, SamplingParams
 from tandem.workers.engine.sequence import Task
@@ -17,8 +17,8 @@ def score(tokens: tuple[int, ...], token: int, top: int) -> SampledLogprobs:
     return SampledLogprobs(logprob=dict(every)[token], top=every[:top])
 
 
-def tokens_in(events: Sequence[Event], number: int) -> list[Token]:
-    return [event for event in events if isinstance(event, Token) and event.id == number]
+def tokens_in(events: Sequence[Event], number: int) -> list[NewTokens]:
+    return [event for event in events if isinstance(event, NewTokens) and event.id == number]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -30,9 +30,9 @@ def test_each_token_has_its_own(worker: MakeWorker, n: int) -> None:
     for number in range(1, 1 + n):
         history = PROMPT
         for event in tokens_in(events, number):
-            assert event.logprobs == score(history, event.token, 2)
-            history += (event.token,)
-    assert all(event.logprobs is None for event in tokens_in(events, 9))
+            assert event.logprobs == (score(history, event.token_ids[0], 2),)
+            history += event.token_ids
+    assert all(not event.logprobs for event in tokens_in(events, 9))
 
 
 def test_a_likeliest_token_is_what_the_zero_seed_draws() -> None:

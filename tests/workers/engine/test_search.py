@@ -12,16 +12,14 @@ from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, fill, make_wor
 from tandem.tests.workers.engine.harness import Told, Worker
 from tandem.tests.workers.engine.pair import best_hypotheses
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.engine import DoesNotFit
 from tandem.workers.engine.events import (
     Admitted,
     Event,
     Failed,
-    KvReceived,
+    NewTokens,
     Preempted,
     PrefillFinished,
     Progress,
-    Token,
 )
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
@@ -33,11 +31,10 @@ def found(events: Sequence[Event], first: int, count: int) -> list[tuple[tuple[i
     """Hypotheses and scores, after a look at indices and ends."""
     hypotheses = []
     for number in range(first, first + count):
-        tokens = [event for event in events if isinstance(event, Token) and event.id == number]
-        assert [token.index for token in tokens] == list(range(len(tokens)))
-        assert [token.finish is None for token in tokens] == [True] * (len(tokens) - 1) + [False]
-        assert not any(token.score for token in tokens[:-1])
-        hypotheses.append((tuple(token.token for token in tokens), tokens[-1].score))
+        (event,) = (event for event in events if isinstance(event, NewTokens) and event.id == number)
+        assert event.first_index == 0
+        assert event.finish is not None
+        hypotheses.append((event.token_ids, event.score))
     return hypotheses
 
 
@@ -79,7 +76,7 @@ def test_hypotheses_are_those_of_a_search_without_an_engine(
     target.submit(spec(9, (5, 6), max_tokens=9))
     events = run(target)
     assert found(events, 1, beam.num_best) == best_hypotheses(prompt, max_tokens, width, beam, stop_ids)
-    assert {e.id for e in events if isinstance(e, Token)} == {9, *range(1, 1 + beam.num_best)}
+    assert {e.id for e in events if isinstance(e, NewTokens)} == {9, *range(1, 1 + beam.num_best)}
     target.check_idle()
 
 
@@ -89,8 +86,8 @@ def test_all_the_best_are_told_at_the_end_and_nothing_before(worker: MakeWorker)
     target.submit(spec(1, max_tokens=6, num_choices=4, beam=beam))
     events = [event for event in run(target) if not isinstance(event, Progress)]
     assert found(events, 1, 3) == best_hypotheses(PROMPT, 6, 4, beam, frozenset())
-    assert [type(event) for event in events] == [Admitted] + [Token] * 18
-    assert {event.finish for event in events if isinstance(event, Token)} == {None, FinishReason.LENGTH}
+    assert [type(event) for event in events] == [Admitted] + [NewTokens] * 3
+    assert {event.finish for event in events if isinstance(event, NewTokens)} == {FinishReason.LENGTH}
     target.check_idle()
 
 
@@ -103,7 +100,7 @@ def test_a_hypothesis_keeps_its_stop_token(worker: MakeWorker) -> None:
     target.submit(spec(1, max_tokens=9, num_choices=3, beam=beam, stop_ids=(free[0],)))
     events = run(target)
     assert found(events, 1, 1) == want
-    assert [e.finish for e in events if isinstance(e, Token) and e.finish] == [FinishReason.STOP]
+    assert [e.finish for e in events if isinstance(e, NewTokens) and e.finish] == [FinishReason.STOP]
     assert want[0][0][-1] == free[0]
 
 
@@ -129,7 +126,7 @@ def opened(worker: Worker, **options: Any) -> FirstTokens:
     worker.engine.cancel(1)
     worker.check_idle()
     (event,) = (e for e in events if isinstance(e, PrefillFinished))
-    return event.opening
+    return event.first_tokens
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7])
@@ -143,17 +140,16 @@ def test_prefill_and_decode_apart_give_the_same_hypotheses(worker: MakeWorker, m
     fill(target, admitted, PROMPT)
     target.engine.commit_import(5, start)
     events = run(target)
-    assert isinstance(events[0], KvReceived)
     assert found(events, 5, 2) == best_hypotheses(PROMPT, max_tokens, 3, BEAM, frozenset())
     target.check_idle()
 
 
 @pytest.mark.parametrize("wrong", [FirstTokens(tokens=(1, 2), logprobs=(-1.0, -2.0)), FirstTokens(tokens=(1, 2, 3))])
-def test_an_opening_without_candidates_is_refused(worker: MakeWorker, wrong: FirstTokens) -> None:
+def test_first_tokens_without_candidates_are_refused(worker: MakeWorker, wrong: FirstTokens) -> None:
     target = worker()
     target.submit(spec(5, task=Task.DECODE, num_choices=3, beam=BEAM))
     target.step()
-    with pytest.raises(ValueError, match="another request"):
+    with pytest.raises(ValueError, match="first_tokens: "):
         target.engine.commit_import(5, wrong)
 
 
@@ -192,7 +188,7 @@ def test_a_hypothesis_that_is_not_wanted_any_more_is_not_told(worker: MakeWorker
     target.step()
     target.engine.cancel_choice(5, 0)
     events = run(target)
-    assert {event.id for event in events if isinstance(event, Token)} == {6}
+    assert {event.id for event in events if isinstance(event, NewTokens)} == {6}
     assert found(events, 6, 1) == best_hypotheses(PROMPT, 6, 3, BEAM, frozenset())[1:]
     target.submit(spec(15, max_tokens=6, num_choices=3, beam=BEAM))
     target.step()
@@ -204,7 +200,7 @@ def test_a_hypothesis_that_is_not_wanted_any_more_is_not_told(worker: MakeWorker
 def test_a_search_fits_where_all_beams_can_end(worker: MakeWorker) -> None:
     least = 2 + 3 * 2  # two full blocks of the prompt, and of each beam a copy and the last block
     options: dict[str, Any] = {"max_tokens": 4, "num_choices": 3, "beam": BEAM}
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(ValueError, match="exceed the capacity"):
         worker(num_blocks=least - 1).engine.submit(spec(1, **options))
     target = worker(num_blocks=least)
     target.submit(spec(1, **options))
@@ -244,7 +240,7 @@ def test_a_hypothesis_can_be_cancelled_whichever_beams_are_left(
     target.submit(spec(5, max_tokens=9, num_choices=3, beam=BeamSearch(num_best=3)))
     target.step()
     target.step()
-    (search,) = target.engine.scheduler._ledger.searches.values()
+    (search,) = target.engine.requests.searches.values()
     place = [member.spec.id for member in search.members].index(first)
     advance = search.beams.advance
 
@@ -253,7 +249,7 @@ def test_a_hypothesis_can_be_cancelled_whichever_beams_are_left(
 
     with monkeypatch.context() as patch:
         patch.setattr(search.beams, "advance", starved)
-        patch.setattr(search.beams, "_most_running", 1)
+        patch.setattr(search.beams, "_max_running", 1)
         target.step()
     assert list(target.sequences) == [first]
     target.engine.cancel_choice(5, 1)
