@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ..proto import worker_pb2
+from ..workers.engine.config import Budgets
+from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, TandemConfig
 from .directory import HEARTBEAT_SECONDS, DirectoryAway, DirectoryClient, Follower
@@ -34,7 +36,7 @@ _LEAST_CPUS: Final = 0.001  # Ray knows no empty bundle
 
 # Nice value on CPUs. A step of prompts may wait for whatever else shares its cores; a step of streams may not, nor may
 # the threads that talk.
-_PREFILL_PRIORITY: Final = 10
+_PREFILL_NICE: Final = 10
 
 
 class WorkerPool:
@@ -46,26 +48,27 @@ class WorkerPool:
         pool: PoolConfig = getattr(config, self.role)
         self._config = config
         self._directory = DirectoryClient(config.name)
-        worker = WorkerConfig(
+        rank = RankConfig(
             model=folder,
             dtype=config.dtype,
             device=config.device,
             block_size=pool.block_size,
             kv_cache_bytes=pool.kv_cache_bytes,
-            chunk_tokens=config.chunk_tokens(pool),
-            mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
-            max_sequences=pool.max_sequences,
             context_tokens=config.context_tokens,
             num_threads=num_threads,
             transports=config.transports,
-            priority=_PREFILL_PRIORITY if self.role == "prefill" else 0,
+            nice=_PREFILL_NICE if self.role == "prefill" else 0,
             host=node_host(config.host),
             start_seconds=config.start_seconds,
-            lease_seconds=config.lease_seconds,
+        )
+        budgets = Budgets(
+            chunk_tokens=config.chunk_tokens(pool),
+            mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+            max_sequences=pool.max_sequences,
             prefix_caching=config.prefix_caching,
         )
         self._ranks = start_ranks(
-            worker,
+            rank,
             pool.tp,
             host=config.host,
             label=repr(self),
@@ -73,7 +76,7 @@ class WorkerPool:
             gpu=config.device == "cuda",
         )
         self._worker = await Worker.start(
-            worker,
+            WorkerConfig(rank=rank, budgets=budgets, lease_seconds=config.lease_seconds),
             worker_id=f"{self.role}-{serve.get_replica_context().replica_id.unique_id}",
             role=self.role,
             ranks=await rank_addresses(self._ranks),

@@ -45,7 +45,7 @@ async def _describe(worker: worker_pb2.WorkerInfo) -> dict[str, Any]:
         "sessions": answer.num_sessions,
         "leases": answer.num_leases,
         "transfers": answer.num_transfers,
-        "jobs": answer.num_jobs,
-        "balanced": answer.balanced,
-        "load": {field.name: getattr(info.load, field.name) for field in worker_pb2.Load.DESCRIPTOR.fields},
+        "jobs": answer.num_requests,
+        "balanced": answer.integrity_ok,
+        "load": {field.name: getattr(info.load, field.name) for field in worker_pb2.WorkerLoad.DESCRIPTOR.fields},
     }

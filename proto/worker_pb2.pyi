@@ -106,22 +106,20 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("worker_id", "epoch", "transfer_id", "num_tokens", "prefix_hash", "layout", "endpoints")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("epoch", "transfer_id", "num_tokens", "prefix_hash", "layout", "endpoints")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
     epoch: int
     transfer_id: bytes
     num_tokens: int
     prefix_hash: bytes
     layout: KvLayout
     endpoints: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "model", "num_heads")
@@ -145,9 +143,9 @@ class SessionResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[Output]
-    load: Load
+    load: WorkerLoad
     cache: CacheChange
-    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache: _Optional[_Union[CacheChange, _Mapping]] = ...) -> None: ...
+    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., cache: _Optional[_Union[CacheChange, _Mapping]] = ...) -> None: ...
 
 class CacheChange(_message.Message):
     __slots__ = ("stored", "evicted")
@@ -158,22 +156,22 @@ class CacheChange(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "attempt", "choice", "admitted", "tokens", "joined", "failure")
+    __slots__ = ("request_id", "attempt", "choice", "admitted", "tokens", "kv_received", "failure")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    JOINED_FIELD_NUMBER: _ClassVar[int]
+    KV_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     choice: int
     admitted: Admitted
     tokens: Tokens
-    joined: Joined
+    kv_received: KvReceived
     failure: Failure
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("queue_seconds", "cached_tokens", "kv")
@@ -185,17 +183,15 @@ class Admitted(_message.Message):
     kv: KvHandle
     def __init__(self, queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
 
-class Joined(_message.Message):
-    __slots__ = ("transfer_bytes", "transfer_active_seconds", "cached_tokens", "transport")
+class KvReceived(_message.Message):
+    __slots__ = ("transfer_bytes", "transfer_active_seconds", "transport")
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ACTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     transfer_bytes: int
     transfer_active_seconds: float
-    cached_tokens: int
     transport: str
-    def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_active_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_active_seconds: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("first_index", "ids", "finish_reason", "prefill_seconds", "logprobs", "prompt_logprobs", "score")
@@ -233,7 +229,7 @@ class Failure(_message.Message):
     message: str
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
-class Load(_message.Message):
+class WorkerLoad(_message.Message):
     __slots__ = ("num_waiting", "num_running", "waiting_tokens", "free_blocks", "cached_blocks", "owned_blocks", "leased_blocks", "reserved_blocks", "total_blocks", "step_seconds")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -278,34 +274,34 @@ class WorkerInfo(_message.Message):
     layout: KvLayout
     block_size: int
     context_tokens: int
-    load: Load
+    load: WorkerLoad
     draining: bool
     tp: int
     max_sequences: int
     mixed_chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_jobs", "balanced", "peers")
+    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_requests", "integrity_ok", "peers")
     INFO_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_JOBS_FIELD_NUMBER: _ClassVar[int]
-    BALANCED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_OK_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     num_sessions: int
     num_leases: int
     num_transfers: int
-    num_jobs: int
-    balanced: bool
+    num_requests: int
+    integrity_ok: bool
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_jobs: _Optional[int] = ..., balanced: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("endpoint", "transport", "bytes_per_second")
@@ -317,37 +313,25 @@ class Peer(_message.Message):
     bytes_per_second: float
     def __init__(self, endpoint: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
-class LeadRequest(_message.Message):
-    __slots__ = ("commands",)
-    COMMANDS_FIELD_NUMBER: _ClassVar[int]
-    commands: _containers.RepeatedCompositeFieldContainer[RankCommand]
-    def __init__(self, commands: _Optional[_Iterable[_Union[RankCommand, _Mapping]]] = ...) -> None: ...
+class RankControlRequest(_message.Message):
+    __slots__ = ("sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    JOIN_GROUP_FIELD_NUMBER: _ClassVar[int]
+    OFFER_KV_FIELD_NUMBER: _ClassVar[int]
+    KV_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_KV_FIELD_NUMBER: _ClassVar[int]
+    KV_TARGET_FIELD_NUMBER: _ClassVar[int]
+    STOP_KV_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    join_group: JoinGroup
+    offer_kv: OfferKv
+    kv_progress: KvProgress
+    fetch_kv: FetchKv
+    kv_target: KvTarget
+    stop_kv: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[OfferKv, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[FetchKv, _Mapping]] = ..., kv_target: _Optional[_Union[KvTarget, _Mapping]] = ..., stop_kv: _Optional[bool] = ...) -> None: ...
 
-class LeadResponse(_message.Message):
-    __slots__ = ("events",)
-    EVENTS_FIELD_NUMBER: _ClassVar[int]
-    events: _containers.RepeatedCompositeFieldContainer[RankEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[RankEvent, _Mapping]]] = ...) -> None: ...
-
-class RankCommand(_message.Message):
-    __slots__ = ("join", "export", "progress", "complete", "fetch", "place", "stop")
-    JOIN_FIELD_NUMBER: _ClassVar[int]
-    EXPORT_FIELD_NUMBER: _ClassVar[int]
-    PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    COMPLETE_FIELD_NUMBER: _ClassVar[int]
-    FETCH_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    join: Join
-    export: Export
-    progress: Progress
-    complete: Complete
-    fetch: Fetch
-    place: Place
-    stop: Stop
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., complete: _Optional[_Union[Complete, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
-
-class Join(_message.Message):
+class JoinGroup(_message.Message):
     __slots__ = ("rank", "size", "store", "epoch", "timeout_seconds")
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -361,114 +345,58 @@ class Join(_message.Message):
     timeout_seconds: float
     def __init__(self, rank: _Optional[int] = ..., size: _Optional[int] = ..., store: _Optional[str] = ..., epoch: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
-class Export(_message.Message):
-    __slots__ = ("sequence_id", "transfer_id", "blocks", "num_tokens", "prefix_hash")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+class OfferKv(_message.Message):
+    __slots__ = ("transfer_id", "blocks", "num_tokens", "prefix_hash")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
     transfer_id: bytes
     blocks: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: int
     prefix_hash: bytes
-    def __init__(self, sequence_id: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
 
-class Progress(_message.Message):
-    __slots__ = ("sequence_id", "num_ready", "num_ahead", "num_layers")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+class KvProgress(_message.Message):
+    __slots__ = ("num_ready", "num_ahead", "num_layers", "first_tokens", "first_logprobs")
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
     NUM_AHEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     num_ready: int
     num_ahead: int
     num_layers: int
-    def __init__(self, sequence_id: _Optional[int] = ..., num_ready: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
+    first_tokens: _containers.RepeatedScalarFieldContainer[int]
+    first_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, num_ready: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_tokens: _Optional[_Iterable[int]] = ..., first_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class Complete(_message.Message):
-    __slots__ = ("sequence_id", "opening")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    OPENING_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    opening: Opening
-    def __init__(self, sequence_id: _Optional[int] = ..., opening: _Optional[_Union[Opening, _Mapping]] = ...) -> None: ...
-
-class Opening(_message.Message):
-    __slots__ = ("tokens", "logprobs")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
-
-class Fetch(_message.Message):
-    __slots__ = ("sequence_id", "kv", "prefix_hash")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+class FetchKv(_message.Message):
+    __slots__ = ("kv", "prefix_hash")
     KV_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
     kv: KvHandle
     prefix_hash: bytes
-    def __init__(self, sequence_id: _Optional[int] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
 
-class Place(_message.Message):
-    __slots__ = ("sequence_id", "blocks", "num_cached")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+class KvTarget(_message.Message):
+    __slots__ = ("blocks", "num_cached")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     num_cached: int
-    def __init__(self, sequence_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., num_cached: _Optional[int] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., num_cached: _Optional[int] = ...) -> None: ...
 
-class Stop(_message.Message):
-    __slots__ = ("sequence_id",)
+class RankControlResponse(_message.Message):
+    __slots__ = ("sequence_id", "ready", "kv_received", "fetch_failed", "stopped")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
-
-class RankEvent(_message.Message):
-    __slots__ = ("ready", "fetched", "fetch_failed", "stopped")
     READY_FIELD_NUMBER: _ClassVar[int]
-    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    KV_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     FETCH_FAILED_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
-    ready: Ready
-    fetched: Fetched
-    fetch_failed: FetchFailed
-    stopped: Stopped
-    def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_failed: _Optional[_Union[FetchFailed, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ...) -> None: ...
-
-class Ready(_message.Message):
-    __slots__ = ("endpoint", "num_blocks")
-    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    endpoint: str
-    num_blocks: int
-    def __init__(self, endpoint: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
-
-class Fetched(_message.Message):
-    __slots__ = ("sequence_id", "num_bytes", "active_seconds", "transport")
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ACTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
-    num_bytes: int
-    active_seconds: float
-    transport: str
-    def __init__(self, sequence_id: _Optional[int] = ..., num_bytes: _Optional[int] = ..., active_seconds: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
-
-class FetchFailed(_message.Message):
-    __slots__ = ("sequence_id",)
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
-
-class Stopped(_message.Message):
-    __slots__ = ("sequence_id",)
-    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
-    sequence_id: int
-    def __init__(self, sequence_id: _Optional[int] = ...) -> None: ...
+    ready: str
+    kv_received: KvReceived
+    fetch_failed: bool
+    stopped: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., ready: _Optional[str] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., fetch_failed: _Optional[bool] = ..., stopped: _Optional[bool] = ...) -> None: ...

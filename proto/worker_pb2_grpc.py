@@ -50,7 +50,8 @@ class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Commands down, one message per engine step up. When the stream ends, the worker cancels all that came over it.
+        """Takes commands and answers with one message per engine step. When the stream ends, the worker cancels all its
+        requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,8 +143,7 @@ class Worker:
 
 
 class RankStub:
-    """Another rank of a tensor-parallel group, as rank 0 leads it. Step plans do not come this way, but through the group's
-    own collectives.
+    """A rank of a tensor-parallel group other than 0. Step plans do not take this way, but the group's own collectives.
     """
 
     def __init__(self, channel):
@@ -152,21 +152,20 @@ class RankStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Lead = channel.stream_stream(
-                '/tandem.v1.Rank/Lead',
-                request_serializer=worker__pb2.LeadRequest.SerializeToString,
-                response_deserializer=worker__pb2.LeadResponse.FromString,
+        self.Control = channel.stream_stream(
+                '/tandem.v1.Rank/Control',
+                request_serializer=worker__pb2.RankControlRequest.SerializeToString,
+                response_deserializer=worker__pb2.RankControlResponse.FromString,
                 _registered_method=True)
 
 
 class RankServicer:
-    """Another rank of a tensor-parallel group, as rank 0 leads it. Step plans do not come this way, but through the group's
-    own collectives.
+    """A rank of a tensor-parallel group other than 0. Step plans do not take this way, but the group's own collectives.
     """
 
-    def Lead(self, request_iterator, context):
-        """Rank 0's hold on the rank, for life: however the stream ends, the rank ends with it. Both sides say something every
-        fraction of a second, if only an empty message; who falls silent is taken for lost.
+    def Control(self, request_iterator, context):
+        """Connects rank 0 for the rank's life: however the stream ends, the rank ends with it. Both sides send a message, if
+        only an empty one, every fraction of a second; a side that falls silent is taken for lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,10 +174,10 @@ class RankServicer:
 
 def add_RankServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Lead': grpc.stream_stream_rpc_method_handler(
-                    servicer.Lead,
-                    request_deserializer=worker__pb2.LeadRequest.FromString,
-                    response_serializer=worker__pb2.LeadResponse.SerializeToString,
+            'Control': grpc.stream_stream_rpc_method_handler(
+                    servicer.Control,
+                    request_deserializer=worker__pb2.RankControlRequest.FromString,
+                    response_serializer=worker__pb2.RankControlResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -189,12 +188,11 @@ def add_RankServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rank:
-    """Another rank of a tensor-parallel group, as rank 0 leads it. Step plans do not come this way, but through the group's
-    own collectives.
+    """A rank of a tensor-parallel group other than 0. Step plans do not take this way, but the group's own collectives.
     """
 
     @staticmethod
-    def Lead(request_iterator,
+    def Control(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -207,9 +205,9 @@ class Rank:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/tandem.v1.Rank/Lead',
-            worker__pb2.LeadRequest.SerializeToString,
-            worker__pb2.LeadResponse.FromString,
+            '/tandem.v1.Rank/Control',
+            worker__pb2.RankControlRequest.SerializeToString,
+            worker__pb2.RankControlResponse.FromString,
             options,
             channel_credentials,
             insecure,

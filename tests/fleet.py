@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -15,11 +16,12 @@ from tandem.proto.worker_pb2_grpc import WorkerStub
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.worker_config import worker_config
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.tp.rank import Rank
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.transfer.sender import FrameHook
-from tandem.workers.worker import Worker, WorkerConfig
+from tandem.workers.worker import Worker
 
 VOCAB = 1000
 
@@ -80,7 +82,7 @@ class Fleet:
         deadline = time.monotonic() + timeout
         while True:
             statuses = await self.statuses()
-            assert all(status.balanced for status in statuses)
+            assert all(status.integrity_ok for status in statuses)
             if all(is_idle(status) for status in statuses):
                 return
             assert time.monotonic() < deadline, f"not idle: {statuses}"
@@ -97,7 +99,7 @@ def is_idle(status: worker_pb2.GetStatusResponse) -> bool:
     load = status.info.load
     held = load.owned_blocks + load.leased_blocks + load.reserved_blocks + load.num_waiting + load.num_running
     adds_up = load.free_blocks + load.cached_blocks == load.total_blocks
-    return adds_up and not (held or status.num_jobs or status.num_leases or status.num_transfers)
+    return adds_up and not (held or status.num_requests or status.num_leases or status.num_transfers)
 
 
 def token_request(prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", **fields: object) -> TokenRequest:
@@ -121,11 +123,11 @@ async def fleet(
     *,
     rank: Callable[[str], Rank] = lambda role: fake_rank(),
     frame_hook: FrameHook | None = None,
-    **config: object,
+    **config: Any,
 ) -> AsyncIterator[Fleet]:
     """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that they are idle. Every
     second worker schedules a step while the one before runs, as on a GPU."""
-    settings = WorkerConfig(model="", **config)  # type: ignore[arg-type]
+    settings = worker_config(**config)
     roles = ["prefill"] * prefill + ["decode"] * decode
     workers = [
         await Worker.serve(
@@ -142,14 +144,14 @@ async def fleet(
 
 
 @asynccontextmanager
-async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: object) -> AsyncIterator[Fleet]:
+async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: Any) -> AsyncIterator[Fleet]:
     """Like `fleet`, with workers whose ranks share a real model, in float32: `tp` says for each role how many ranks
     each of its workers has. All ranks are in this process."""
-    settings = WorkerConfig(model=str(folder), **({"dtype": "float32", "kv_cache_bytes": 2**22} | config))  # type: ignore[arg-type]
+    settings = worker_config(str(folder), **({"dtype": "float32", "kv_cache_bytes": 2**22} | config))
     workers, ranks = [], []
     for role, sizes in tp.items():
         for n, size in enumerate(sizes):
-            others = [await RankServer.start(settings) for _ in range(1, size)]
+            others = [await RankServer.start(settings.rank) for _ in range(1, size)]
             ranks += others
             addresses = [rank.address for rank in others]
             workers.append(await Worker.start(settings, worker_id=f"{role}-{n}", role=role, ranks=addresses))

@@ -1,4 +1,4 @@
-"""One thread that steps an engine, and the two ways across its border: commands in, events out."""
+"""Runs an engine in a thread of its own: commands go in, events come out."""
 
 import asyncio
 import threading
@@ -9,16 +9,11 @@ from .engine.engine import Engine
 from .engine.events import Event
 
 
-class EngineStopped(RuntimeError):
-    """The engine's thread has ended; it runs no more commands."""
-
-
 class EngineThread:
-    """Steps the engine whenever it has work, and sleeps on a condition when it has none.
+    """Steps the engine whenever it has work, and waits on a condition when it has none.
 
-    `deliver(events)` runs in the event loop, in order, at most twice a step. `post(command)` runs the command in the
-    thread between two steps; commands keep their order. If a step raises, the thread ends, `failed()` runs in the loop
-    and `failure` holds the exception.
+    `deliver(events)` runs in the event loop, in order. `post(command)` runs the command in the thread between two
+    steps, in order. If a step raises, the thread ends, `failed(error)` runs in the loop and `failure` is the exception.
     """
 
     def __init__(
@@ -36,6 +31,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def post(self, command: Callable[[Engine], object]) -> None:
@@ -44,13 +40,13 @@ class EngineThread:
             self._commands.append(command)
             self._wake.notify()
 
-    def tell(self, callback: Callable[[], None]) -> None:
-        """From the engine's thread: runs `callback` in the event loop."""
+    def call_in_loop(self, callback: Callable[[], None]) -> None:
+        """Runs `callback` in the event loop; called from the engine's thread."""
         self._loop.call_soon_threadsafe(callback)
 
     async def call(self, command: Callable[[Engine], None], timeout: float) -> None:
-        """Like `post`, but returns when the command has run. Raises what it raised, TimeoutError if it did not run in
-        time, EngineStopped if it never will."""
+        """Runs `command` like `post` and waits for it, up to `timeout` seconds. Raises what it raised, TimeoutError if
+        it did not run in time, RuntimeError if the thread has ended."""
         done: asyncio.Future[None] = self._loop.create_future()
 
         def run(engine: Engine) -> None:
@@ -66,7 +62,7 @@ class EngineThread:
             async with asyncio.timeout(timeout):
                 await asyncio.wait((done, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
-                raise EngineStopped("the engine has stopped") from self.failure
+                raise RuntimeError("the engine has stopped") from self.failure
             done.result()
         finally:
             done.cancel()
@@ -81,21 +77,21 @@ class EngineThread:
             raise TimeoutError("the engine's step does not end")
 
     def _run(self) -> None:
+        def emit(events: list[Event]) -> None:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
         try:
             while self._take_commands():
-                if events := self._engine.step(self._emit):
-                    self._emit(events)
-        except BaseException as error:  # whatever it was, the worker is no longer healthy and must say so
+                if events := self._engine.step(emit):
+                    emit(events)
+        except BaseException as error:  # any error ends the thread, and `failed` reports it
             self.failure = error
             self._loop.call_soon_threadsafe(self._failed, error)
         finally:
             self._loop.call_soon_threadsafe(self._ended.set_result, None)
 
-    def _emit(self, events: list[Event]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, events)
-
     def _take_commands(self) -> bool:
-        """Runs what was posted and waits until there is work; False when the thread is to end."""
+        """Runs posted commands and waits until there is work; returns False when the thread is to end."""
         while True:
             with self._wake:
                 while not (self._commands or self._stopping or self._engine.has_work):
@@ -112,7 +108,7 @@ class EngineThread:
 
 def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
     if done.done():
-        return  # whoever called has given up
+        return  # the caller has timed out
     if error is None:
         done.set_result(None)
     else:

@@ -1,19 +1,19 @@
-"""How this process's memory allocator treats large blocks."""
+"""Configures this process's memory allocator."""
 
 import ctypes
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
-_MMAP_BYTES: Final = 32 << 20  # the most that glibc takes
+_MMAP_BYTES: Final = 32 << 20  # the largest value that glibc accepts
 _TRIM_BYTES: Final = 256 << 20
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep up to 256 MiB of freed memory for the next who asks.
+    """Lets glibc keep up to 256 MiB of freed memory for later allocations. Does nothing without glibc.
 
-    By default it gives megabytes back at once, and to get them again page by page costs several times what copying into
-    them does: with frames of 1 MiB, gRPC alone went from 1.0 to 2.9 GB/s. Without glibc nothing happens."""
+    By default it returns megabytes to the kernel at once, and to get them again page by page costs several times what
+    copying into them does: with frames of 1 MiB, gRPC alone is at 1.0 GB/s, with this setting at 2.9 GB/s."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

@@ -1,297 +1,278 @@
-"""All that routers have asked of one worker: from the submit over the engine's events to the outputs, and to the end.
+"""Manages the requests that routers submit to one worker: from the submit over the engine's events to the outputs.
 
 Lives in the worker's event loop. Knows nothing of servers and streams.
 """
 
 import asyncio
-import itertools
 import logging
+import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ..proto import limits, worker_pb2
+from ..proto import worker_pb2
 from ..proto.hashing import hash_prompt
-from .engine.engine import DoesNotFit, Engine, QueueFull
-from .engine.events import (
-    Admitted,
-    CacheChanged,
-    Event,
-    Failed,
-    KvReceived,
-    Preempted,
-    PrefillFinished,
-    Progress,
-    Token,
-)
+from .engine.engine import Engine, QueueFull
+from .engine.events import Admitted, CacheChanged, Event, Failed, NewTokens, Preempted, PrefillFinished, Progress
 from .engine.plan import FirstTokens
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
 from .submit import InvalidSubmit, WorkerLimits, parse_submit
-from .tp.kv_group import KvGroup
-from .transfer.receiver import Target, Want
-from .transfer.wire import TransferError, TransferKey
+from .tp.kv_group import KvGroup, kv_received
+from .transfer.receiver import Fetched
+from .transfer.wire import TransferError
 
 logger = logging.getLogger(__name__)
 
 
 class RequestManager:
-    """The submits that a worker has accepted and not yet ended."""
+    """Holds the sessions of routers, and the requests that the worker has accepted and not yet ended."""
 
     def __init__(
         self,
         thread: EngineThread,
         kv: KvGroup,
-        room: WorkerLimits,
+        limits: WorkerLimits,
         *,
         load_grammar: Callable[[str], object] | None,
-        handle: Callable[[], worker_pb2.KvHandle],
+        kv_handle: Callable[[], worker_pb2.KvHandle],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """`handle()` names this worker, for KV cache that others are to pull; `failed(error)` hears of a defect."""
+        """`kv_handle()` returns a handle with this worker's epoch, layout and endpoints; `failed(error)` is called for
+        a defect, after which the worker cannot be used."""
+        self.sessions: set[RouterSession] = set()
         self._thread = thread
         self._kv = kv
-        self._room = room
+        self._limits = limits
         self._load_grammar = load_grammar
-        self._handle = handle
+        self._kv_handle = kv_handle
         self._failed = failed
-        self._jobs: dict[int, WorkerRequest] = {}  # by the first sequence id
-        self._ids = itertools.count(limits.MAX_CHOICES, limits.MAX_CHOICES)  # with room for a job's choices between
+        self._requests: set[WorkerRequest] = set()
+        self._sequences: dict[int, tuple[WorkerRequest, int]] = {}  # request and choice, by sequence id
+        self._next_id = 0
+        self._compiling: dict[str, asyncio.Future[object]] = {}  # by grammar
         self._idle = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._requests)
 
-    @property
-    def num_pulling(self) -> int:
-        """Jobs whose KV cache is on its way here."""
-        return sum(job.pulling is not None for job in self._jobs.values())
-
-    async def idle(self, seconds: float) -> None:
-        """Returns when all jobs have ended, or after so long."""
-        if self._jobs:
+    async def wait_idle(self, seconds: float) -> None:
+        """Returns when all requests have ended, or after so long."""
+        if self._requests:
             self._idle.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._idle.wait()
 
+    def open_session(self) -> RouterSession:
+        """Adds a session, which reports the whole prefix cache first."""
+        session = RouterSession()
+        self.sessions.add(session)
+
+        def report_cache(engine: Engine) -> None:  # in the engine's thread: later changes reach the loop after it
+            self._thread.call_in_loop(partial(session.start_cache_reports, engine.cached_hashes()))
+
+        self._thread.post(report_cache)
+        return session
+
+    def close_session(self, session: RouterSession) -> None:
+        """Removes a session and ends its requests."""
+        self.sessions.discard(session)
+        for request in list(session.requests.values()):
+            self.end(request)
+
     def submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
-        """Accepts a submit, or tells the session why not."""
+        """Accepts a submit, or reports its failure to the session."""
         key = (submit.request_id, submit.attempt)
         try:
-            if key in session.jobs:
+            if key in session.requests:
                 raise InvalidSubmit("request_id: already in use")
-            spec = parse_submit(submit, next(self._ids), self._room)
+            spec = parse_submit(submit, self._next_id, self._limits)
         except InvalidSubmit as error:
-            session.put(key, failure=_failure(worker_pb2.FAILURE_KIND_INVALID, str(error)))
+            session.put(key, failure=worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_INVALID, message=str(error)))
+            return
+        first, num_choices = submit.first_choice, spec.beam.num_best if spec.beam else spec.num_choices
+        request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
+        self._next_id += spec.num_choices
+        self._requests.add(request)
+        self._sequences |= {spec.id + number: (request, first + number) for number in range(spec.num_choices)}
+        session.requests[key] = request
+        submitted = time.monotonic()
+        if spec.task is Task.DECODE:
+            fetch = self._kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
+            fetch.add_done_callback(partial(self._fetched, request))
+        if spec.sampling.grammar and self._load_grammar is not None:
+            request.compiling = asyncio.create_task(self._compile(request, submitted, self._load_grammar))
+            request.compiling.add_done_callback(self._check_task)
         else:
-            self._accept(WorkerRequest(spec, session, key, submit.first_choice), submit)
+            self._thread.post(partial(self._enqueue, request, submitted))
 
     def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
-        """Ends a job, or one of its choices. Nothing, if it has ended."""
-        job = session.jobs.get((cancel.request_id, cancel.attempt))
-        if job is None:
+        """Ends a request, or one of its choices. Ignores one that has ended."""
+        request = session.requests.get((cancel.request_id, cancel.attempt))
+        if request is None:
             return
         if not cancel.HasField("choice"):
-            self.end(job)
-        elif cancel.choice in job.choices:
-            self._end_choice(job, cancel.choice)
-            if job.choices:  # with the last one goes the job, whose transfers have to stop first
-                sequence_id, choice = job.spec.id, cancel.choice - job.first_choice
-                self._thread.post(lambda engine: engine.cancel_choice(sequence_id, choice))
+            self.end(request)
+        elif cancel.choice in request.choices:
+            number = cancel.choice - self._sequences[request.spec.id][1]
+            self._end_choice(request, cancel.choice)
+            if request.choices:  # otherwise the request has ended, whose transfers have to stop first
+                self._thread.post(lambda engine: engine.cancel_choice(request.spec.id, number))
 
-    def end(self, job: WorkerRequest) -> None:
-        """Forgets a job and frees what it holds, wherever it stands. First the transfers stop touching its blocks."""
-        self._jobs.pop(job.spec.id, None)
-        job.session.jobs.pop(job.key, None)
-        if job.checking is not None:
-            job.checking.cancel()
-        self._kv.stop(job.spec.id, job.pulling, lambda: self._thread.post(partial(_cancel, job.spec)))
-        if not self._jobs:
+    def end(self, request: WorkerRequest) -> None:
+        """Removes a request and frees what it holds, in any state: first its transfers stop using its blocks."""
+        if request not in self._requests:
+            return
+        self._requests.discard(request)
+        request.session.requests.pop(request.key, None)
+        for number in range(request.spec.num_choices):
+            del self._sequences[request.spec.id + number]
+        if request.compiling is not None:
+            request.compiling.cancel()
+        self._kv.stop(request.spec.id, lambda: self._thread.post(partial(_cancel, request.spec)))
+        if not self._requests:
             self._idle.set()
 
     def end_all(self) -> None:
-        for job in list(self._jobs.values()):
-            self.end(job)
+        """Ends every request, without a report."""
+        for request in list(self._requests):
+            self.end(request)
 
-    def released(self, sequence_id: int) -> None:
-        """The lease of a finished prefill has ended."""
-        if job := self._jobs.get(sequence_id):
-            self.end(job)
+    def release(self, sequence_id: int) -> None:
+        """Ends a finished prefill whose lease was acknowledged or has expired."""
+        if sequence_id in self._sequences:
+            self.end(self._sequences[sequence_id][0])
 
     def fail_all(self, kind: "worker_pb2.FailureKind", message: str) -> None:
-        """Every job ends and its router hears why."""
-        for job in list(self._jobs.values()):
-            self._refuse(job, kind, message)
+        """Ends every request with a failure and closes the sessions."""
+        for request in list(self._requests):
+            self._refuse(request, kind, message)
+        for session in self.sessions:
+            session.close()
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Routes one step's events to the sessions, tokens of one choice that come together as one output."""
-        for sequence_id, batch in _batches(events):
-            if job := self._jobs.get(sequence_id - sequence_id % limits.MAX_CHOICES):
-                self._route(job, sequence_id, batch)
-
-    # --- from a submit to the engine --------------------------------------------------------------------------------
-
-    def _accept(self, job: WorkerRequest, submit: worker_pb2.Submit) -> None:
-        self._jobs[job.spec.id] = job.session.jobs[job.key] = job
-        submitted = time.monotonic()
-        if job.spec.task is Task.DECODE:
-            job.target = asyncio.get_running_loop().create_future()
-            job.pulling = self._start(self._fetch(job, submit.kv))
-        if job.spec.sampling.grammar and self._load_grammar is not None:
-            job.checking = self._start(self._check(job, submitted, self._load_grammar))
-        else:
-            self._thread.post(partial(self._enqueue, job.spec, submitted))
-
-    def _start(self, coroutine: Coroutine[object, object, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(coroutine)
-        task.add_done_callback(self._watch)
-        return task
-
-    def _watch(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()):
+        """Converts one step's events to outputs of their sessions; each session's share leaves as one message."""
+        try:
+            for event in events:
+                if isinstance(event, CacheChanged):
+                    for session in self.sessions:
+                        session.change_cache(event.stored, event.evicted)
+                elif event.id in self._sequences:
+                    self._handle(event, *self._sequences[event.id])
+        except Exception as error:  # a defect: the events after it are lost, so no request may wait for them
             self._failed(error)
 
-    async def _check(self, job: WorkerRequest, submitted: float, load_grammar: Callable[[str], object]) -> None:
-        """Lets a job into the engine whose grammar is good. It may take seconds to read one."""
-        try:
-            job.grammar = await asyncio.to_thread(load_grammar, job.spec.sampling.grammar)
-        except ValueError as error:
-            job.checking = None
-            self._refuse(job, worker_pb2.FAILURE_KIND_INVALID, f"grammar: {error}")
-        else:
-            job.checking = None
-            self._thread.post(partial(self._enqueue, job.spec, submitted))
+    def _handle(self, event: Event, request: WorkerRequest, choice: int) -> None:
+        match event:
+            case NewTokens():
+                if choice in request.choices:
+                    request.session.put_tokens(request.key, choice, event)
+                    if event.finish is not None:
+                        self._end_choice(request, choice)
+            case Admitted():
+                request.session.put(request.key, admitted=self._admitted(request, event))
+            case Progress():
+                self._kv.progress(event.id, event.num_computed, event.num_ahead, event.num_layers)
+            case PrefillFinished():
+                if request.spec.beam is not None:
+                    tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
+                    request.session.put(request.key, tokens=tokens)
+                self._kv.complete(event.id, event.first_tokens)
+            case Failed():
+                self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
+            case Preempted() if request.spec.beam is not None:
+                self._refuse(request, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
+            case Preempted() if choice in request.choices:
+                failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_PREEMPTED, message="preempted")
+                request.session.put(request.key, choice, failure=failure)
+                self._end_choice(request, choice)
 
-    def _enqueue(self, spec: SequenceSpec, submitted: float, engine: Engine) -> None:
-        """In the engine's thread, once its step has ended: that wait is queueing, too."""
+    def _admitted(self, request: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
+        """Starts the transfers of an admitted sequence."""
+        message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
+        spec = request.spec
+        if spec.task is Task.DECODE:
+            self._kv.set_target(spec.id, event.blocks, event.num_cached)
+        elif spec.task is Task.PREFILL:
+            handle = self._kv_handle()
+            handle.num_tokens = len(spec.tokens)
+            handle.prefix_hash = hash_prompt(spec.tokens, spec.salt)
+            handle.transfer_id = secrets.token_bytes(16)
+            self._kv.offer(spec.id, handle.transfer_id, event.blocks, handle.num_tokens, handle.prefix_hash)
+            message.kv.CopyFrom(handle)
+        return message
+
+    def _end_choice(self, request: WorkerRequest, choice: int) -> None:
+        request.choices.discard(choice)
+        if not request.choices:
+            self.end(request)
+
+    def _enqueue(self, request: WorkerRequest, submitted: float, engine: Engine) -> None:
+        """Submits to the engine, in its thread between two steps; the wait for it counts as queueing."""
         try:
-            engine.submit(spec, submitted)
+            engine.submit(request.spec, submitted)
         except QueueFull:
             kind, message = worker_pb2.FAILURE_KIND_FULL, "queue full"
-        except DoesNotFit as error:
+        except ValueError as error:
             kind, message = worker_pb2.FAILURE_KIND_INVALID, str(error)
         else:
             return
-        self._thread.tell(partial(self._refuse_submit, spec.id, kind, message))
+        self._thread.call_in_loop(partial(self._refuse, request, kind, message))
 
-    def _refuse_submit(self, sequence_id: int, kind: "worker_pb2.FailureKind", message: str) -> None:
-        if job := self._jobs.get(sequence_id):
-            self._refuse(job, kind, message)
-
-    def _refuse(self, job: WorkerRequest, kind: "worker_pb2.FailureKind", message: str) -> None:
-        job.session.put(job.key, failure=_failure(kind, message))
-        self.end(job)
-
-    async def _fetch(self, job: WorkerRequest, handle: worker_pb2.KvHandle) -> None:
-        """Brings the KV cache of a DECODE job, then lets it join the batch."""
-        assert job.target is not None
-        want = Want(
-            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
-            num_tokens=len(job.spec.tokens),
-            prefix_hash=hash_prompt(job.spec.tokens, job.spec.salt),
-        )
+    async def _compile(self, request: WorkerRequest, submitted: float, load_grammar: Callable[[str], object]) -> None:
+        """Compiles a request's grammar, once for all requests with it at the time, and then submits to the engine. May
+        take seconds."""
+        text = request.spec.sampling.grammar
+        if text not in self._compiling:
+            self._compiling[text] = asyncio.ensure_future(asyncio.to_thread(load_grammar, text))
+            self._compiling[text].add_done_callback(lambda _: self._compiling.pop(text))
         try:
-            job.fetched = await self._kv.fetch(job.spec.id, handle, want, job.target)
-            self._check_opening(job.spec, job.fetched.opening)
-        except TransferError as error:
-            logger.warning("%s", error)
-            job.pulling = None
-            self._refuse(job, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
+            request.grammar = await asyncio.shield(self._compiling[text])
+        except ValueError as error:
+            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, f"grammar: {error}")
+        else:
+            self._thread.post(partial(self._enqueue, request, submitted))
+
+    def _check_task(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._failed(error)
+
+    def _fetched(self, request: WorkerRequest, task: "asyncio.Task[Fetched]") -> None:
+        """Commits a request's KV cache, or refuses the request at once."""
+        if task.cancelled():
             return
-        job.pulling = None
-        opening = job.fetched.opening
-        self._thread.post(lambda engine: engine.commit_import(job.spec.id, opening))
+        try:
+            fetched = task.result()
+            self._check_first_tokens(request.spec, fetched.opening)
+        except TransferError as error:
+            logger.warning("KV fetch failed: %s", error)
+            self._refuse(request, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
+        except Exception as error:  # a defect, after which the worker cannot be used
+            self._failed(error)
+        else:
+            if request in self._requests:
+                request.session.put(request.key, kv_received=kv_received(fetched))
+                self._thread.post(lambda engine: engine.commit_import(request.spec.id, fetched.opening))
 
-    def _check_opening(self, spec: SequenceSpec, opening: FirstTokens) -> None:
-        """Raises TransferError unless the engine can go on with it."""
-        num_tokens = len(opening.tokens)
-        if any(token >= self._room.vocab_size for token in opening.tokens):
-            raise TransferError("KV commit with an impossible token")
-        good = num_tokens >= spec.num_choices if spec.beam else num_tokens == spec.num_choices
-        if not good or len(opening.logprobs) != (num_tokens if spec.beam else 0):
-            raise TransferError("KV commit with an opening of something else")
+    def _check_first_tokens(self, spec: SequenceSpec, first: FirstTokens) -> None:
+        """Raises TransferError unless the engine can continue with `first`."""
+        try:
+            spec.check_first_tokens(first)
+        except ValueError as error:
+            raise TransferError(str(error)) from error
+        if max(first.tokens) >= self._limits.vocab_size:
+            raise TransferError(f"first_tokens: each must be below {self._limits.vocab_size}")
 
-    # --- from the engine's events to the session --------------------------------------------------------------------
-
-    def _route(self, job: WorkerRequest, sequence_id: int, batch: Sequence[Event]) -> None:
-        match batch[0]:
-            case Token():
-                self._put_tokens(job, job.choice_of(sequence_id), [e for e in batch if isinstance(e, Token)])
-            case Admitted() as event:
-                job.session.put(job.key, admitted=self._admitted(job, event))
-            case Progress() as event:
-                self._kv.progress(job.spec.id, event.num_computed, event.num_ahead, event.num_layers)
-            case PrefillFinished() as event:
-                if job.spec.beam is not None:
-                    job.session.put(job.key, tokens=worker_pb2.Tokens(prefill_seconds=event.prefill_seconds))
-                self._kv.complete(job.spec.id, event.opening)
-            case KvReceived():
-                assert job.fetched is not None
-                joined = worker_pb2.Joined(
-                    transfer_bytes=job.fetched.num_bytes,
-                    transfer_active_seconds=job.fetched.active_seconds,
-                    transport=job.fetched.transport,
-                )
-                job.session.put(job.key, joined=joined)
-            case Failed() as event:  # no worker could go on with it
-                self._refuse(job, worker_pb2.FAILURE_KIND_INVALID, event.reason)
-            case Preempted():
-                self._preempted(job, job.choice_of(sequence_id))
-
-    def _put_tokens(self, job: WorkerRequest, choice: int, events: list[Token]) -> None:
-        if choice in job.choices:
-            job.session.put_tokens(job.key, choice, events)
-            if events[-1].finish is not None:
-                self._end_choice(job, choice)
-
-    def _preempted(self, job: WorkerRequest, choice: int) -> None:
-        if job.spec.beam is not None:
-            self._refuse(job, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
-        elif choice in job.choices:
-            job.session.put(job.key, choice, failure=_failure(worker_pb2.FAILURE_KIND_PREEMPTED, "preempted"))
-            self._end_choice(job, choice)
-
-    def _end_choice(self, job: WorkerRequest, choice: int) -> None:
-        job.choices.discard(choice)
-        if not job.choices:
-            self.end(job)
-
-    def _admitted(self, job: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
-        message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
-        if job.target is not None and not job.target.done():
-            job.target.set_result(Target(blocks=event.blocks, num_cached=event.num_cached))
-        if job.spec.task is Task.PREFILL:
-            handle = self._handle()
-            handle.num_tokens = len(job.spec.tokens)
-            handle.prefix_hash = hash_prompt(job.spec.tokens, job.spec.salt)
-            handle.transfer_id = self._kv.offer(job.spec.id, event.blocks, handle.num_tokens, handle.prefix_hash)
-            message.kv.CopyFrom(handle)
-        return message
+    def _refuse(self, request: WorkerRequest, kind: "worker_pb2.FailureKind", message: str) -> None:
+        """Ends a request with a failure, unless it has ended."""
+        if request in self._requests:
+            request.session.put(request.key, failure=worker_pb2.Failure(kind=kind, message=message))
+            self.end(request)
 
 
 def _cancel(spec: SequenceSpec, engine: Engine) -> None:
     for number in range(spec.num_choices):
         engine.cancel(spec.id + number)
-
-
-def _failure(kind: "worker_pb2.FailureKind", message: str) -> worker_pb2.Failure:
-    return worker_pb2.Failure(kind=kind, message=message)
-
-
-def _batches(events: Sequence[Event]) -> Iterator[tuple[int, list[Event]]]:
-    """Tokens of one sequence that follow each other together, every other event of a sequence by itself."""
-    batch: list[Event] = []
-    batch_id = 0
-    for event in events:
-        if isinstance(event, CacheChanged):
-            continue
-        if not (batch and batch_id == event.id and isinstance(event, Token) and isinstance(batch[0], Token)):
-            if batch:
-                yield batch_id, batch
-            batch, batch_id = [], event.id
-        batch.append(event)
-    if batch:
-        yield batch_id, batch

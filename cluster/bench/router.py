@@ -30,8 +30,9 @@ from ...router.dispatch.dispatcher import Dispatcher
 from ...router.fake import byte_tokenizer
 from ...router.frontend.prepare import ServedModel
 from ...router.scheduling.registry import WorkerRegistry
+from ...workers.engine.config import Budgets
 from ...workers.engine.null import NullExecutor
-from ...workers.tp.rank import Rank
+from ...workers.tp.rank import Rank, RankConfig
 from ...workers.worker import Worker, WorkerConfig
 from ..timeline import TABLE_CHARACTERS
 
@@ -139,7 +140,8 @@ async def _serve_worker(step_seconds: float) -> None:
         context_tokens=_CONTEXT_TOKENS,
         eos_ids=frozenset(),
     )
-    config = WorkerConfig(model="", max_sequences=_MAX_STREAMS, max_waiting=_MAX_STREAMS, transports=())
+    budgets = Budgets(max_sequences=_MAX_STREAMS, max_waiting=_MAX_STREAMS)
+    config = WorkerConfig(rank=RankConfig(model="", transports=()), budgets=budgets)
     worker = await Worker.serve(rank, config, worker_id="null", role="decode")
     await _until_stdin_ends(worker.address)
     await worker.stop()

@@ -138,7 +138,7 @@ class Attempt:
                 self._fail(leg, output)
             elif kind == "admitted":
                 self._admit(leg, output)
-            elif kind == "joined":
+            elif kind == "kv_received":
                 self._join(output)
             if not self.choices:
                 return
@@ -195,7 +195,7 @@ class Attempt:
         self._watch.observe(output, decode=True)
         if self._prefill_id is not None:
             self._view.ended(self._prefill_id, self._part.request_id)
-            joined = output.joined
+            joined = output.kv_received
             self._view.transferred(
                 self._prefill_id, self._decode_id, joined.transfer_bytes, joined.transfer_active_seconds
             )

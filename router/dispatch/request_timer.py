@@ -46,8 +46,8 @@ class RequestTimer:
         elif output.HasField("tokens") and self._first is None:
             self._first = now
             self._timeline.prefill_seconds = output.tokens.prefill_seconds
-        elif output.HasField("joined"):
-            joined = output.joined
+        elif output.HasField("kv_received"):
+            joined = output.kv_received
             self._joined = self._joined or now
             self._timeline.kv_transfer_bytes += joined.transfer_bytes
             self._timeline.kv_transfer_active_seconds += joined.transfer_active_seconds

@@ -77,7 +77,7 @@ class WorkerRegistry:
             self._recount(known)
         self._on_room()
 
-    def report_load(self, worker_id: str, load: worker_pb2.Load) -> None:
+    def report_load(self, worker_id: str, load: worker_pb2.WorkerLoad) -> None:
         """A worker's session said how busy it is; newer than any heartbeat."""
         if known := self._workers.get(worker_id):
             known.report(load)

@@ -108,10 +108,10 @@ class WorkerState:
     own: ResourceUsage = ResourceUsage()
     others: ResourceUsage = ResourceUsage()
     uncached_rate: float = 1.0  # of the prompts that were sent here, the part that was not cached; a moving mean
-    load: worker_pb2.Load = field(default_factory=worker_pb2.Load)
+    load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
     room: Capacity = Capacity()
 
-    def report(self, load: worker_pb2.Load) -> None:
+    def report(self, load: worker_pb2.WorkerLoad) -> None:
         """The worker said how busy it is."""
         self.load = load
         held = load.total_blocks - load.free_blocks - load.cached_blocks

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def lonely_group() -> TpGroup:
     group = TpGroup.listen(host="127.0.0.1", size=1, device="cuda", timeout=30, start_timeout=30)
-    group.meet()
+    group.connect()
     return group
 
 

@@ -14,9 +14,9 @@ from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.spans import span
 from tandem.workers.bench import __main__
-from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.events import Token
+from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.kv_cache.layout import KvLayout
@@ -43,7 +43,9 @@ def no_waiting() -> Iterator[None]:
 
 def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]:
     """What 12 sequences generate that come one by one, greedy and sampled, in chunks beside decodes."""
-    config = EngineConfig(num_blocks=128, chunk_tokens=48, mixed_chunk_tokens=20, max_sequences=8, overlap=overlap)
+    config = EngineConfig(
+        num_blocks=128, overlap=overlap, budgets=Budgets(chunk_tokens=48, mixed_chunk_tokens=20, max_sequences=8)
+    )
     engine = Engine(runner, config)
     numbers = random.Random(3)
     tokens: dict[int, list[int]] = {number: [] for number in range(12)}
@@ -62,8 +64,8 @@ def engine_tokens(runner: ModelRunner, *, overlap: bool) -> dict[int, list[int]]
         if pending:
             engine.submit(pending.pop())
         for event in engine.step():
-            if isinstance(event, Token):
-                tokens[event.id].append(event.token)
+            if isinstance(event, NewTokens):
+                tokens[event.id] += event.token_ids
     engine.check_integrity()
     return tokens
 

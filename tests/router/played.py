@@ -33,7 +33,7 @@ class PlayedWorker(worker_pb2_grpc.WorkerServicer):
 
     def say(self, *outputs: worker_pb2.Output, waiting: int = 0) -> None:
         """One message of a step, with a load that says so many requests wait."""
-        load = worker_pb2.Load(num_waiting=waiting)
+        load = worker_pb2.WorkerLoad(num_waiting=waiting)
         self.answers.put_nowait(worker_pb2.SessionResponse(outputs=outputs, load=load))
 
 

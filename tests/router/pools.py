@@ -35,7 +35,7 @@ def info(
         epoch=epoch,
         role=role,
         block_size=block_size,
-        load=worker_pb2.Load(free_blocks=num_blocks, total_blocks=num_blocks),
+        load=worker_pb2.WorkerLoad(free_blocks=num_blocks, total_blocks=num_blocks),
         draining=draining,
         max_sequences=max_sequences,
         mixed_chunk_tokens=32,

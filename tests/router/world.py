@@ -68,13 +68,13 @@ def outputs_of(submit: worker_pb2.Submit) -> Iterator[worker_pb2.Output]:
     def output(choice: int = 0, **event: Any) -> worker_pb2.Output:
         return worker_pb2.Output(request_id=submit.request_id, attempt=submit.attempt, choice=choice, **event)
 
-    yield output(admitted=worker_pb2.Admitted(cached_tokens=1, kv=worker_pb2.KvHandle(worker_id="p")))
+    yield output(admitted=worker_pb2.Admitted(cached_tokens=1, kv=worker_pb2.KvHandle(epoch=1)))
     histories = {
         choice: tuple(submit.token_ids)
         for choice in range(submit.first_choice, submit.first_choice + submit.num_choices)
     }
     if submit.task == worker_pb2.TASK_DECODE:
-        yield output(joined=worker_pb2.Joined(transfer_bytes=10, transfer_active_seconds=0.1))
+        yield output(kv_received=worker_pb2.KvReceived(transfer_bytes=10, transfer_active_seconds=0.1))
     for step in range(submit.max_tokens):
         for choice, history in list(histories.items()):
             token = next_token(submit.sampling.seed + choice, history)

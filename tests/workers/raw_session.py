@@ -10,9 +10,10 @@ import grpc.aio
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.tests.fleet import is_idle, worker_stub
+from tandem.tests.worker_config import worker_config
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.tp.rank import Rank
-from tandem.workers.worker import Worker, WorkerConfig
+from tandem.workers.worker import Worker
 
 GREEDY = inference_pb2.SamplingParams(temperature=0, top_p=1)
 
@@ -82,7 +83,7 @@ def ended(output: worker_pb2.Output) -> bool:
 @asynccontextmanager
 async def worker_of(rank: Rank, role: str = "decode", **config: Any) -> AsyncIterator[tuple[Worker, RawSession]]:
     """A worker and a session to it; on leaving it must have freed all that the session used."""
-    worker = await Worker.serve(rank, WorkerConfig(model="", **config), worker_id="worker", role=role)
+    worker = await Worker.serve(rank, worker_config(**config), worker_id="worker", role=role)
     try:
         async with peer_channel(worker.address) as channel:
             yield worker, RawSession(channel)
@@ -96,7 +97,7 @@ async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:
     async with asyncio.timeout(5), peer_channel(worker.address) as channel:
         while True:
             status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())
-            assert status.balanced
+            assert status.integrity_ok
             if is_idle(status):
                 return status
             await asyncio.sleep(0.005)

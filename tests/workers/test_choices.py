@@ -85,7 +85,7 @@ async def test_choices_of_a_pair_cost_one_prefill_and_one_transfer() -> None:
         for choice, expected in enumerate(expected_choices(PROMPT, 4, 10, VOCAB, seed=5)):
             assert prefill.tokens(choice=choice) == expected[:1]
             assert decode.tokens(choice=choice) == expected[1:]
-        assert sum(output.HasField("joined") for output in decode.outputs()) == 1
+        assert sum(output.HasField("kv_received") for output in decode.outputs()) == 1
     assert executor_of(ranks[0]).num_tokens == len(PROMPT)
     assert executor_of(ranks[1]).num_tokens == 4 * 9
 
@@ -240,7 +240,7 @@ async def test_a_preempted_beam_search_ends_as_one() -> None:
         assert len(session.outputs("new")) == 2  # it was admitted, and failed
 
 
-# --- openings ------------------------------------------------------------------------------------------------------
+# --- first tokens --------------------------------------------------------------------------------------------------
 
 BROKEN: list[tuple[dict[str, Any], FirstTokens]] = [
     ({"num_choices": 2}, FirstTokens(tokens=(1,))),
@@ -257,12 +257,12 @@ BROKEN: list[tuple[dict[str, Any], FirstTokens]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "opening"), BROKEN)
-async def test_a_broken_opening_is_a_failed_transfer(
-    fields: dict[str, Any], opening: FirstTokens, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fields", "first_tokens"), BROKEN)
+async def test_broken_first_tokens_are_a_failed_transfer(
+    fields: dict[str, Any], first_tokens: FirstTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = KvSender.complete
-    monkeypatch.setattr(KvSender, "complete", lambda self, sequence_id, good: complete(self, sequence_id, opening))
+    monkeypatch.setattr(KvSender, "complete", lambda self, sequence_id, good: complete(self, sequence_id, first_tokens))
     async with pair() as (_, prefill, decode):
         await hand_over(prefill, decode, **fields)
         (failed,) = await decode.until(is_failure)

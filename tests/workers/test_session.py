@@ -1,4 +1,4 @@
-"""One router's share of what a worker says, on its way up."""
+"""The session of one router: its outputs and its reports of the prefix cache."""
 
 import asyncio
 import itertools
@@ -8,12 +8,12 @@ import time
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.workers import session as room
-from tandem.workers.engine.events import Token
+from tandem.workers import session as session_module
+from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import SampledLogprobs
 from tandem.workers.engine.sequence import FinishReason
 from tandem.workers.kv_cache.layout import KvLayout
-from tandem.workers.session import RouterSession, tokens_output
+from tandem.workers.session import RouterSession
 from tandem.workers.transfer.messages import layout_message, parse_layout
 
 
@@ -42,7 +42,7 @@ async def test_outputs_of_one_turn_leave_together_and_in_order() -> None:
     waiting = asyncio.ensure_future(session.take())
     await asyncio.sleep(0)
     assert not waiting.done()
-    session.put(("b", 2), joined=worker_pb2.Joined())
+    session.put(("b", 2), kv_received=worker_pb2.KvReceived())
     message = await waiting
     assert message is not None
     assert not message.HasField("cache")
@@ -75,7 +75,7 @@ async def test_changes_before_the_whole_cache_is_told_are_in_it() -> None:
     session = RouterSession()
     session.change_cache([b"early"], [])
     assert await queued(session) is None
-    session.follow_cache([b"a", b"b"])
+    session.start_cache_reports([b"a", b"b"])
     session.change_cache([b"c"], [b"a"])
     cache = (await taken(session)).cache
     assert (list(cache.stored), list(cache.evicted)) == ([b"b", b"c"], [])
@@ -86,7 +86,7 @@ async def test_changes_before_the_whole_cache_is_told_are_in_it() -> None:
 
 async def test_what_is_undone_before_it_was_told_is_not_told() -> None:
     session = RouterSession()
-    session.follow_cache([b"old"])
+    session.start_cache_reports([b"old"])
     await taken(session)
     session.change_cache([b"new"], [b"old"])
     session.change_cache([b"old"], [b"new"])
@@ -96,8 +96,8 @@ async def test_what_is_undone_before_it_was_told_is_not_told() -> None:
 async def test_a_large_cache_comes_in_pieces_and_each_block_once() -> None:
     session = RouterSession()
     hashes = [number.to_bytes(16, "big") for number in range(2 * 16_384 + 1)]
-    session.follow_cache(hashes)
-    session.put(("a", 1), joined=worker_pb2.Joined())
+    session.start_cache_reports(hashes)
+    session.put(("a", 1), kv_received=worker_pb2.KvReceived())
     messages = [await taken(session) for _ in range(3)]
     assert [len(message.cache.stored) for message in messages] == [16_384, 16_384, 1]
     assert [len(message.outputs) for message in messages] == [1, 0, 0]
@@ -108,7 +108,7 @@ async def test_a_large_cache_comes_in_pieces_and_each_block_once() -> None:
 async def test_however_changes_and_messages_alternate_the_router_knows_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room, "_MAX_HASHES", 3)
+    monkeypatch.setattr(session_module, "_MAX_HASHES", 3)
     chance = random.Random(1)
     session, cached, known = RouterSession(), set[bytes](), set[bytes]()
     names = [bytes([number]) for number in range(12)]
@@ -120,7 +120,7 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
         cached = cached - set(evicted) | set(stored)
         session.change_cache(stored, evicted)
         if turn == 5:
-            session.follow_cache(cached)
+            session.start_cache_reports(cached)
         while chance.random() < 0.5 or turn == 1000:
             message = await queued(session)
             if message is None:
@@ -146,23 +146,32 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
         (FinishReason.LENGTH, inference_pb2.FINISH_REASON_LENGTH),
     ],
 )
-def test_a_token_as_it_goes_up(finish: FinishReason | None, expected: int) -> None:
-    message = tokens_output([Token(id=1, index=3, token=42, finish=finish, prefill_seconds=0.5)])
+async def test_a_token_becomes_a_message(finish: FinishReason | None, expected: int) -> None:
+    session = RouterSession()
+    session.put_tokens(("a", 1), 2, NewTokens(id=1, first_index=3, token_ids=(42,), finish=finish, prefill_seconds=0.5))
+    (output,) = (await taken(session)).outputs
+    message = output.tokens
+    assert (output.request_id, output.attempt, output.choice) == ("a", 1, 2)
     assert (message.first_index, list(message.ids), message.prefill_seconds) == (3, [42], 0.5)
     assert message.finish_reason == expected
 
 
-def test_tokens_that_come_together_are_one_message() -> None:
-    scored = [SampledLogprobs(logprob=-0.5, top=((7, -0.25), (8, -0.5))), SampledLogprobs(logprob=-1.0, top=())]
-    prompt = (SampledLogprobs(logprob=-2.0, top=((1, -1.5),)),)
-    message = tokens_output(
-        [
-            Token(id=1, index=0, token=8, finish=None, prefill_seconds=0.5, logprobs=scored[0]),
-            Token(id=1, index=1, token=9, finish=FinishReason.STOP, prefill_seconds=0, logprobs=scored[1], score=-0.75),
-        ],
-        prompt,
+async def test_tokens_of_one_event_are_one_message() -> None:
+    scored = (SampledLogprobs(logprob=-0.5, top=((7, -0.25), (8, -0.5))), SampledLogprobs(logprob=-1.0, top=()))
+    event = NewTokens(
+        id=1,
+        first_index=0,
+        token_ids=(8, 9),
+        finish=FinishReason.STOP,
+        prefill_seconds=0.5,
+        logprobs=scored,
+        prompt_logprobs=(SampledLogprobs(logprob=-2.0, top=((1, -1.5),)),),
+        score=-0.75,
     )
-    assert message == worker_pb2.Tokens(
+    session = RouterSession()
+    session.put_tokens(("a", 1), 0, event)
+    (output,) = (await taken(session)).outputs
+    assert output.tokens == worker_pb2.Tokens(
         first_index=0,
         ids=[8, 9],
         finish_reason=inference_pb2.FINISH_REASON_STOP,
@@ -176,20 +185,20 @@ def test_tokens_that_come_together_are_one_message() -> None:
     )
 
 
-def scored_token(count: int, index: int = 0) -> Token:
+def scored_token(count: int, index: int = 0) -> NewTokens:
     scores = tuple(SampledLogprobs(logprob=-float(number), top=((number, -0.5),)) for number in range(count))
-    return Token(id=1, index=index, token=7, finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
+    return NewTokens(id=1, first_index=index, token_ids=(7,), finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
 
 
 async def test_a_long_prompts_scores_hold_up_their_own_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_MAX_SCORES", 10)
+    monkeypatch.setattr(session_module, "_MAX_LOGPROBS", 10)
     session = RouterSession()
-    session.put_tokens(("long", 1), 0, [scored_token(95)])
-    session.put_tokens(("long", 1), 1, [scored_token(3)])
+    session.put_tokens(("long", 1), 0, scored_token(95))
+    session.put_tokens(("long", 1), 1, scored_token(3))
     session.put(("long", 1), failure=worker_pb2.Failure(message="after all"))
     turns = 0
-    while ("long", 1) in session._growing:
-        session.put_tokens(("other", 1), 0, [scored_token(10, turns)])
+    while ("long", 1) in session._unfinished:
+        session.put_tokens(("other", 1), 0, scored_token(10, turns))
         (output,) = (await taken(session)).outputs
         assert (output.request_id, output.tokens.first_index) == ("other", turns), "it waits for nobody"
         turns += 1
@@ -204,9 +213,9 @@ async def test_a_long_prompts_scores_hold_up_their_own_request_and_no_other(monk
 
 
 async def test_a_closed_session_gives_what_is_not_complete_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_MAX_SCORES", 10)
+    monkeypatch.setattr(session_module, "_MAX_LOGPROBS", 10)
     session = RouterSession()
-    session.put_tokens(("a", 1), 0, [scored_token(95)])
+    session.put_tokens(("a", 1), 0, scored_token(95))
     session.close()
     (output,) = (await taken(session)).outputs
     assert len(output.tokens.prompt_logprobs) == 95
@@ -217,10 +226,10 @@ async def test_no_turn_of_the_loop_is_long_for_a_long_prompt() -> None:
     """In its processor's time, since other tests may run; all at once they take a tenth of a second."""
     top = tuple((number, -0.5) for number in range(20))
     scores = tuple(SampledLogprobs(logprob=-1.0, top=top) for _ in range(32_768))
-    token = Token(id=1, index=0, token=7, finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
+    token = NewTokens(id=1, first_index=0, token_ids=(7,), finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
     session, longest, began = RouterSession(), 0.0, time.thread_time()
-    session.put_tokens(("a", 1), 0, [token])
-    while session._growing:
+    session.put_tokens(("a", 1), 0, token)
+    while session._unfinished:
         await asyncio.sleep(0)
         longest, began = max(longest, time.thread_time() - began), time.thread_time()
     longest = max(longest, time.thread_time() - began)

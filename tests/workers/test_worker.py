@@ -15,11 +15,12 @@ from tandem.proto import worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.errors import TandemError
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request, worker_stub
+from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.workers.engine.fake import expected_tokens
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.wire import PULL_METHOD, Open, Pull, TransferKey, encode
-from tandem.workers.worker import Worker, WorkerConfig
+from tandem.workers.worker import Worker
 
 MALFORMED: dict[str, dict[str, Any]] = {
     "no tokens to generate": {"max_tokens": 0},
@@ -141,7 +142,7 @@ async def test_a_cancelled_request_is_silent_and_frees_all(task: int) -> None:
 
 async def test_a_failed_engine_tells_everybody_at_once() -> None:
     rank = fake_rank(step_seconds=0.002)
-    worker = await Worker.serve(rank, WorkerConfig(model=""), worker_id="worker", role="decode")
+    worker = await Worker.serve(rank, worker_config(), worker_id="worker", role="decode")
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
         for n in range(4):
@@ -155,7 +156,7 @@ async def test_a_failed_engine_tells_everybody_at_once() -> None:
             worker.check_health()
         began = time.monotonic()
         status = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())
-        assert not status.balanced
+        assert not status.integrity_ok
         assert time.monotonic() - began < 5
         again = RawSession(channel)
         await again.send(submit("late"))
@@ -167,9 +168,7 @@ async def test_a_failed_engine_tells_everybody_at_once() -> None:
 
 
 async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> None:
-    worker = await Worker.serve(
-        fake_rank(step_seconds=0.005), WorkerConfig(model=""), worker_id="worker", role="decode"
-    )
+    worker = await Worker.serve(fake_rank(step_seconds=0.005), worker_config(), worker_id="worker", role="decode")
     async with peer_channel(worker.address) as channel:
         session = RawSession(channel)
         await session.send(submit(max_tokens=40))
@@ -193,7 +192,7 @@ async def test_a_draining_prefill_worker_still_gives_its_cache_away() -> None:
     async with fleet(1, 1, rank=lambda role: next(ranks), chunk_tokens=16) as running:
         request = asyncio.create_task(running.generate(token_request(range(200), 4)))
         async with asyncio.timeout(10):
-            while not (await running.statuses())[0].num_jobs:
+            while not (await running.statuses())[0].num_requests:
                 await asyncio.sleep(0.002)
         await running.workers.pop(0).stop(grace=20)
         tokens, timeline = await request
@@ -205,7 +204,7 @@ async def test_stop_with_requests_under_way_is_quick() -> None:
     async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.01)) as running:
         requests = [asyncio.create_task(running.generate(token_request(range(n, 300), 500))) for n in range(8)]
         async with asyncio.timeout(10):
-            while not all(status.num_jobs for status in await running.statuses()):
+            while not all(status.num_requests for status in await running.statuses()):
                 await asyncio.sleep(0.002)
         began = time.monotonic()
         await asyncio.gather(*(worker.stop() for worker in running.workers))
@@ -219,7 +218,7 @@ async def test_a_port_that_is_taken_is_an_os_error() -> None:
     async with worker_of(fake_rank()) as (worker, _):
         port = int(worker.address.rpartition(":")[2])
         with pytest.raises(OSError, match="cannot bind"):
-            await Worker.serve(fake_rank(), WorkerConfig(model="", port=port), worker_id="other", role="decode")
+            await Worker.serve(fake_rank(), worker_config(port=port), worker_id="other", role="decode")
 
 
 # --- leases --------------------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
 engine = Engine(FakeExecutor(4, 16), EngineConfig(num_blocks=4))
 engine.submit(SequenceSpec(id=1, task=Task.WHOLE, tokens=(1, 2), max_tokens=1, sampling=SamplingParams(temperature=0)))
-assert [e.token for e in engine.step() if hasattr(e, "token")] == expected_tokens((1, 2), 1, 512)
+assert [t for e in engine.step() if hasattr(e, "token_ids") for t in e.token_ids] == expected_tokens((1, 2), 1, 512)
 """
 
 

@@ -21,8 +21,10 @@ import grpc.aio
 
 from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from ...proto.channel import peer_channel
+from ..engine.config import Budgets
 from ..model.checkpoint import check_checkpoint
 from ..model.config import CheckpointError
+from ..tp.rank import RankConfig
 from ..worker import Worker, WorkerConfig
 
 _WAIT_SECONDS = 120.0
@@ -96,12 +98,12 @@ async def measure(
     began = time.monotonic()
     if not early:
         await decode.submit(pulling)
-    joined = (await decode.until(pulling, "joined")).joined
+    received = (await decode.until(pulling, "kv_received")).kv_received
     seconds = time.monotonic() - began
     await decode.until(pulling, "tokens")
     await decode.cancel(pulling)
     await prefill.cancel(submit)
-    return TransferWait(seconds=seconds, num_bytes=joined.transfer_bytes, transport=joined.transport)
+    return TransferWait(seconds=seconds, num_bytes=received.transfer_bytes, transport=received.transport)
 
 
 async def compare(options: argparse.Namespace) -> str:
@@ -145,13 +147,13 @@ async def _worker(role: str, options: argparse.Namespace) -> AsyncIterator[_Sess
 
 
 async def _serve(role: str, options: argparse.Namespace) -> None:
-    config = WorkerConfig(
+    rank = RankConfig(
         model=str(options.model),
         kv_cache_bytes=2**30,
-        chunk_tokens=options.chunk_tokens,
-        priority=10 if role == "prefill" else 0,
+        nice=10 if role == "prefill" else 0,
         transports=tuple(options.transports),
     )
+    config = WorkerConfig(rank=rank, budgets=Budgets(chunk_tokens=options.chunk_tokens))
     worker = await Worker.start(config, worker_id=role, role=role)
     print(worker.address, flush=True)
     await worker.failed.wait()

@@ -9,9 +9,9 @@ from typing import Final
 
 import torch
 
-from ..engine.config import EngineConfig
+from ..engine.config import Budgets, EngineConfig
 from ..engine.engine import Engine
-from ..engine.events import Event, Token
+from ..engine.events import Event, NewTokens
 from ..engine.plan import Executor, FirstTokens, OnLayers, Samples, SamplingParams, StepPlan
 from ..engine.sequence import SequenceSpec, Task
 from ..model.config import ModelConfig
@@ -171,15 +171,14 @@ class BenchRunner(Executor):
         events: list[Event] = []
         while engine.has_work:
             events += engine.step()
-        return next(event.token for event in events if isinstance(event, Token))
+        return next(event.token_ids[0] for event in events if isinstance(event, NewTokens))
 
     def _engine(self, batch: int) -> Engine:
         config = EngineConfig(
             num_blocks=self._num_blocks,
             block_size=BLOCK_SIZE,
-            chunk_tokens=max(self._chunk, batch),
-            max_sequences=batch,
             overlap=self.runner.launches_ahead and not self._exact,
+            budgets=Budgets(chunk_tokens=max(self._chunk, batch), max_sequences=batch),
         )
         return Engine(self, config)
 

@@ -1,134 +1,159 @@
-"""KV cache on its way in and out of a whole tensor-parallel group: one call here does it on every rank.
+"""Moves KV cache in and out of one rank and, on rank 0, of its whole tensor-parallel group.
 
-Rank 0 holds what concerns the group: the lease, the ack, the word that a transfer is whole. A group of one rank has no
-links, and all of this is its mover.
+Rank 0 decides what concerns the group: the lease, the ack, whether a transfer is complete. The other ranks use the same
+class without clients and obey rank 0's commands.
 """
 
 import asyncio
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from ...proto import worker_pb2
 from ..engine.plan import FirstTokens
 from ..transfer.connector import KvMover
 from ..transfer.messages import parse_layout
 from ..transfer.receiver import Fetched, Target, Want
+from ..transfer.wire import TransferKey
 from .rank_client import RankClient, RankLost
 
 
 class KvGroup:
-    """Lives in rank 0's event loop. When a link is lost, the worker is; nothing here mends it."""
+    """Starts and stops the KV transfers of sequences. Lives in one event loop. When a client is lost, the worker is;
+    nothing here recovers from it."""
 
-    def __init__(self, mover: KvMover, links: Sequence[RankClient]) -> None:
+    def __init__(self, mover: KvMover, clients: Sequence[RankClient] = ()) -> None:
+        """`mover` transfers this rank's part; `clients` are the ranks that rank 0 commands."""
         self._mover = mover
-        self._links = links
-        self._elsewhere: set[int] = set()  # sequences for which the other ranks move something
+        self._clients = clients
+        self._commanded: set[int] = set()  # sequences that the clients offer or fetch
+        self._targets: dict[int, asyncio.Future[Target]] = {}
+        self._fetches: dict[int, asyncio.Task[Fetched]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
 
     @property
     def num_leases(self) -> int:
+        """Offers that have not been withdrawn, acknowledged or expired."""
         return self._mover.exporter.num_exports
 
     @property
     def num_transfers(self) -> int:
-        """Streams out, streams in that are not quite closed, and transfers that are being stopped."""
-        return self._mover.exporter.num_streams + self._mover.puller.num_closing + len(self._stopping)
+        """Streams out, fetches, streams in that are being closed, and transfers that are being stopped."""
+        num_fetches = sum(not task.done() for task in self._fetches.values())
+        return self._mover.exporter.num_streams + self._mover.puller.num_closing + num_fetches + len(self._stopping)
 
-    def offer(self, sequence_id: int, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes) -> bytes:
-        """Opens an export on every rank; returns the transfer id."""
-        transfer_id = secrets.token_bytes(16)
+    def offer(
+        self, sequence_id: int, transfer_id: bytes, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes
+    ) -> None:
+        """Offers a sequence's KV cache, computed or not, to other workers on every rank."""
         self._mover.exporter.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
-        for link in self._links:
-            self._elsewhere.add(sequence_id)
-            link.export(
-                worker_pb2.Export(
-                    sequence_id=sequence_id,
-                    transfer_id=transfer_id,
-                    blocks=blocks,
-                    num_tokens=num_tokens,
-                    prefix_hash=prefix_hash,
-                )
-            )
-        return transfer_id
+        offer = worker_pb2.OfferKv(
+            transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, prefix_hash=prefix_hash
+        )
+        self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, offer_kv=offer))
 
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
-        """The first num_ready tokens are computed, the first num_ahead in the first num_layers layers; on every rank,
-        since each layer ends with a collective."""
+        """Reports that an offer's first num_ready tokens are computed, and the first num_ahead in the first num_layers
+        layers. This holds on every rank, since each layer ends with a collective."""
         self._mover.exporter.progress(sequence_id, num_ready, num_ahead, num_layers)
-        if sequence_id in self._elsewhere:
-            progress = worker_pb2.Progress(
-                sequence_id=sequence_id, num_ready=num_ready, num_ahead=num_ahead, num_layers=num_layers
-            )
-            for link in self._links:
-                link.progress(progress)
+        progress = worker_pb2.KvProgress(num_ready=num_ready, num_ahead=num_ahead, num_layers=num_layers)
+        self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
 
-    def complete(self, sequence_id: int, opening: FirstTokens) -> None:
-        """The prefill is done."""
-        self._mover.exporter.complete(sequence_id, opening)
-        complete = worker_pb2.Complete(
-            sequence_id=sequence_id,
-            opening=worker_pb2.Opening(tokens=opening.tokens, logprobs=opening.logprobs),
+    def complete(self, sequence_id: int, first: FirstTokens) -> None:
+        """Reports that an offer's prefill is finished."""
+        self._mover.exporter.complete(sequence_id, first)
+        progress = worker_pb2.KvProgress(first_tokens=first.tokens, first_logprobs=first.logprobs)
+        self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
+
+    def fetch(self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes) -> "asyncio.Task[Fetched]":
+        """Fetches every rank's part of a KV cache once `set_target` is called; only then rank 0 acknowledges it.
+
+        The task raises TransferError if a part could not be fetched. After a failure or a cancel, `stop` tells when no
+        rank writes any more."""
+        fetch = worker_pb2.FetchKv(kv=handle, prefix_hash=prefix_hash)
+        parts = [client.fetch(sequence_id, fetch) for client in self._clients]
+        if parts:
+            self._commanded.add(sequence_id)
+        want = Want(
+            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
+            num_tokens=handle.num_tokens,
+            prefix_hash=prefix_hash,
         )
-        for link in self._links:
-            link.complete(complete)
+        target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
+        task = self._fetches[sequence_id] = asyncio.create_task(self._fetch(handle, want, target, parts))
+        return task
 
-    async def fetch(
-        self, sequence_id: int, handle: worker_pb2.KvHandle, want: Want, target: "asyncio.Future[Target]"
-    ) -> Fetched:
-        """Brings every rank's part; only then does the other side let go. Raises TransferError if any is missing.
+    def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:
+        """Sets the blocks for a fetch and the number of tokens that the prefix cache holds already."""
+        if sequence_id in self._targets:
+            self._targets.pop(sequence_id).set_result(Target(blocks=blocks, num_cached=num_cached))
+            target = worker_pb2.KvTarget(blocks=blocks, num_cached=num_cached)
+            self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_target=target))
 
-        After a failure or a cancel, `stop` says when no rank writes any more."""
-        others = []
-        for link in self._links:
-            self._elsewhere.add(sequence_id)
-            others.append(
-                link.fetch(worker_pb2.Fetch(sequence_id=sequence_id, kv=handle, prefix_hash=want.prefix_hash))
-            )
-        target.add_done_callback(partial(self._place, sequence_id))
-        layout = parse_layout(handle.layout)
-        async with self._mover.puller.fetch(handle.endpoints, layout, want, target) as own:
-            parts = await asyncio.gather(*others)
-        ways = [own.transport, *(part.transport for part in parts)]
-        return replace(
-            own,
-            num_bytes=own.num_bytes + sum(part.num_bytes for part in parts),
-            active_seconds=max([own.active_seconds, *(part.active_seconds for part in parts)]),
-            transport="+".join(sorted({way for used in ways for way in used.split("+")})),
-        )
-
-    def stop(self, sequence_id: int, fetching: "asyncio.Task[None] | None", then: Callable[[], None]) -> None:
-        """Ends whatever moves for a sequence, `fetching` if that is its fetch. Calls `then` as soon as no rank reads or
-        writes its blocks any more: a cancel alone proves nothing. Never, if a rank is lost."""
+    def stop(self, sequence_id: int, then: Callable[[], None]) -> None:
+        """Ends all transfers of a sequence. Calls `then` as soon as no rank reads or writes its blocks any more, which
+        a cancel alone does not ensure. Never calls it if a rank is lost."""
         self._mover.exporter.withdraw(sequence_id)
-        waits: list[asyncio.Future[None]] = []
-        if fetching is not None and not fetching.done():
-            fetching.cancel()
-            waits.append(fetching)
-        if sequence_id in self._elsewhere:
-            self._elsewhere.discard(sequence_id)
-            waits += [link.stop(sequence_id) for link in self._links]
-        if not waits:
+        self._targets.pop(sequence_id, None)
+        pending: list[asyncio.Future[Fetched] | asyncio.Future[None]] = []
+        fetch = self._fetches.pop(sequence_id, None)
+        if fetch is not None and not fetch.done():
+            fetch.cancel()
+            pending.append(fetch)
+        if sequence_id in self._commanded:
+            self._commanded.discard(sequence_id)
+            pending += [client.stop(sequence_id) for client in self._clients]
+        if not pending:
             then()
             return
-        task = asyncio.create_task(_after(waits, then))
+        task = asyncio.create_task(_call_after(pending, then))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 
     async def close(self) -> None:
-        """Ends all connections to other workers; the links have been closed."""
-        await asyncio.gather(*self._stopping)
+        """Ends all transfers and connections to other workers; the clients have been closed."""
+        for task in self._fetches.values():
+            task.cancel()
+        await asyncio.gather(*self._fetches.values(), *self._stopping, return_exceptions=True)
         await self._mover.close()
 
-    def _place(self, sequence_id: int, target: "asyncio.Future[Target]") -> None:
-        if not target.cancelled():
-            place = target.result()
-            for link in self._links:
-                link.place(worker_pb2.Place(sequence_id=sequence_id, blocks=place.blocks, num_cached=place.num_cached))
+    def _command(self, command: worker_pb2.RankControlRequest) -> None:
+        if command.HasField("offer_kv") and self._clients:
+            self._commanded.add(command.sequence_id)
+        if command.sequence_id in self._commanded:
+            for client in self._clients:
+                client.send(command)
+
+    async def _fetch(
+        self,
+        handle: worker_pb2.KvHandle,
+        want: Want,
+        target: "asyncio.Future[Target]",
+        parts: "Sequence[asyncio.Future[worker_pb2.KvReceived]]",
+    ) -> Fetched:
+        layout = parse_layout(handle.layout)
+        async with self._mover.puller.fetch(handle.endpoints, layout, want, target) as own:
+            others = await asyncio.gather(*parts)
+        transports = [own.transport, *(part.transport for part in others)]
+        return replace(
+            own,
+            num_bytes=own.num_bytes + sum(part.transfer_bytes for part in others),
+            active_seconds=max([own.active_seconds, *(part.transfer_active_seconds for part in others)]),
+            transport="+".join(sorted({name for used in transports for name in used.split("+")})),
+        )
 
 
-async def _after(waits: list["asyncio.Future[None]"], then: Callable[[], None]) -> None:
-    results = await asyncio.gather(*waits, return_exceptions=True)
+def kv_received(fetched: Fetched) -> worker_pb2.KvReceived:
+    """Converts a finished fetch to its message."""
+    return worker_pb2.KvReceived(
+        transfer_bytes=fetched.num_bytes,
+        transfer_active_seconds=fetched.active_seconds,
+        transport=fetched.transport,
+    )
+
+
+async def _call_after(
+    pending: "Sequence[asyncio.Future[Fetched] | asyncio.Future[None]]", then: Callable[[], None]
+) -> None:
+    results = await asyncio.gather(*pending, return_exceptions=True)
     if not any(isinstance(result, RankLost) for result in results):
         then()

@@ -1,9 +1,10 @@
-"""A tensor-parallel group: collectives between its ranks, each with a deadline, and how all come to the same step.
+"""Implements a tensor-parallel group: its collectives, each with a deadline, and the broadcast of step plans.
 
-No global process group: two engines fit in one process.
+Uses no global process group, so that two engines fit in one process.
 """
 
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final, Self
@@ -15,33 +16,35 @@ from torch import distributed
 from ..engine.plan import Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
 from ..transfer.backend import join_store, listen_store, open_group
 
-NOTHING: Final = StepPlan(sequences=(), dropped=())
-"""A plan that only says that rank 0 is there."""
+EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
+"""The heartbeat of an idle rank 0."""
 
 _LENGTH: Final = struct.Struct("<I")
 _PLAN_BYTES: Final = 4096  # sent at once; a decode step of a hundred sequences fits
 
 
 class TpGroup:
-    """Implements `Group` of `model.parallel`, and carries messages from rank 0 to all.
+    """Implements `Group` of `model.parallel`, and broadcasts messages of rank 0.
 
     Tensors go over gloo in host memory and over NCCL between GPUs, messages over gloo. A call whose other ranks are
-    lost or silent raises RuntimeError, within the timeout; after that the group is of no use any more. Used from one
-    thread."""
+    lost or silent raises RuntimeError within the timeout; after that the group cannot be used any more. All calls but
+    `abort` come from one thread."""
 
     def __init__(self, store: Any, *, host: str, rank: int, size: int, device: str, timeout: float) -> None:
         """`store` is rank 0's TCPStore or a connection to it; `timeout` is in seconds, of every collective."""
+        self.timeout = timeout
         self.rank = rank
         self.size = size
         self._store = store
         self._host = host
         self._device = device
-        self._timeout = timeout
         self._buffer = torch.zeros(_PLAN_BYTES, dtype=torch.uint8)
+        self._messages: Any = None  # backends of torch.distributed, opened by `connect`
+        self._tensors: Any = None
 
     @classmethod
     def listen(cls, *, host: str, size: int, device: str, timeout: float, start_timeout: float) -> Self:
-        """Rank 0, of which the others have to know `address`."""
+        """Makes rank 0's group, whose `address` the others join."""
         store = listen_store(host, size, start_timeout)
         return cls(store, host=host, rank=0, size=size, device=device, timeout=timeout)
 
@@ -49,20 +52,20 @@ class TpGroup:
     def join(
         cls, address: str, *, host: str, rank: int, size: int, device: str, timeout: float, start_timeout: float
     ) -> Self:
-        """Another rank. Raises RuntimeError if rank 0 cannot be reached in time."""
+        """Makes another rank's group. Raises RuntimeError if rank 0 cannot be reached in time."""
         store_host, _, port = address.rpartition(":")
         store = join_store(store_host, int(port), start_timeout)
         return cls(store, host=host, rank=rank, size=size, device=device, timeout=timeout)
 
     @property
     def address(self) -> str:
-        """HOST:PORT where the ranks meet."""
+        """HOST:PORT of rank 0's store."""
         return f"{self._host}:{self._store.port}"
 
-    def meet(self) -> None:
-        """Waits for all ranks, as long as a start may take; call it before the first collective.
+    def connect(self) -> None:
+        """Connects all ranks, waiting as long as a start may take; call it before the first collective.
 
-        Raises RuntimeError if they do not come."""
+        Raises RuntimeError if a rank does not come."""
         self._store.set(f"here/{self.rank}", "")
         self._store.wait([f"here/{rank}" for rank in range(self.size)])
         self._messages = self._open("gloo")
@@ -70,51 +73,57 @@ class TpGroup:
 
     def _open(self, backend: str) -> Any:
         store = distributed.PrefixStore(backend, self._store)  # type: ignore[attr-defined]
-        return open_group(
-            store, backend=backend, rank=self.rank, size=self.size, host=self._host, timeout=self._timeout
-        )
+        return open_group(store, backend=backend, rank=self.rank, size=self.size, host=self._host, timeout=self.timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums x over the ranks, in place."""
+        """Returns the sum of the ranks' x, any shape; may overwrite x."""
         x = x.contiguous()
         self._tensors.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's x, which all have one shape."""
+        """Returns every rank's x, which all have one shape."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._tensors.allgather([parts], [x.contiguous()]).wait()
         return parts
 
-    def tell(self, message: bytes) -> None:
-        """From rank 0 to all others, who are to `hear` it. One collective if it is short, else two."""
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Overwrites x, any shape, contiguous, with rank 0's x and returns it."""
+        self._tensors.broadcast(x, 0).wait()
+        return x
+
+    def abort(self) -> None:
+        """Aborts the collectives between GPUs, in a daemon thread: NCCL's abort may block for as long as CUDA graphs
+        refer to its communicator (pytorch#115388). Gloo's waits end by their deadlines."""
+        if self._tensors is not self._messages:
+            threading.Thread(target=self._tensors.abort, name="tandem-abort", daemon=True).start()
+
+    def broadcast_message(self, message: bytes) -> None:
+        """Sends a message from rank 0 to the `receive_message` of all others: one collective if short, else two."""
         head = _LENGTH.pack(len(message)) + message[: _PLAN_BYTES - _LENGTH.size]
         self._buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        self._broadcast(self._buffer)
+        self._messages.broadcast(self._buffer, 0).wait()
         if rest := message[_PLAN_BYTES - _LENGTH.size :]:
-            self._broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+            self._messages.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0).wait()
 
-    def hear(self) -> bytes:
-        """What rank 0 tells."""
-        self._broadcast(self._buffer)
+    def receive_message(self) -> bytes:
+        """Returns rank 0's next message."""
+        self._messages.broadcast(self._buffer, 0).wait()
         data = self._buffer.numpy().tobytes()
         (length,) = _LENGTH.unpack_from(data)
         message = data[_LENGTH.size : _LENGTH.size + length]
         if len(message) < length:
             rest = torch.empty(length - len(message), dtype=torch.uint8)
-            self._broadcast(rest)
+            self._messages.broadcast(rest, 0).wait()
             message += rest.numpy().tobytes()
         return message
 
-    def _broadcast(self, data: torch.Tensor) -> None:
-        self._messages.broadcast(data, 0).wait()
-
 
 class TpExecutor(Executor):
-    """Rank 0's executor: the other ranks hear each plan, then all carry it out.
+    """Executes plans on rank 0 after broadcasting each to the other ranks, which execute it, too.
 
-    Only what a plan says travels, so a decode step costs some bytes a sequence. Every rank samples for itself; but what
-    others draw under a grammar, which they do not follow, nobody reads: the next plan has rank 0's token."""
+    Only the plan travels, so a decode step costs some bytes per sequence. The other ranks follow no grammars; their
+    samples of such sequences are not used, since the next plan has rank 0's token."""
 
     def __init__(self, group: TpGroup, executor: Executor) -> None:
         self._group = group
@@ -123,19 +132,19 @@ class TpExecutor(Executor):
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`. Raises RuntimeError if a rank is lost.
 
-        A layer that has ended here has ended everywhere: its last part is a collective."""
-        self._group.tell(encode_plan(plan))
+        A layer that is computed here is computed everywhere: it ends with a collective."""
+        self._group.broadcast_message(encode_plan(plan))
         return self._executor.launch(plan, on_layers)
 
-    def end(self) -> None:
-        """No more plans: the other ranks leave `follow`. Raises RuntimeError if a rank is lost."""
-        self._group.tell(b"")
+    def close(self) -> None:
+        """Ends `rank_loop` on the other ranks. Raises RuntimeError if a rank is lost."""
+        self._group.broadcast_message(b"")
 
 
 def rank_loop(group: TpGroup, executor: Executor) -> None:
-    """Carries out what rank 0 says, until it ends. Raises RuntimeError if a rank is lost."""
+    """Executes rank 0's plans until its executor is closed. Raises RuntimeError if a rank is lost."""
     collect: Callable[[], Samples] | None = None
-    while message := group.hear():
+    while message := group.receive_message():
         launched = executor.launch(decode_plan(message))
         if collect is not None:
             collect()
@@ -143,7 +152,7 @@ def rank_loop(group: TpGroup, executor: Executor) -> None:
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """A plan as msgpack."""
+    """Encodes a plan as msgpack."""
     steps = [
         (
             step.sequence_id,
@@ -161,7 +170,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    """The inverse of `encode_plan`."""
+    """Decodes a plan of `encode_plan`."""
     steps, dropped, copies = msgpack.unpackb(data, use_list=False)
     return StepPlan(sequences=tuple(_decode_step(*step) for step in steps), dropped=dropped, copies=copies)
 

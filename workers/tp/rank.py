@@ -1,11 +1,10 @@
-"""One tensor-parallel rank: the model, the memory for its KV cache, and what the worker must know of both."""
+"""Loads one tensor-parallel rank: its part of the model and the memory for its KV cache."""
 
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -13,14 +12,15 @@ from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
 from ..model.checkpoint import check_checkpoint
 from ..model.kernels import cpu
-from ..model.parallel import Group
 from ..model.runner import ModelRunner, kv_bytes_per_block
+from ..threads import available_cores
 from ..transfer.transports import Means
+from .process_group import TpGroup
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """What one rank loads, where it computes and how it is reached."""
+    """Holds what one rank loads, where it computes and how it is reached."""
 
     model: str  # folder
     dtype: str = "bfloat16"
@@ -28,24 +28,24 @@ class RankConfig:
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30  # of this rank
     context_tokens: int | None = None  # None takes the model's
-    num_threads: int = 1  # of torch, on CPU
+    num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
     transports: tuple[str, ...] = ("shared",)  # of KV cache, beside gRPC: shared, gloo, nccl or nixl
-    priority: int = 0  # nice value of the thread that computes on a CPU
+    nice: int = 0  # niceness of the thread that computes on a CPU
     host: str = "127.0.0.1"  # the one interface to bind
     port: int = 0  # 0 takes a free one
-    stall_seconds: float = 30.0  # a KV transfer without progress for so long has failed
-    collective_seconds: float = 30.0  # how long ranks of a group wait for each other within a step
-    start_seconds: float = 300.0  # how long ranks of a group wait for each other to load
+    stall_seconds: float = 30.0  # timeout of a KV transfer without progress
+    collective_seconds: float = 30.0  # timeout of a group's collectives
+    start_seconds: float = 300.0  # timeout of a group's ranks for each other to load
 
     @property
     def means(self) -> Means:
-        """Of moving KV cache to other workers and from them."""
+        """The transports of KV cache to and from other workers."""
         return Means(transports=self.transports, host=self.host, device=self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A loaded rank, ready to carry out plans."""
+    """Holds a loaded rank, ready to execute plans."""
 
     executor: Executor
     kv: KvStore
@@ -54,31 +54,25 @@ class Rank:
     vocab_size: int
     context_tokens: int
     eos_ids: frozenset[int]
-    launches_ahead: bool = False  # the executor starts a step before the one before it has ended
-    # Holds a grammar ready as long as somebody holds the result; raises ValueError, whose text a user may see.
+    launches_ahead: bool = False  # the executor starts a step before the last one has ended
+    # Compiles a grammar, which sequences find compiled as long as the result is referenced. From any thread; raises
+    # ValueError, whose text may be shown to a user.
     load_grammar: Callable[[str], object] | None = None
 
 
-class MeetingGroup(Group, Protocol):
-    """A group whose ranks have to find each other first."""
+def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
+    """Checks the model folder, loads this rank's part of its weights and allocates the KV memory; then connects the
+    group and warms up together with it. Blocks for seconds.
 
-    def meet(self) -> None:
-        """Waits for all ranks."""
-        ...
-
-
-def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
-    """Checks the folder, loads its weights, of a group's model the own part, and takes the KV memory; then meets the
-    group and warms up together with it. Raises CheckpointError if the folder is not good, ValueError if the KV memory
-    holds not even one block or the model cannot be split so, RuntimeError if the group does not meet. Blocks for
-    seconds."""
-    torch.set_num_threads(config.num_threads)
+    Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes holds no block or the model cannot be split
+    into group.size parts, RuntimeError if the group's ranks do not come."""
+    torch.set_num_threads(config.num_threads or available_cores())
     folder = Path(config.model)
     model = check_checkpoint(folder)
     tp = group.size if group else 1
     num_blocks = config.kv_cache_bytes // kv_bytes_per_block(model, config.block_size, config.dtype, tp)
     if num_blocks < 1:
-        raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds not one block of {config.block_size} tokens")
+        raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds no block of {config.block_size} tokens")
     runner = ModelRunner.load(
         folder,
         dtype=config.dtype,
@@ -89,7 +83,7 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
         group=group,
     )
     if group:
-        group.meet()
+        group.connect()
     runner.warmup()
     context = min(config.context_tokens or model.max_position_embeddings, model.max_position_embeddings)
     return Rank(
@@ -106,7 +100,7 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
 
 
 def enter_engine_thread(config: RankConfig) -> None:
-    """Call once in the thread that is to run the executor of this process's only rank."""
-    if config.device == "cpu" and config.priority:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.priority)
+    """Prepares the calling thread to run the executor of this process's only rank: niceness and CPU binding."""
+    if config.device == "cpu" and config.nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
     cpu.bind_threads()

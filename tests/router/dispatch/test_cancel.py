@@ -110,8 +110,8 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
             ]
             for worker in running.workers:
                 counts += [
-                    len(worker._jobs),
-                    len(worker._sessions),
+                    len(worker._requests),
+                    len(worker._requests.sessions),
                     len(worker._mover._channels),
                     worker._mover.exporter.num_exports,
                 ]

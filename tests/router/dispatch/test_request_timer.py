@@ -48,8 +48,8 @@ class Run:
                     return
                 case "admitted":
                     output.admitted.queue_seconds = 0.25
-                case "joined":
-                    output.joined.transfer_bytes = 1000
+                case "kv_received":
+                    output.kv_received.transfer_bytes = 1000
                 case "token":
                     output.tokens.prefill_seconds = 0.0 if decode else 0.5
                     self.watch.observe(output, decode=decode)

@@ -190,11 +190,11 @@ def test_merging_hides_no_gap_and_keeps_the_order_of_events() -> None:
     attempt = WorkerStream(
         WorkerClient.__new__(WorkerClient), worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event()
     )
-    joined = worker_pb2.Output(request_id="a", attempt=1, joined=worker_pb2.Joined())
+    joined = worker_pb2.Output(request_id="a", attempt=1, kv_received=worker_pb2.KvReceived())
     for output in (token("a", 0), token("a", 1), token("a", 3), joined, token("a", 4), token("a", 5)):
         attempt.put(output)
     outputs = attempt.take()
-    assert [output.WhichOneof("event") for output in outputs] == ["tokens", "tokens", "joined", "tokens"]
+    assert [output.WhichOneof("event") for output in outputs] == ["tokens", "tokens", "kv_received", "tokens"]
     assert [(o.tokens.first_index, len(o.tokens.ids)) for o in outputs] == [(0, 2), (3, 1), (0, 0), (4, 2)]
 
 

@@ -170,7 +170,7 @@ class Worker:
     def _report(self, used: Prefix | None = None) -> None:
         stored, evicted = self.cache.use(used.chain(BLOCK_SIZE) if used else [])
         waiting = [len(job.request.prompt) for job, _ in self._prompts]
-        load = worker_pb2.Load(
+        load = worker_pb2.WorkerLoad(
             num_waiting=len(waiting) + len(self._joining),
             num_running=self._running,
             waiting_tokens=sum(waiting),

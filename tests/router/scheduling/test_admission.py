@@ -368,5 +368,5 @@ def _check(desk: Desk) -> None:
     assert first is None or not admission._fits(first.needed)
 
 
-def load(num_running: int) -> worker_pb2.Load:
-    return worker_pb2.Load(num_running=num_running, free_blocks=256, total_blocks=256)
+def load(num_running: int) -> worker_pb2.WorkerLoad:
+    return worker_pb2.WorkerLoad(num_running=num_running, free_blocks=256, total_blocks=256)

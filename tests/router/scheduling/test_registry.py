@@ -20,8 +20,8 @@ def view_of(prefill: int, decode: int, *, max_sequences: int = 0, local_prefill_
     return view
 
 
-def load(**fields: int | float) -> worker_pb2.Load:
-    return worker_pb2.Load(free_blocks=4096, total_blocks=4096, **fields)  # type: ignore[arg-type]
+def load(**fields: int | float) -> worker_pb2.WorkerLoad:
+    return worker_pb2.WorkerLoad(free_blocks=4096, total_blocks=4096, **fields)  # type: ignore[arg-type]
 
 
 def dispatch(view: WorkerRegistry, asked: TokenRequest) -> tuple[str, str]:
@@ -96,7 +96,7 @@ def test_a_new_life_of_a_worker_begins_with_nothing() -> None:
     assert room.sequences == 4
     view.ended("d0", "1")
     view.computed("gone", "1")
-    view.report_load("gone", worker_pb2.Load())
+    view.report_load("gone", worker_pb2.WorkerLoad())
     assert view.room() == room
 
 

@@ -25,17 +25,17 @@ import json, sys, time
 from pathlib import Path
 from typing import Any
 from tandem.tests.workers.model.helpers import Driver, mixed_steps, prompt
-from tandem.workers.group import ProcessGroup
+from tandem.workers.tp.process_group import TpGroup
 from tandem.workers.model.runner import ModelRunner
 folder, dtype, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 where = {"host": "127.0.0.1", "size": size, "device": "cpu", "timeout": 5, "start_timeout": 30}
 if rank:
-    group = ProcessGroup.join(sys.stdin.readline().strip(), rank=rank, **where)
+    group = TpGroup.join(sys.stdin.readline().strip(), rank=rank, **where)
 else:
-    group = ProcessGroup.listen(**where)
+    group = TpGroup.listen(**where)
     print(json.dumps(group.address), flush=True)
 runner = ModelRunner.load(Path(folder), dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
-group.meet()
+group.connect()
 print(json.dumps([mixed_steps(runner), Driver(runner).generate(9, prompt(70, 2), 24)]), flush=True)
 sys.stdin.readline()
 began = time.monotonic()
@@ -149,12 +149,12 @@ def test_messages_of_any_length_come_whole() -> None:
 
     def others() -> list[bytes]:
         second = TpGroup.join(first.address, rank=1, **where)  # type: ignore[arg-type]
-        second.meet()
-        return [second.hear() for _ in messages]
+        second.connect()
+        return [second.receive_message() for _ in messages]
 
     with ThreadPoolExecutor(1) as thread:
         heard = thread.submit(others)
-        first.meet()
+        first.connect()
         for message in messages:
-            first.tell(message)
+            first.broadcast_message(message)
         assert heard.result() == messages

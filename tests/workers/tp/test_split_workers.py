@@ -21,11 +21,12 @@ from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import Fleet, split_fleet, token_request
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.worker_config import worker_config
 from tandem.workers.model.sampling.grammar import Grammars
 from tandem.workers.tp.rank_client import RankLost
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.transfer import connect
-from tandem.workers.worker import Worker, WorkerConfig
+from tandem.workers.worker import Worker
 
 NUM_TOKENS = 24
 
@@ -155,7 +156,7 @@ async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, pr
                     await asyncio.gather(*(generate(fleet, prompt) for prompt in prompts))
         await fleet.check_idle()
         for rank in fleet.ranks:
-            assert rank.num_moving == 0
+            assert rank.num_transfers == 0
 
 
 async def test_a_lost_rank_takes_its_worker_down_within_a_second_and_no_other(
@@ -178,11 +179,11 @@ async def test_a_lost_rank_takes_its_worker_down_within_a_second_and_no_other(
 
 RANK = """
 import asyncio, sys
-from tandem.workers.rank_server import RankServer
-from tandem.workers.worker import WorkerConfig
+from tandem.workers.tp.rank import RankConfig
+from tandem.workers.tp.rank_server import RankServer
 
 async def main():
-    server = await RankServer.start(WorkerConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=2**22))
+    server = await RankServer.start(RankConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=2**22))
     print(server.address, flush=True)
     await server.ended.wait()
 
@@ -202,7 +203,7 @@ async def test_a_killed_or_silent_rank_is_noticed_within_a_second(
     try:
         assert rank.stdout is not None
         address = (await rank.stdout.readline()).decode().strip()
-        settings = WorkerConfig(model=str(folder), dtype="float32", kv_cache_bytes=2**22)
+        settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22)
         worker = await Worker.start(settings, worker_id="split", ranks=[address])
         rank.send_signal(how)
         began = time.monotonic()
@@ -217,8 +218,8 @@ async def test_a_killed_or_silent_rank_is_noticed_within_a_second(
 
 
 async def test_a_rank_ends_with_its_rank_0(folder: Path) -> None:
-    settings = WorkerConfig(model=str(folder), dtype="float32", kv_cache_bytes=2**22)
-    rank = await RankServer.start(settings)
+    settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22)
+    rank = await RankServer.start(settings.rank)
     worker = await Worker.start(settings, worker_id="split", ranks=[rank.address])
     assert not rank.ended.is_set()
     await worker.stop()
@@ -228,8 +229,8 @@ async def test_a_rank_ends_with_its_rank_0(folder: Path) -> None:
 
 
 async def test_a_rank_that_cannot_load_ends_the_start(folder: Path) -> None:
-    settings = WorkerConfig(model=str(folder), dtype="float32", kv_cache_bytes=2**22)
-    rank = await RankServer.start(replace(settings, kv_cache_bytes=1))
+    settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22)
+    rank = await RankServer.start(replace(settings.rank, kv_cache_bytes=1))
     with pytest.raises(RankLost):
         await Worker.start(settings, worker_id="split", ranks=[rank.address])
     await rank.stop()

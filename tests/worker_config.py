@@ -1,0 +1,15 @@
+"""Builds worker configurations from flat fields."""
+
+from dataclasses import fields
+from typing import Any
+
+from tandem.workers.engine.config import Budgets
+from tandem.workers.tp.rank import RankConfig
+from tandem.workers.worker import WorkerConfig
+
+
+def worker_config(model: str = "", **values: Any) -> WorkerConfig:
+    """A WorkerConfig from the fields of WorkerConfig, Budgets and RankConfig together."""
+    budgets = {field.name: values.pop(field.name) for field in fields(Budgets) if field.name in values}
+    own = {"lease_seconds": values.pop("lease_seconds")} if "lease_seconds" in values else {}
+    return WorkerConfig(rank=RankConfig(model=model, **values), budgets=Budgets(**budgets), **own)
