@@ -349,6 +349,29 @@ async def test_a_grammar_that_fails_midway_fails_its_request_and_no_other(overla
         await idle(worker)
 
 
+async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it() -> None:
+    compiled: list[str] = []
+    go_on = threading.Event()
+
+    def load(grammar: str) -> None:
+        compiled.append(grammar)
+        assert go_on.wait(10)
+        if grammar == "bad":
+            raise ValueError("line 1")
+
+    async with worker_of(replace(fake_rank(), load_grammar=load)) as (_, session):
+        for number in range(6):
+            await session.send(submit(str(number), grammar=("good", "bad")[number % 2]))
+        await session.send(worker_pb2.Cancel(request_id="0", attempt=1))  # the others still wait for it
+        await session.send(submit("plain"))
+        await session.until(ended)
+        go_on.set()
+        failed = await session.until(is_failure, count=3)
+        await session.until(ended, count=2 - sum(ended(output) for n in "24" for output in session.outputs(n)))
+        assert {output.request_id for output in failed} == {"1", "3", "5"}
+        assert sorted(compiled) == ["bad", "good"]
+
+
 async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
     begun, go_on = threading.Event(), threading.Event()
 

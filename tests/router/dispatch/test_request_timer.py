@@ -66,7 +66,7 @@ STATIONS = [
     (1.5, "admitted"),
     (2.0, "decode admitted"),
     (4.0, "token"),
-    (7.0, "decode joined"),
+    (7.0, "decode kv_received"),
     (9.0, "decode token"),
     (11.0, "decode token"),
 ]
