@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from .engine.engine import Engine
 from .engine.events import Event
@@ -47,15 +48,16 @@ class EngineThread:
     async def call(self, command: Callable[[Engine], None], timeout: float) -> None:
         """Runs `command` like `post` and waits for it, up to `timeout` seconds. Raises what it raised, TimeoutError if
         it did not run in time, RuntimeError if the thread has ended."""
-        done: asyncio.Future[None] = self._loop.create_future()
+        result: Future[None] = Future()
+        done = asyncio.wrap_future(result)
 
         def run(engine: Engine) -> None:
-            error: Exception | None = None
-            try:
-                command(engine)
-            except Exception as raised:  # handed to the caller, not swallowed
-                error = raised
-            self._loop.call_soon_threadsafe(_settle, done, error)
+            if result.set_running_or_notify_cancel():  # else the caller has timed out
+                try:
+                    command(engine)
+                    result.set_result(None)
+                except Exception as error:  # handed to the caller
+                    result.set_exception(error)
 
         self.post(run)
         try:
@@ -104,12 +106,3 @@ class EngineThread:
                 command(self._engine)
             if self._engine.has_work:
                 return True
-
-
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return  # the caller has timed out
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)

@@ -176,19 +176,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def load(self) -> worker_pb2.WorkerLoad:
         """Returns a snapshot for placement. Reads each counter of the engine's thread once; since the engine may move
         blocks between two reads, the free ones are the rest."""
-        requests, blocks = self._engine.requests, self._engine.blocks()
-        held = sum(count for state, count in blocks.items() if state is not BlockState.FREE)
+        requests, blocks, total = self._engine.requests, self._engine.blocks(), self._rank.num_blocks
+        blocks[BlockState.FREE] = max(total - sum(blocks.values()) + blocks[BlockState.FREE], 0)
         return worker_pb2.WorkerLoad(
             num_waiting=len(requests.waiting),
             num_running=requests.num_holding,
             waiting_tokens=requests.waiting_tokens,
-            free_blocks=max(self._rank.num_blocks - held, 0),
-            cached_blocks=blocks[BlockState.CACHED],
-            owned_blocks=blocks[BlockState.OWNED],
-            leased_blocks=blocks[BlockState.LEASED],
-            reserved_blocks=blocks[BlockState.RESERVED],
-            total_blocks=self._rank.num_blocks,
+            total_blocks=total,
             step_seconds=self._engine.step_seconds,
+            **{f"{state.value}_blocks": count for state, count in blocks.items()},
         )
 
     def info(self) -> worker_pb2.WorkerInfo:

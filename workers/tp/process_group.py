@@ -6,7 +6,8 @@ Uses no global process group, so that two engines fit in one process.
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, Final, Self
 
 import msgpack
@@ -19,6 +20,9 @@ from ..transfer.backend import join_store, listen_store, open_group
 EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
 """The heartbeat of an idle rank 0."""
 
+_STEP_FIELDS: Final = tuple(field.name for field in fields(SequenceStep))
+_SAMPLING_FIELDS: Final = tuple(field.name for field in fields(SamplingParams))
+_VALUES: Final = {SequenceStep: attrgetter(*_STEP_FIELDS), SamplingParams: attrgetter(*_SAMPLING_FIELDS)}
 _LENGTH: Final = struct.Struct("<I")
 _PLAN_BYTES: Final = 4096  # sent at once; a decode step of a hundred sequences fits
 
@@ -152,48 +156,21 @@ def rank_loop(group: TpGroup, executor: Executor) -> None:
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Encodes a plan as msgpack."""
-    steps = [
-        (
-            step.sequence_id,
-            step.token_ids,
-            step.start,
-            step.new_blocks,
-            step.num_samples,
-            *((asdict(step.sampling), step.history, step.num_prompt) if step.sampling else (None, (), 0)),
-            step.next_prompt_token,
-        )
-        for step in plan.sequences
-    ]
-    data: bytes = msgpack.packb((steps, plan.dropped, plan.copies))
+    """Encodes a plan as msgpack: its parts as tuples of their fields' values."""
+    data: bytes = msgpack.packb(
+        (plan.sequences, plan.dropped, plan.copies), default=lambda part: _VALUES[type(part)](part)
+    )
     return data
 
 
 def decode_plan(data: bytes) -> StepPlan:
     """Decodes a plan of `encode_plan`."""
     steps, dropped, copies = msgpack.unpackb(data, use_list=False)
-    return StepPlan(sequences=tuple(_decode_step(*step) for step in steps), dropped=dropped, copies=copies)
+    return StepPlan(sequences=tuple(map(_decode_step, steps)), dropped=dropped, copies=copies)
 
 
-def _decode_step(
-    sequence_id: int,
-    token_ids: tuple[int, ...],
-    start: int,
-    new_blocks: tuple[int, ...],
-    num_samples: int,
-    sampling: dict[str, Any] | None,
-    history: tuple[int, ...],
-    num_prompt: int,
-    next_prompt_token: int | None,
-) -> SequenceStep:
-    return SequenceStep(
-        sequence_id=sequence_id,
-        token_ids=token_ids,
-        start=start,
-        new_blocks=new_blocks,
-        num_samples=num_samples,
-        sampling=None if sampling is None else SamplingParams(**sampling),
-        history=history,
-        num_prompt=num_prompt,
-        next_prompt_token=next_prompt_token,
-    )
+def _decode_step(values: tuple[Any, ...]) -> SequenceStep:
+    step = dict(zip(_STEP_FIELDS, values, strict=True))
+    if step["sampling"] is not None:
+        step["sampling"] = SamplingParams(**dict(zip(_SAMPLING_FIELDS, step["sampling"], strict=True)))
+    return SequenceStep(**step)

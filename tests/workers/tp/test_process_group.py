@@ -5,13 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +23,12 @@ from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.tp.process_group import TpGroup, decode_plan, encode_plan
 
+T = TypeVar("T")
+
 RANK = """
 import json, sys, time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from tandem.tests.workers.model.helpers import Driver, mixed_steps, prompt
 from tandem.workers.tp.process_group import TpGroup
 from tandem.workers.model.runner import ModelRunner
@@ -142,19 +147,62 @@ def test_a_plan_comes_as_it_was_sent(plan: StepPlan) -> None:
     assert decode_plan(encode_plan(plan)) == plan
 
 
-def test_messages_of_any_length_come_whole() -> None:
-    where = {"host": "127.0.0.1", "size": 2, "device": "cpu", "timeout": 10, "start_timeout": 10}
-    first = TpGroup.listen(**where)  # type: ignore[arg-type]
-    messages = [bytes(range(256)) * n for n in (1, 15, 16, 17, 400)] + [b"x" * n for n in (4091, 4092, 4093)] + [b""]
+WHERE: dict[str, Any] = {"host": "127.0.0.1", "size": 2, "device": "cpu", "timeout": 10, "start_timeout": 10}
 
-    def others() -> list[bytes]:
-        second = TpGroup.join(first.address, rank=1, **where)  # type: ignore[arg-type]
+
+def on_two_ranks(first_rank: Callable[[TpGroup], T], second_rank: Callable[[TpGroup], T]) -> tuple[T, T]:
+    """Runs each on a rank of its own of one group."""
+    first = TpGroup.listen(**WHERE)
+
+    def other() -> T:
+        second = TpGroup.join(first.address, rank=1, **WHERE)
         second.connect()
-        return [second.receive_message() for _ in messages]
+        return second_rank(second)
 
     with ThreadPoolExecutor(1) as thread:
-        heard = thread.submit(others)
+        result = thread.submit(other)
         first.connect()
+        return first_rank(first), result.result()
+
+
+def test_messages_of_any_length_come_whole() -> None:
+    messages = [bytes(range(256)) * n for n in (1, 15, 16, 17, 400)] + [b"x" * n for n in (4091, 4092, 4093)] + [b""]
+
+    def send(group: TpGroup) -> list[bytes]:
         for message in messages:
-            first.broadcast_message(message)
-        assert heard.result() == messages
+            group.broadcast_message(message)
+        return messages
+
+    sent, received = on_two_ranks(send, lambda group: [group.receive_message() for _ in messages])
+    assert sent == received
+
+
+def test_a_tensor_of_rank_0_is_broadcast_in_place() -> None:
+    def broadcast(group: TpGroup) -> list[int]:
+        tokens = torch.arange(5) + 100 * group.rank  # [5]
+        assert group.broadcast(tokens) is tokens
+        return tokens.tolist()
+
+    assert on_two_ranks(broadcast, broadcast) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+
+
+def test_an_abort_that_blocks_holds_up_nobody() -> None:
+    """NCCL's abort may spin for as long as CUDA graphs refer to its communicator."""
+    release, aborted = threading.Event(), threading.Event()
+
+    class Nccl:
+        def abort(self) -> None:
+            aborted.set()
+            release.wait(30)
+
+    group = TpGroup.listen(**WHERE)
+    group._tensors = Nccl()
+    began = time.monotonic()
+    group.abort()
+    assert time.monotonic() - began < 5
+    assert aborted.wait(5)
+    release.set()
+
+
+def test_gloo_needs_no_abort() -> None:
+    TpGroup.listen(**WHERE).abort()
