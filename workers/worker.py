@@ -85,7 +85,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._thread = EngineThread(
             self._engine, deliver=lambda events: self._requests.deliver(events), failed=self._fail
         )
-        self._mover = KvMover(
+        self._endpoint = KvMover(
             rank.kv,
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
@@ -94,7 +94,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             means=config.rank.means,
             frame_hook=frame_hook,
         )
-        self._kv = KvGroup(self._mover, coordinator.clients)
+        self._kv = KvGroup(self._endpoint, coordinator.clients)
         self._requests = RequestManager(
             self._thread,
             self._kv,
@@ -141,7 +141,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         coordinator = coordinator or TpCoordinator()
         worker = cls(rank, config, coordinator, worker_id=worker_id, role=role, frame_hook=frame_hook)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
-        worker._mover.serve_on(worker._server)
+        worker._endpoint.serve_on(worker._server)
         worker.address = bind(worker._server, config.rank.host, config.rank.port)
         await worker._server.start()
         worker._thread.start()
@@ -158,7 +158,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._requests.wait_idle(grace)
         for session in self._requests.sessions:
             session.close()
-        self._mover.disconnect()
+        self._endpoint.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), 0.0))
         self._requests.end_all()
         try:
@@ -242,7 +242,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_transfers=self._kv.num_transfers,
             num_requests=len(self._requests),
             integrity_ok=integrity_ok,
-            peers=[worker_pb2.Peer(**asdict(peer)) for peer in self._mover.puller.peers],
+            peers=[worker_pb2.Peer(**asdict(peer)) for peer in self._endpoint.puller.peers],
         )
 
     async def _read(self, session: RouterSession, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:

@@ -21,9 +21,9 @@ class KvGroup:
     """Starts and stops the KV transfers of sequences. Lives in one event loop. When a client is lost, the worker is;
     nothing here recovers from it."""
 
-    def __init__(self, mover: KvMover, clients: Sequence[RankClient] = ()) -> None:
-        """`mover` transfers this rank's part; `clients` are the ranks that rank 0 commands."""
-        self._mover = mover
+    def __init__(self, endpoint: KvMover, clients: Sequence[RankClient] = ()) -> None:
+        """`endpoint` transfers this rank's part; `clients` are the ranks that rank 0 commands."""
+        self._endpoint = endpoint
         self._clients = clients
         self._commanded: set[int] = set()  # sequences that the clients offer or fetch
         self._targets: dict[int, asyncio.Future[Target]] = {}
@@ -33,19 +33,20 @@ class KvGroup:
     @property
     def num_leases(self) -> int:
         """Offers that have not been withdrawn, acknowledged or expired."""
-        return self._mover.exporter.num_exports
+        return self._endpoint.exporter.num_exports
 
     @property
     def num_transfers(self) -> int:
         """Streams out, fetches, streams in that are being closed, and transfers that are being stopped."""
         num_fetches = sum(not task.done() for task in self._fetches.values())
-        return self._mover.exporter.num_streams + self._mover.puller.num_closing + num_fetches + len(self._stopping)
+        num_streams = self._endpoint.exporter.num_streams + self._endpoint.puller.num_closing
+        return num_streams + num_fetches + len(self._stopping)
 
     def offer(
         self, sequence_id: int, transfer_id: bytes, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes
     ) -> None:
         """Offers a sequence's KV cache, computed or not, to other workers on every rank."""
-        self._mover.exporter.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
+        self._endpoint.exporter.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
         offer = worker_pb2.OfferKv(
             transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, prefix_hash=prefix_hash
         )
@@ -54,13 +55,13 @@ class KvGroup:
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
         """Reports that an offer's first num_ready tokens are computed, and the first num_ahead in the first num_layers
         layers. This holds on every rank, since each layer ends with a collective."""
-        self._mover.exporter.progress(sequence_id, num_ready, num_ahead, num_layers)
+        self._endpoint.exporter.progress(sequence_id, num_ready, num_ahead, num_layers)
         progress = worker_pb2.KvProgress(num_ready=num_ready, num_ahead=num_ahead, num_layers=num_layers)
         self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
 
     def complete(self, sequence_id: int, first: FirstTokens) -> None:
         """Reports that an offer's prefill is finished."""
-        self._mover.exporter.complete(sequence_id, first)
+        self._endpoint.exporter.complete(sequence_id, first)
         progress = worker_pb2.KvProgress(first_tokens=first.tokens, first_logprobs=first.logprobs)
         self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
 
@@ -92,7 +93,7 @@ class KvGroup:
     def stop(self, sequence_id: int, then: Callable[[], None]) -> None:
         """Ends all transfers of a sequence. Calls `then` as soon as no rank reads or writes its blocks any more, which
         a cancel alone does not ensure. Never calls it if a rank is lost."""
-        self._mover.exporter.withdraw(sequence_id)
+        self._endpoint.exporter.withdraw(sequence_id)
         self._targets.pop(sequence_id, None)
         pending: list[asyncio.Future[Fetched] | asyncio.Future[None]] = []
         fetch = self._fetches.pop(sequence_id, None)
@@ -114,7 +115,7 @@ class KvGroup:
         for task in self._fetches.values():
             task.cancel()
         await asyncio.gather(*self._fetches.values(), *self._stopping, return_exceptions=True)
-        await self._mover.close()
+        await self._endpoint.close()
 
     def _command(self, command: worker_pb2.RankControlRequest) -> None:
         if command.HasField("offer_kv") and self._clients:
@@ -131,7 +132,7 @@ class KvGroup:
         parts: "Sequence[asyncio.Future[worker_pb2.KvReceived]]",
     ) -> Fetched:
         layout = parse_layout(handle.layout)
-        async with self._mover.puller.fetch(handle.endpoints, layout, want, target) as own:
+        async with self._endpoint.puller.fetch(handle.endpoints, layout, want, target) as own:
             others = await asyncio.gather(*parts)
         transports = [own.transport, *(part.transport for part in others)]
         return replace(

@@ -119,7 +119,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         async with asyncio.timeout(_FIRST_SECONDS):
             join = await joined
         group, rank = await in_thread(partial(self._load, join), "tandem-load")
-        mover = KvMover(
+        kv_endpoint = KvMover(
             rank.kv,
             epoch=join.epoch,
             lease_seconds=None,
@@ -127,11 +127,11 @@ class RankServer(worker_pb2_grpc.RankServicer):
             on_release=lambda sequence_id: None,
             means=self._config.means,
         )
-        mover.serve_on(self._kv_server)
-        endpoint = bind(self._kv_server, self._config.host, 0)
+        kv_endpoint.serve_on(self._kv_server)
+        address = bind(self._kv_server, self._config.host, 0)
         await self._kv_server.start()
-        self._kv = KvGroup(mover)
-        self._events.put_nowait(worker_pb2.RankControlResponse(ready=endpoint))
+        self._kv = KvGroup(kv_endpoint)
+        self._events.put_nowait(worker_pb2.RankControlResponse(ready=address))
         await in_thread(partial(self._execute_plans, group, rank), "tandem-engine")
 
     def _load(self, join: worker_pb2.JoinGroup) -> tuple[TpGroup, Rank]:

@@ -175,9 +175,9 @@ async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
 ) -> None:
     async with fleet(1, 1) as running:
         monkeypatch.setattr(
-            type(running.workers[0]._mover.exporter),
+            type(running.workers[0]._endpoint.exporter),
             "complete",
-            with_token(running.workers[0]._mover.exporter.complete, first_token),
+            with_token(running.workers[0]._endpoint.exporter.complete, first_token),
         )
         with pytest.raises(TandemError, match="could not be moved"):
             await running.generate(token_request(range(50), 4))

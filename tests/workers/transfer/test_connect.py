@@ -685,9 +685,9 @@ async def test_a_worker_does_not_wait_for_its_connections_to_end() -> None:
     async with fleet(1, 1) as running:
         await running.generate(token_request(range(50), 4))
         prefill, decode = running.workers
-        await until(lambda: [peer.endpoint for peer in decode._mover.puller.peers] == [prefill.address])
+        await until(lambda: [peer.endpoint for peer in decode._endpoint.puller.peers] == [prefill.address])
         began = time.monotonic()
         running.workers.remove(prefill)
         await prefill.stop(grace=20.0)
         assert time.monotonic() - began < 5
-        await until(lambda: decode._mover.puller.peers == [])
+        await until(lambda: decode._endpoint.puller.peers == [])
