@@ -1,7 +1,7 @@
 """Connects rank 0 to the other ranks of its group: one Control stream to each, with heartbeats both ways."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -38,8 +38,7 @@ class RankClient:
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the rank's KV endpoint
         self._on_lost = on_lost
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
-        self._fetches: dict[int, asyncio.Future[worker_pb2.KvReceived]] = {}
-        self._stops: dict[int, asyncio.Future[None]] = {}
+        self._answers: dict[tuple[str, int], asyncio.Future[Any]] = {}  # by kind and sequence id
         self._lost = False
         self._channel = peer_channel(address)
         self._task = asyncio.create_task(self._run())
@@ -52,12 +51,12 @@ class RankClient:
     def fetch(self, sequence_id: int, fetch: worker_pb2.FetchKv) -> "asyncio.Future[worker_pb2.KvReceived]":
         """Starts a fetch; the answer raises TransferError if the rank's part could not be fetched."""
         self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, fetch_kv=fetch))
-        return self._expect(self._fetches, sequence_id)
+        return self._expect("fetch", sequence_id)
 
     def stop(self, sequence_id: int) -> "asyncio.Future[None]":
         """Stops all transfers of a sequence; the answer comes when the rank neither reads nor writes its blocks."""
         self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, stop_kv=True))
-        return self._expect(self._stops, sequence_id)
+        return self._expect("stop", sequence_id)
 
     async def close(self) -> None:
         """Ends the stream, and with it the rank."""
@@ -66,16 +65,16 @@ class RankClient:
         self._fail_all(RankLost("closed"))
         await self._channel.close()
 
-    def _expect(self, answers: "dict[int, asyncio.Future[T]]", sequence_id: int) -> "asyncio.Future[T]":
-        answer = answers[sequence_id] = asyncio.get_running_loop().create_future()
+    def _expect(self, kind: str, sequence_id: int) -> "asyncio.Future[Any]":
+        answer = self._answers[kind, sequence_id] = asyncio.get_running_loop().create_future()
         if self._lost:
             answer.set_exception(RankLost("a rank is lost"))
         return answer
 
     async def _run(self) -> None:
         stub = worker_pb2_grpc.RankStub(self._channel)  # type: ignore[no-untyped-call]
-        call: grpc.aio.StreamStreamCall[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse] = stub.Control()
-        writer = asyncio.create_task(self._write(call))
+        call: grpc.aio.StreamStreamCall[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse]
+        call = stub.Control(self._outgoing())
         try:
             while True:
                 # A rank that loads a model may not answer for a while; if it dies, the stream breaks all the same.
@@ -85,16 +84,11 @@ class RankClient:
                     raise RankLost("a rank has ended")
                 self._handle(event)
         finally:
-            writer.cancel()
             call.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
 
-    async def _write(
-        self, call: grpc.aio.StreamStreamCall[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse]
-    ) -> None:
-        """Sends commands and heartbeats. A write that fails ends the stream, which `_run` then notices."""
+    async def _outgoing(self) -> AsyncIterator[worker_pb2.RankControlRequest]:
         while True:
-            await call.write(await next_or_heartbeat(self._commands, worker_pb2.RankControlRequest()))
+            yield await next_or_heartbeat(self._commands, worker_pb2.RankControlRequest())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -110,28 +104,26 @@ class RankClient:
             case "ready":
                 self.ready.set_result(event.ready)
             case "kv_received":
-                _settle(self._fetches.pop(event.sequence_id, None), event.kv_received)
+                _settle(self._answers.pop(("fetch", event.sequence_id), None), event.kv_received)
             case "fetch_failed":
-                _fail(self._fetches.pop(event.sequence_id, None), TransferError("KV transfer failed"))
+                _settle(self._answers.pop(("fetch", event.sequence_id), None), TransferError("KV transfer failed"))
             case "stopped":
-                self._fetches.pop(event.sequence_id, None)
-                _settle(self._stops.pop(event.sequence_id, None), None)
+                self._answers.pop(("fetch", event.sequence_id), None)
+                _settle(self._answers.pop(("stop", event.sequence_id), None), None)
 
     def _fail_all(self, error: RankLost) -> None:
         self._lost = True
-        pending: list[asyncio.Future[Any]] = [self.ready, *self._fetches.values(), *self._stops.values()]
-        for answer in pending:
-            _fail(answer, error)
-        self._fetches.clear()
-        self._stops.clear()
+        for answer in (self.ready, *self._answers.values()):
+            _settle(answer, error)
+        self._answers.clear()
 
 
-def _settle(answer: "asyncio.Future[T] | None", result: T) -> None:
-    if answer is not None and not answer.done():
-        answer.set_result(result)
-
-
-def _fail(answer: "asyncio.Future[T] | None", error: Exception) -> None:
-    if answer is not None and not answer.done():
-        answer.set_exception(error)
+def _settle(answer: "asyncio.Future[Any] | None", result: object) -> None:
+    """Sets the result of an answer, or the exception, unless it is done or nobody asked."""
+    if answer is None or answer.done():
+        return
+    if isinstance(result, Exception):
+        answer.set_exception(result)
         answer.exception()  # marked as retrieved: nobody need wait for it
+    else:
+        answer.set_result(result)
