@@ -31,8 +31,8 @@ from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
 from .submit import InvalidSubmit, WorkerLimits, parse_submit
 from .tp.kv_group import KvGroup
-from .transfer.receiver import Target, Want
-from .transfer.wire import TransferError, TransferKey
+from .transfer.frames import TransferError
+from .transfer.receiver import FetchTarget
 
 logger = logging.getLogger(__name__)
 
@@ -188,21 +188,17 @@ class RequestManager:
     async def _fetch(self, job: WorkerRequest, handle: worker_pb2.KvHandle) -> None:
         """Brings the KV cache of a DECODE job, then lets it join the batch."""
         assert job.target is not None
-        want = Want(
-            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
-            num_tokens=len(job.spec.tokens),
-            prefix_hash=hash_prompt(job.spec.tokens, job.spec.salt),
-        )
+        prefix_hash = hash_prompt(job.spec.tokens, job.spec.salt)
         try:
-            job.fetched = await self._kv.fetch(job.spec.id, handle, want, job.target)
-            self._check_opening(job.spec, job.fetched.opening)
+            job.fetched = await self._kv.fetch(job.spec.id, handle, prefix_hash, job.target)
+            self._check_opening(job.spec, job.fetched.first_tokens)
         except TransferError as error:
             logger.warning("%s", error)
             job.pulling = None
             self._refuse(job, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
             return
         job.pulling = None
-        opening = job.fetched.opening
+        opening = job.fetched.first_tokens
         self._thread.post(lambda engine: engine.commit_import(job.spec.id, opening))
 
     def _check_opening(self, spec: SequenceSpec, opening: FirstTokens) -> None:
@@ -262,12 +258,12 @@ class RequestManager:
     def _admitted(self, job: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
         message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
         if job.target is not None and not job.target.done():
-            job.target.set_result(Target(blocks=event.blocks, num_cached=event.num_cached))
+            job.target.set_result(FetchTarget(blocks=event.blocks, num_cached=event.num_cached))
         if job.spec.task is Task.PREFILL:
             handle = self._handle()
             handle.num_tokens = len(job.spec.tokens)
-            handle.prefix_hash = hash_prompt(job.spec.tokens, job.spec.salt)
-            handle.transfer_id = self._kv.offer(job.spec.id, event.blocks, handle.num_tokens, handle.prefix_hash)
+            prefix_hash = hash_prompt(job.spec.tokens, job.spec.salt)
+            handle.transfer_id = self._kv.offer(job.spec.id, event.blocks, handle.num_tokens, prefix_hash)
             message.kv.CopyFrom(handle)
         return message
 

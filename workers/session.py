@@ -10,7 +10,7 @@ from ..proto import inference_pb2, worker_pb2
 from .engine.events import Token
 from .engine.plan import SampledLogprobs
 from .engine.sequence import FinishReason, SequenceSpec
-from .transfer.receiver import Fetched, Target
+from .transfer.receiver import FetchResult, FetchTarget
 
 JobKey = tuple[str, int]  # request id, attempt
 
@@ -35,9 +35,9 @@ class WorkerRequest:
     choices: set[int] = field(init=False)  # that have not ended
     checking: asyncio.Task[None] | None = None  # until its grammar is known to be good
     grammar: object = None  # keeps it compiled
-    target: asyncio.Future[Target] | None = None  # DECODE: set at admission
+    target: asyncio.Future[FetchTarget] | None = None  # DECODE: set at admission
     pulling: asyncio.Task[None] | None = None  # DECODE: until the cache has arrived
-    fetched: Fetched | None = None
+    fetched: FetchResult | None = None
 
     def __post_init__(self) -> None:
         num_choices = self.spec.beam.num_best if self.spec.beam else self.spec.num_choices

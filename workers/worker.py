@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Self
 
@@ -28,8 +28,7 @@ from .submit import WorkerLimits
 from .tp.coordinator import TpCoordinator
 from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
-from .transfer.connector import KvMover
-from .transfer.messages import layout_message
+from .transfer.endpoint import KvEndpoint, layout_message
 from .transfer.sender import FrameHook
 
 logger = logging.getLogger(__name__)
@@ -79,16 +78,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, deliver=self._deliver, failed=self._fail)
-        self._mover = KvMover(
-            rank.kv,
+        self._endpoint = KvEndpoint(
+            config.transfer_context(rank.kv),
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             stall_seconds=config.stall_seconds,
             on_release=lambda sequence_id: self._jobs.released(sequence_id),
-            means=config.means,
             frame_hook=frame_hook,
         )
-        self._kv = KvGroup(self._mover, leader.links)
+        self._kv = KvGroup(self._endpoint, leader.links)
         self._jobs = RequestManager(
             self._thread,
             self._kv,
@@ -137,11 +135,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         frame_hook: FrameHook | None = None,
         leader: TpCoordinator | None = None,
     ) -> Self:
-        """Serves a loaded rank. `frame_hook` stands between the exporter and gRPC; fault tests put theirs there."""
+        """Serves a loaded rank. `frame_hook` stands between the sender and gRPC; fault tests put theirs there."""
         leader = leader or TpCoordinator()
         worker = cls(rank, config, leader, worker_id=worker_id, role=role, frame_hook=frame_hook)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
-        worker._mover.serve_on(worker._server)
+        worker._endpoint.serve_on(worker._server)
         worker.address = bind(worker._server, config.host, config.port)
         await worker._server.start()
         worker._thread.start()
@@ -158,7 +156,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._jobs.idle(grace)
         for session in self._sessions:
             session.close()
-        self._mover.disconnect()
+        self._endpoint.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), 0.0))
         self._jobs.end_all()
         try:
@@ -252,7 +250,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_transfers=self._kv.num_transfers + self._jobs.num_pulling,
             num_jobs=len(self._jobs),
             balanced=balanced,
-            peers=[worker_pb2.Peer(**asdict(peer)) for peer in self._mover.puller.peers],
+            transports=self._endpoint.receiver.connections.transports,
         )
 
     # --- sessions ---------------------------------------------------------------------------------------------------
@@ -288,9 +286,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def _handle(self) -> worker_pb2.KvHandle:
         """Of KV cache that is here."""
         return worker_pb2.KvHandle(
-            worker_id=self.worker_id,
             epoch=self.epoch,
-            layout=layout_message(self._rank.kv.layout),
+            layout=self._rank.kv.layout.digest,
             endpoints=[self.address, *self._leader.endpoints],
         )
 

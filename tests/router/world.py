@@ -68,7 +68,7 @@ def outputs_of(submit: worker_pb2.Submit) -> Iterator[worker_pb2.Output]:
     def output(choice: int = 0, **event: Any) -> worker_pb2.Output:
         return worker_pb2.Output(request_id=submit.request_id, attempt=submit.attempt, choice=choice, **event)
 
-    yield output(admitted=worker_pb2.Admitted(cached_tokens=1, kv=worker_pb2.KvHandle(worker_id="p")))
+    yield output(admitted=worker_pb2.Admitted(cached_tokens=1, kv=worker_pb2.KvHandle(epoch=1)))
     histories = {
         choice: tuple(submit.token_ids)
         for choice in range(submit.first_choice, submit.first_choice + submit.num_choices)

@@ -1,7 +1,7 @@
 """KV cache on its way in and out of a whole tensor-parallel group: one call here does it on every rank.
 
 Rank 0 holds what concerns the group: the lease, the ack, the word that a transfer is whole. A group of one rank has no
-links, and all of this is its mover.
+links, and all of this is its KV endpoint.
 """
 
 import asyncio
@@ -12,34 +12,33 @@ from functools import partial
 
 from ...proto import worker_pb2
 from ..engine.plan import FirstTokens
-from ..transfer.connector import KvMover
-from ..transfer.messages import parse_layout
-from ..transfer.receiver import Fetched, Target, Want
+from ..transfer.endpoint import KvEndpoint
+from ..transfer.receiver import FetchRequest, FetchResult, FetchTarget
 from .rank_client import RankClient, RankLost
 
 
 class KvGroup:
     """Lives in rank 0's event loop. When a link is lost, the worker is; nothing here mends it."""
 
-    def __init__(self, mover: KvMover, links: Sequence[RankClient]) -> None:
-        self._mover = mover
+    def __init__(self, endpoint: KvEndpoint, links: Sequence[RankClient]) -> None:
+        self._endpoint = endpoint
         self._links = links
         self._elsewhere: set[int] = set()  # sequences for which the other ranks move something
         self._stopping: set[asyncio.Task[None]] = set()
 
     @property
     def num_leases(self) -> int:
-        return self._mover.exporter.num_exports
+        return self._endpoint.sender.num_offers
 
     @property
     def num_transfers(self) -> int:
         """Streams out, streams in that are not quite closed, and transfers that are being stopped."""
-        return self._mover.exporter.num_streams + self._mover.puller.num_closing + len(self._stopping)
+        return self._endpoint.sender.num_streams + self._endpoint.receiver.num_closing + len(self._stopping)
 
     def offer(self, sequence_id: int, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes) -> bytes:
         """Opens an export on every rank; returns the transfer id."""
         transfer_id = secrets.token_bytes(16)
-        self._mover.exporter.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
+        self._endpoint.sender.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
         for link in self._links:
             self._elsewhere.add(sequence_id)
             link.export(
@@ -56,7 +55,7 @@ class KvGroup:
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
         """The first num_ready tokens are computed, the first num_ahead in the first num_layers layers; on every rank,
         since each layer ends with a collective."""
-        self._mover.exporter.progress(sequence_id, num_ready, num_ahead, num_layers)
+        self._endpoint.sender.progress(sequence_id, num_ready, num_ahead, num_layers)
         if sequence_id in self._elsewhere:
             progress = worker_pb2.Progress(
                 sequence_id=sequence_id, num_ready=num_ready, num_ahead=num_ahead, num_layers=num_layers
@@ -66,7 +65,7 @@ class KvGroup:
 
     def complete(self, sequence_id: int, opening: FirstTokens) -> None:
         """The prefill is done."""
-        self._mover.exporter.complete(sequence_id, opening)
+        self._endpoint.sender.complete(sequence_id, opening)
         complete = worker_pb2.Complete(
             sequence_id=sequence_id,
             opening=worker_pb2.Opening(tokens=opening.tokens, logprobs=opening.logprobs),
@@ -75,20 +74,21 @@ class KvGroup:
             link.complete(complete)
 
     async def fetch(
-        self, sequence_id: int, handle: worker_pb2.KvHandle, want: Want, target: "asyncio.Future[Target]"
-    ) -> Fetched:
+        self,
+        sequence_id: int,
+        handle: worker_pb2.KvHandle,
+        prefix_hash: bytes,
+        target: "asyncio.Future[FetchTarget]",
+    ) -> FetchResult:
         """Brings every rank's part; only then does the other side let go. Raises TransferError if any is missing.
 
         After a failure or a cancel, `stop` says when no rank writes any more."""
         others = []
         for link in self._links:
             self._elsewhere.add(sequence_id)
-            others.append(
-                link.fetch(worker_pb2.Fetch(sequence_id=sequence_id, kv=handle, prefix_hash=want.prefix_hash))
-            )
+            others.append(link.fetch(worker_pb2.Fetch(sequence_id=sequence_id, kv=handle, prefix_hash=prefix_hash)))
         target.add_done_callback(partial(self._place, sequence_id))
-        layout = parse_layout(handle.layout)
-        async with self._mover.puller.fetch(handle.endpoints, layout, want, target) as own:
+        async with self._endpoint.receiver.fetch(FetchRequest.of_handle(handle, prefix_hash), target) as own:
             parts = await asyncio.gather(*others)
         ways = [own.transport, *(part.transport for part in parts)]
         return replace(
@@ -101,7 +101,7 @@ class KvGroup:
     def stop(self, sequence_id: int, fetching: "asyncio.Task[None] | None", then: Callable[[], None]) -> None:
         """Ends whatever moves for a sequence, `fetching` if that is its fetch. Calls `then` as soon as no rank reads or
         writes its blocks any more: a cancel alone proves nothing. Never, if a rank is lost."""
-        self._mover.exporter.withdraw(sequence_id)
+        self._endpoint.sender.withdraw(sequence_id)
         waits: list[asyncio.Future[None]] = []
         if fetching is not None and not fetching.done():
             fetching.cancel()
@@ -119,9 +119,9 @@ class KvGroup:
     async def close(self) -> None:
         """Ends all connections to other workers; the links have been closed."""
         await asyncio.gather(*self._stopping)
-        await self._mover.close()
+        await self._endpoint.close()
 
-    def _place(self, sequence_id: int, target: "asyncio.Future[Target]") -> None:
+    def _place(self, sequence_id: int, target: "asyncio.Future[FetchTarget]") -> None:
         if not target.cancelled():
             place = target.result()
             for link in self._links:

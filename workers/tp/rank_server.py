@@ -18,10 +18,9 @@ from ...proto.channel import bind, peer_server
 from ..engine.plan import FirstTokens
 from ..malloc import keep_freed_memory
 from ..threads import in_thread
-from ..transfer.connector import KvMover
-from ..transfer.messages import parse_layout
-from ..transfer.receiver import Target, Want
-from ..transfer.wire import TransferError, TransferKey
+from ..transfer.endpoint import KvEndpoint
+from ..transfer.frames import TransferError
+from ..transfer.receiver import FetchRequest, FetchTarget
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
 from .rank_client import SILENCE_SECONDS, Outbox
@@ -39,8 +38,8 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self.ended = asyncio.Event()
         self._config = config
         self._outbox: Outbox[worker_pb2.RankEvent] = Outbox()
-        self._mover: KvMover | None = None
-        self._targets: dict[int, asyncio.Future[Target]] = {}
+        self._endpoint: KvEndpoint | None = None
+        self._targets: dict[int, asyncio.Future[FetchTarget]] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server = peer_server()
@@ -59,7 +58,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
     @property
     def num_moving(self) -> int:
         """Transfers in and exports that rank 0 has not stopped yet."""
-        return len(self._fetches) + (self._mover.exporter.num_exports if self._mover else 0)
+        return len(self._fetches) + (self._endpoint.sender.num_offers if self._endpoint else 0)
 
     async def stop(self) -> None:
         """Ends everything; rank 0 then knows it lost."""
@@ -68,8 +67,8 @@ class RankServer(worker_pb2_grpc.RankServicer):
         for task in self._fetches.values():
             task.cancel()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
-        if self._mover:
-            await self._mover.close()
+        if self._endpoint:
+            await self._endpoint.close()
         self.ended.set()
 
     async def Lead(
@@ -104,15 +103,15 @@ class RankServer(worker_pb2_grpc.RankServicer):
         while True:
             # While either side loads a model, it may be deaf.
             try:
-                async with asyncio.timeout(SILENCE_SECONDS if self._mover else None):
+                async with asyncio.timeout(SILENCE_SECONDS if self._endpoint else None):
                     request = await anext(requests)
             except StopAsyncIteration:
                 return
             for command in request.commands:
                 if command.HasField("join"):
                     joined.set_result(command.join)
-                elif self._mover:
-                    self._obey(command, self._mover)
+                elif self._endpoint:
+                    self._obey(command, self._endpoint)
 
     async def _speak(self, context: grpc.aio.ServicerContext[worker_pb2.LeadRequest, worker_pb2.LeadResponse]) -> None:
         while True:
@@ -123,19 +122,18 @@ class RankServer(worker_pb2_grpc.RankServicer):
         async with asyncio.timeout(_FIRST_SECONDS):
             join = await joined
         group, rank = await in_thread(partial(self._load, join), "tandem-load")
-        mover = KvMover(
-            rank.kv,
+        endpoint = KvEndpoint(
+            self._config.transfer_context(rank.kv),
             epoch=join.epoch,
             lease_seconds=None,
             stall_seconds=self._config.stall_seconds,
             on_release=lambda sequence_id: None,
-            means=self._config.means,
         )
-        mover.serve_on(self._kv_server)
-        endpoint = bind(self._kv_server, self._config.host, 0)
+        endpoint.serve_on(self._kv_server)
+        address = bind(self._kv_server, self._config.host, 0)
         await self._kv_server.start()
-        self._mover = mover
-        self._outbox.put(worker_pb2.RankEvent(ready=worker_pb2.Ready(endpoint=endpoint, num_blocks=rank.num_blocks)))
+        self._endpoint = endpoint
+        self._outbox.put(worker_pb2.RankEvent(ready=worker_pb2.Ready(endpoint=address, num_blocks=rank.num_blocks)))
         await in_thread(partial(self._follow, group, rank), "tandem-engine")
 
     def _load(self, join: worker_pb2.Join) -> tuple[TpGroup, Rank]:
@@ -154,11 +152,11 @@ class RankServer(worker_pb2_grpc.RankServicer):
         enter_engine_thread(self._config)
         rank_loop(group, rank.executor)
 
-    def _obey(self, command: worker_pb2.RankCommand, mover: KvMover) -> None:
+    def _obey(self, command: worker_pb2.RankCommand, endpoint: KvEndpoint) -> None:
         match command.WhichOneof("command"):
             case "export":
                 export = command.export
-                mover.exporter.offer(
+                endpoint.sender.offer(
                     export.sequence_id,
                     export.transfer_id,
                     tuple(export.blocks),
@@ -167,38 +165,35 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 )
             case "progress":
                 progress = command.progress
-                mover.exporter.progress(
+                endpoint.sender.progress(
                     progress.sequence_id, progress.num_ready, progress.num_ahead, progress.num_layers
                 )
             case "complete":
                 opening = command.complete.opening
-                mover.exporter.complete(
+                endpoint.sender.complete(
                     command.complete.sequence_id,
                     FirstTokens(tokens=tuple(opening.tokens), logprobs=tuple(opening.logprobs)),
                 )
             case "fetch":
                 sequence_id = command.fetch.sequence_id
                 target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
-                fetch = self._fetches[sequence_id] = asyncio.create_task(self._fetch(command.fetch, mover, target))
+                fetch = self._fetches[sequence_id] = asyncio.create_task(self._fetch(command.fetch, endpoint, target))
                 fetch.add_done_callback(self._check_task)
             case "place":
                 place = command.place
                 if place.sequence_id in self._targets:
                     self._targets.pop(place.sequence_id).set_result(
-                        Target(blocks=tuple(place.blocks), num_cached=place.num_cached)
+                        FetchTarget(blocks=tuple(place.blocks), num_cached=place.num_cached)
                     )
             case "stop":
-                self._stop(command.stop.sequence_id, mover)
+                self._stop(command.stop.sequence_id, endpoint)
 
-    async def _fetch(self, fetch: worker_pb2.Fetch, mover: KvMover, target: "asyncio.Future[Target]") -> None:
-        handle = fetch.kv
-        want = Want(
-            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
-            num_tokens=handle.num_tokens,
-            prefix_hash=fetch.prefix_hash,
-        )
+    async def _fetch(
+        self, fetch: worker_pb2.Fetch, endpoint: KvEndpoint, target: "asyncio.Future[FetchTarget]"
+    ) -> None:
+        request = FetchRequest.of_handle(fetch.kv, fetch.prefix_hash)
         try:
-            async with mover.puller.fetch(handle.endpoints, parse_layout(handle.layout), want, target) as fetched:
+            async with endpoint.receiver.fetch(request, target) as fetched:
                 pass
         except TransferError as error:
             logger.warning("%s", error)
@@ -218,9 +213,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
         if not task.cancelled() and (error := task.exception()) and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _stop(self, sequence_id: int, mover: KvMover) -> None:
+    def _stop(self, sequence_id: int, endpoint: KvEndpoint) -> None:
         """Tells rank 0 when nothing touches the sequence's blocks any more."""
-        mover.exporter.withdraw(sequence_id)
+        endpoint.sender.withdraw(sequence_id)
         self._targets.pop(sequence_id, None)
         stopped = worker_pb2.RankEvent(stopped=worker_pb2.Stopped(sequence_id=sequence_id))
         fetch = self._fetches.pop(sequence_id, None)

@@ -112,8 +112,8 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
                 counts += [
                     len(worker._jobs),
                     len(worker._sessions),
-                    len(worker._mover._channels),
-                    worker._mover.exporter.num_exports,
+                    len(worker._endpoint._channels),
+                    worker._endpoint.sender.num_offers,
                 ]
             return counts + [len(known.sent) for known in running.view._workers.values()]
 

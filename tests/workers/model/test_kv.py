@@ -23,7 +23,9 @@ def store(
     head_dim: int = HEAD_DIM,
     tp: int = 1,
 ) -> PagedKv:
-    layout = KvLayout(num_layers=LAYERS, num_heads=4, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, model="m")
+    layout = KvLayout.uniform(
+        num_layers=LAYERS, num_heads=4, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, model="m"
+    )
     kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"), tp=tp)
     if seed is not None:
         torch.manual_seed(seed)
@@ -54,7 +56,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("heads", "tp", "slots"), [(2, 1, 2), (4, 1, 4), (4, 2, 2), (2, 4, 1), (1, 2, 1)])
 def test_memory_is_for_the_slots_of_the_rank(heads: int, tp: int, slots: int) -> None:
     kv = store(block_size=4, heads=heads, tp=tp)
-    assert (kv.num_slots, kv.tp, kv.rank) == (slots, tp, 0)
+    assert (kv.num_slots(0), kv.tp, kv.rank) == (slots, tp, 0)
     assert kv.data.shape == (LAYERS, 2, 64, slots, 4, HEAD_DIM)
 
 

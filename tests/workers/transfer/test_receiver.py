@@ -28,7 +28,7 @@ from tandem.workers.transfer.wire import (
     encode,
 )
 
-LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=1)
 WANT = Want(key=KEY, num_tokens=2, prefix_hash=b"hash")
 PAYLOAD = bytes(range(128)) * 3
@@ -349,6 +349,8 @@ async def test_a_stream_that_stalls_or_ends_before_its_turn_fails() -> None:
     broken.call.ended.set_result(None)
     with pytest.raises(TransferError, match="broke"):
         await broken.fetch
-    other = Side(layout=KvLayout(num_layers=9, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake"))
+    other = Side(
+        layout=KvLayout.uniform(num_layers=9, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+    )
     with pytest.raises(TransferError, match="layouts differ"):
         await other.fetch

@@ -27,7 +27,7 @@ from tandem.workers.transfer.wire import (
     encode,
 )
 
-LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
 OPEN = Open(layout=asdict(LAYOUT))
 PULL = Pull(first_token=0, first_slot=0, num_slots=2)
 EPOCH = 7

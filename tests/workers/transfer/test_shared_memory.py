@@ -27,7 +27,7 @@ from tandem.workers.transfer.shared import LeaseTable, Memory, PeerMemory
 from tandem.workers.transfer.transports import Means
 from tandem.workers.transfer.wire import Commit, Data, Offer, TransferError, TransferKey, decode
 
-LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
 EPOCH = 3
 MEANS = Means(transports=("shared",))
 

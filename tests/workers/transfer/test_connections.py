@@ -48,7 +48,7 @@ from tandem.workers.transfer.wire import (
     encode,
 )
 
-LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
 NUM_TOKENS, BLOCK, NUM_BLOCKS = 60, 4, 64
 WAYS = ("shared", "gloo")
 EPOCH = 3
