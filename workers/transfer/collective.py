@@ -14,7 +14,7 @@ from torch import distributed
 
 from ..kv_cache.layout import KvSpan
 from .connector import CONNECT_SECONDS, KvConnector, TransferContext, checked
-from .frames import CONNECTION_LOST, SLICE_BYTES, Announce, Data, TransferError, TransportError, checksum_of
+from .frames import CONNECTION_LOST, FRAME_BYTES, Announce, Data, TransferError, TransportError, checksum_of
 from .pair import Pair
 
 _MAX_WAITING: Final = 8  # spans of all transfers that wait for the pair
@@ -32,7 +32,7 @@ class CollectiveConnector(KvConnector):
         self._arrived: dict[int, asyncio.Queue[memoryview | None]] = {}  # by stream; None: no more will
         layout = context.kv.layout  # a span has one token of one layer at least
         tokens = (geometry.num_heads * layout.bytes_per_slot(i) for i, geometry in enumerate(layout.layers))
-        self._max_bytes = max(SLICE_BYTES, *tokens)
+        self._max_bytes = max(FRAME_BYTES, *tokens)
 
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:

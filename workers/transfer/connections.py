@@ -70,7 +70,9 @@ class Connection:
                     raise TransferError("KV connection out of order")
                 await self.connector.deliver(announcement)
         except (TransferError, TimeoutError, OSError, ValueError) as error:
-            logger.warning("the KV connection to %s has ended: %s", self.endpoint, error or "timeout")
+            level = logging.INFO if self.transport else logging.WARNING  # a peer may leave
+            # As text: a record that is kept would keep the exception, and with it the mapped memory.
+            logger.log(level, "the KV connection to %s has ended: %s", self.endpoint, str(error) or "timeout")
 
     async def _connect(self) -> None:
         hello = Handshake(layout=self._context.kv.layout.digest, transports=capabilities(self._context))
@@ -231,7 +233,7 @@ class SenderConnections:
             async with asyncio.timeout(CONNECT_SECONDS):
                 return await connector_class(name).listen(self._context, name, announce)
         except (OSError, ValueError, TransferError, TimeoutError) as error:
-            logger.warning("no KV transport %s: %s", name, error or "timeout")
+            logger.warning("no KV transport %s: %s", name, str(error) or "timeout")
             return None
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
-from .frames import SLICE_BYTES, Announce, BlockTable, Data, TransferError, TransportError
+from .frames import FRAME_BYTES, Announce, BlockTable, Data, TransferError, TransportError
 from .leases import LeaseTable
 
 CONNECT_SECONDS: Final = 5.0
@@ -63,7 +63,7 @@ class KvConnector:
     """
 
     one_sided: ClassVar[bool] = False
-    frame_bytes: int = SLICE_BYTES  # of KV, for one span
+    frame_bytes: ClassVar[int] = FRAME_BYTES
 
     def __init__(self, context: TransferContext, name: str) -> None:
         self.context = context

@@ -33,10 +33,8 @@ CONNECT_METHOD: Final = "/tandem.v1.KvTransfer/Connect"
 CONNECTION_LOST: Final = "KV connection lost"
 """The text in which a sender ends a transfer whose connection it does not know, or not any more."""
 FRAME_BYTES: Final = 1024 * 1024
-"""Payload size to aim at; the fastest for gRPC streams of Python bytes on loopback (measured 64 KiB to 4 MiB)."""
-SLICE_BYTES: Final = 1024 * 1024
-"""The same for frames without payload, and what is read or copied at once: long enough to be fast, short enough for an
-event loop (a fifth of a millisecond)."""
+"""KV of one data frame to aim at: the fastest for gRPC streams of Python bytes on loopback (measured 64 KiB to 4 MiB),
+and short enough to be copied at once in an event loop (a fifth of a millisecond)."""
 
 MAX_FIRST_TOKENS: Final = limits.MAX_BEAM_WIDTH + 2 * limits.MAX_STOP_TOKEN_IDS
 """A beam search begins with a candidate for each beam and for each token that could end one; some the model adds."""

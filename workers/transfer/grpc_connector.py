@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..kv_cache.layout import KvSpan
 from .connector import KvConnector, TransferContext
-from .frames import FRAME_BYTES, Data
+from .frames import Data
 
 
 class GrpcConnector(KvConnector):
@@ -12,7 +12,6 @@ class GrpcConnector(KvConnector):
 
     def __init__(self, context: TransferContext, name: str = "grpc") -> None:
         super().__init__(context, name)
-        self.frame_bytes = FRAME_BYTES
 
     def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """Returns the span as payload."""

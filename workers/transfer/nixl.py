@@ -22,7 +22,7 @@ from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, check_entry, entry_offset
 from .nixl_agent import NixlMemory, NixlPeer, NixlReader, available
 
-_STAGING_BYTES: Final = 4 * 1024 * 1024  # holds SLICE_BYTES of KV where they lie in blocks
+_STAGING_BYTES: Final = 4 * 1024 * 1024  # holds FRAME_BYTES of KV where they lie in blocks
 _DESCRIPTION: Final = {"memory": bytes, "num_blocks": int, "block_size": int, "tp": int, "rank": int}
 
 

@@ -171,7 +171,7 @@ class PieceStream:
                 try:
                     return await self._transfer(place, self._connection)
                 except TransportError as error:
-                    logger.warning("KV cache from %s goes over gRPC: %s", self._endpoint, error)
+                    logger.warning("KV cache from %s goes over gRPC: %s", self._endpoint, str(error))
                 self._connections.drop(self._connection)
                 self.call.cancel()
                 self.call = self._open()

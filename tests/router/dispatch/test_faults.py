@@ -16,7 +16,8 @@ from tandem.router.request import TokenRequest
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.transfer import frames, grpc_connector
+from tandem.workers.transfer import frames
+from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import Commit, Data, TransferError, TransferKey, decode, encode
 
 NUM_INJECTIONS = 1000
@@ -103,7 +104,7 @@ class Injector:
 async def test_a_thousand_faults_are_all_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(grpc_connector, "FRAME_BYTES", 32 * 64)  # 32 tokens of one layer
+    monkeypatch.setattr(KvConnector, "frame_bytes", 32 * 64)  # 32 tokens of one layer
     monkeypatch.setattr(execution, "MAX_TRANSFERS_LOST", 10**9)
     injector = Injector(seed=2, limit=NUM_INJECTIONS)
     chance = random.Random(3)

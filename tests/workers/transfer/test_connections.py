@@ -1,13 +1,13 @@
-"""Ranks that connect over real gRPC, gloo and shared memory: they take the fastest way that works, and need none."""
+"""Ranks that connect over real gRPC, gloo and shared memory: they agree on a transport, and need none."""
 
 import asyncio
 import gc
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,39 +18,35 @@ from tandem.proto.channel import bind, peer_server
 from tandem.tests.fleet import fleet, token_request
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.kv_cache.layout import KvLayout
-from tandem.workers.kv_cache.store import SAMPLE_BYTES
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.model.kv_store import PagedKv
-from tandem.workers.transfer import accept, connect, inlets, outlets
-from tandem.workers.transfer.collective import Pair
-from tandem.workers.transfer.connect import Connection
-from tandem.workers.transfer.connector import KvMover
-from tandem.workers.transfer.inlets import PairInlet
-from tandem.workers.transfer.outlets import PairOutlet
-from tandem.workers.transfer.receiver import Fetched, Target, Want
-from tandem.workers.transfer.transports import Means
-from tandem.workers.transfer.wire import (
-    PAIR_GONE,
-    Choice,
-    Hello,
+from tandem.workers.transfer import connections
+from tandem.workers.transfer.collective import CollectiveConnector
+from tandem.workers.transfer.connections import Connection
+from tandem.workers.transfer.connector import KvConnector, TransferContext
+from tandem.workers.transfer.endpoint import KvEndpoint
+from tandem.workers.transfer.frames import (
+    CONNECTION_LOST,
+    Announce,
+    Handshake,
     Message,
     Open,
     Pull,
-    Sent,
     TransferError,
     TransferKey,
     TransportError,
-    Trial,
-    Try,
-    Welcome,
     checksum_of,
     decode,
     encode,
 )
+from tandem.workers.transfer.pair import Pair
+from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget
+from tandem.workers.transfer.registry import capabilities
+from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
 NUM_TOKENS, BLOCK, NUM_BLOCKS = 60, 4, 64
-WAYS = ("shared", "gloo")
+TRANSPORTS = ("shared", "gloo")
 EPOCH = 3
 
 
@@ -62,59 +58,64 @@ def memory(seed: int) -> PagedKv:
 
 @dataclass
 class Two:
-    """A rank that exports and one that pulls from it; transfer n has blocks of its own in either memory."""
+    """A rank that sends and one that receives from it; transfer n has blocks of its own in either memory."""
 
-    transports: tuple[str, ...] = WAYS
-    exporter_transports: tuple[str, ...] | None = None
+    transports: tuple[str, ...] = TRANSPORTS
+    sender_transports: tuple[str, ...] | None = None
     stall_seconds: float = 5.0
-    targets: dict[int, asyncio.Future[Target]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.source, self.target = memory(1), memory(2)
-        own = self.transports if self.exporter_transports is None else self.exporter_transports
-        self.exporter = self._mover(self.source, own)
-        self.puller = self._mover(self.target, self.transports)
+        own = self.transports if self.sender_transports is None else self.sender_transports
+        self.sending = self._endpoint(self.source, own)
+        self.receiving = self._endpoint(self.target, self.transports)
+        self.sender, self.receiver = self.sending.sender, self.receiving.receiver
         self.server = peer_server()
-        self.exporter.serve_on(self.server)
-        self.endpoint = bind(self.server, "127.0.0.1", 0)
+        self.sending.serve_on(self.server)
+        self.address = bind(self.server, "127.0.0.1", 0)
 
-    def _mover(self, kv: PagedKv, transports: tuple[str, ...]) -> KvMover:
-        return KvMover(
-            kv,
+    def _endpoint(self, kv: PagedKv, transports: tuple[str, ...]) -> KvEndpoint:
+        return KvEndpoint(
+            TransferContext(kv=kv, transports=transports),
             epoch=EPOCH,
             lease_seconds=30,
             stall_seconds=self.stall_seconds,
             on_release=lambda sequence_id: None,
-            means=Means(transports=transports),
         )
 
     def blocks(self, number: int) -> tuple[int, ...]:
         return tuple(range(number * 16 + 15, number * 16, -1))
 
     def offer(self, number: int = 0) -> None:
-        self.exporter.exporter.offer(number, key(number).transfer_id, self.blocks(number), NUM_TOKENS, b"hash")
+        self.sender.offer(number, key(number).transfer_id, self.blocks(number), NUM_TOKENS, b"hash")
 
     def finish(self, number: int = 0) -> None:
-        self.exporter.exporter.progress(number, NUM_TOKENS)
-        self.exporter.exporter.complete(number, FirstTokens(tokens=(42,)))
+        self.sender.progress(number, NUM_TOKENS)
+        self.sender.complete(number, FirstTokens(tokens=(42,)))
 
     def half(self, number: int = 0) -> None:
-        self.exporter.exporter.progress(number, NUM_TOKENS // 2)
+        self.sender.progress(number, NUM_TOKENS // 2)
 
-    async def fetch(self, number: int = 0) -> Fetched:
-        place: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
-        place.set_result(Target(blocks=self.blocks(number), num_cached=0))
-        want = Want(key=key(number), num_tokens=NUM_TOKENS, prefix_hash=b"hash")
-        async with self.puller.puller.fetch([self.endpoint], LAYOUT, want, place) as fetched:
+    async def fetch(self, number: int = 0) -> FetchResult:
+        request = FetchRequest(
+            key=key(number),
+            endpoints=(self.address,),
+            layout=LAYOUT.digest,
+            num_tokens=NUM_TOKENS,
+            prefix_hash=b"hash",
+        )
+        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
+        target.set_result(FetchTarget(blocks=self.blocks(number), num_cached=0))
+        async with self.receiver.fetch(request, target) as fetched:
             return fetched
 
-    async def move(self, number: int = 0) -> Fetched:
+    async def move(self, number: int = 0) -> FetchResult:
         """A whole transfer, from the offer to the check of its bytes."""
-        await until(lambda: key(number).transfer_id not in self.exporter.exporter._exports)
+        await until(lambda: key(number).transfer_id not in self.sender._offers)
         self.offer(number)
         self.finish(number)
         fetched = await self.fetch(number)
-        assert fetched.opening.tokens == (42,)
+        assert fetched.first_tokens.tokens == (42,)
         self.check(number)
         return fetched
 
@@ -122,44 +123,46 @@ class Two:
         assert self.cache(number) == self.whole(number)
 
     def cache(self, number: int = 0) -> bytes:
-        """What the puller has."""
+        """What the receiver has."""
         return bytes(self.target.read(self.blocks(number), span(self.target, 0, NUM_TOKENS)))
 
     def whole(self, number: int = 0) -> bytes:
-        """What the exporter has."""
+        """What the sender has."""
         return bytes(self.source.read(self.blocks(number), span(self.source, 0, NUM_TOKENS)))
 
     async def arriving(self, number: int = 0) -> None:
-        """Returns when the puller has half of it, and before the rest is sent."""
+        """Returns when the receiver has half of it, and before the rest is sent."""
         half = span(self.target, 0, NUM_TOKENS // 2)
         blocks = self.blocks(number)
         await until(lambda: self.target.read(blocks, half) == self.source.read(blocks, half))
 
     @property
     def connection(self) -> Connection:
-        (connection,) = self.puller.puller._connections._open.values()
+        (connection,) = self.receiver.connections._open.values()
         return connection
 
     @property
-    def inlet(self) -> PairInlet:
-        inlet = self.connection._inlets["gloo"]
-        assert isinstance(inlet, PairInlet)
-        return inlet
+    def connectors(self) -> tuple[CollectiveConnector, CollectiveConnector]:
+        """The sender's and the receiver's side of the collective transport."""
+        (sending,) = self.sender.connections._connectors.values()
+        receiving = self.connection.connector
+        assert isinstance(sending, CollectiveConnector)
+        assert isinstance(receiving, CollectiveConnector)
+        return sending, receiving
+
+    async def recovers(self, transport: str) -> None:
+        """Checks that the transport comes back: gRPC is taken until it is connected."""
+        assert (await self.move(2)).transport == "grpc"
+        await until(lambda: self.used == [transport])
+        assert (await self.move(3)).transport == transport
 
     @property
-    def outlet(self) -> PairOutlet:
-        (accepted,) = self.exporter.exporter.acceptor._accepted.values()
-        outlet = accepted.outlets["gloo"]
-        assert isinstance(outlet, PairOutlet)
-        return outlet
-
-    @property
-    def ways(self) -> list[str]:
-        return [peer.transport for peer in self.puller.puller.peers]
+    def used(self) -> list[str]:
+        return list(self.receiver.connections.transports.values())
 
     @property
     def num_connections(self) -> int:
-        return self.exporter.exporter.acceptor.num_connections
+        return len(self.sender.connections)
 
 
 def key(number: int = 0) -> TransferKey:
@@ -173,10 +176,10 @@ async def two(**fields: Any) -> AsyncIterator[Two]:
     try:
         yield pair
     finally:
-        await pair.puller.close()
-        pair.exporter.disconnect()
+        await pair.receiving.close()
+        pair.sending.disconnect()
         await pair.server.stop(0)
-        await pair.exporter.close()
+        await pair.sending.close()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -187,254 +190,207 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_frames_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FRAME_BYTES", "SLICE_BYTES"):
-        monkeypatch.setattr(outlets, name, 256)
-    monkeypatch.setattr(connect, "RECONNECT_SECONDS", 0.0)
-    monkeypatch.setattr(connect, "CONNECT_WAIT_SECONDS", 4.0)  # a test's machine may be busy
+    monkeypatch.setattr(KvConnector, "frame_bytes", 256)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 4.0)  # a test's machine may be busy
 
 
-@pytest.fixture
-def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Lets a transport, where it passes its trial, be the fastest."""
-    true = connect.fastest
-
-    def choose(name: str) -> None:
-        monkeypatch.setattr(connect, "fastest", lambda rates: true({way: 2.0 if way == name else 1.0 for way in rates}))
-
-    return choose
-
-
-# --- which way is taken -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chosen", ["grpc", *WAYS])
-async def test_all_ways_are_measured_and_the_fastest_is_kept(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, float]] = []
-    true = connect.fastest
-
-    def fastest(rates: Mapping[str, float]) -> str:
-        seen.append(dict(rates))
-        for name in rates:
-            rates[name] = 5e9 if name == chosen else 4e9  # type: ignore[index]
-        return true(rates)
-
-    monkeypatch.setattr(connect, "fastest", fastest)
-    async with two() as pair:
-        fetched = await pair.move()
-        assert (fetched.transport, fetched.num_bytes) == (chosen, len(pair.whole()))
-        (rates,) = seen
-        assert list(rates) == ["grpc", *WAYS]
-        assert all(1e6 < rate < 1e12 for rate in rates.values())
-        (peer,) = pair.puller.puller.peers
-        assert (peer.endpoint, peer.transport, peer.bytes_per_second) == (pair.endpoint, chosen, 5e9)
-        (accepted,) = pair.exporter.exporter.acceptor._accepted.values()
-        await until(lambda: list(accepted.outlets) == [chosen] * (chosen != "grpc"))
-        assert list(pair.connection._inlets) == [chosen] * (chosen != "grpc")
-        assert (await pair.move(1)).transport == chosen
-        assert len(seen) == 1
+# --- which transport is taken -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("puller", "exporter", "found"),
-    [((), WAYS, set()), (WAYS, (), set()), (("gloo",), WAYS, {"gloo"}), (WAYS, ("shared",), {"shared"})],
+    ("receiver", "sender", "taken"),
+    [
+        ((), TRANSPORTS, "grpc"),
+        (TRANSPORTS, (), "grpc"),
+        (("gloo",), TRANSPORTS, "gloo"),
+        (TRANSPORTS, ("gloo",), "gloo"),
+        (("shared",), ("gloo",), "grpc"),
+        (TRANSPORTS, TRANSPORTS, "shared"),
+        (("gloo", "shared"), TRANSPORTS, "gloo"),
+    ],
 )
-async def test_only_what_both_sides_are_willing_to_use_is_tried(
-    puller: tuple[str, ...], exporter: tuple[str, ...], found: set[str]
+async def test_the_first_of_the_receiver_s_order_that_both_can_use_is_taken_and_kept(
+    receiver: tuple[str, ...], sender: tuple[str, ...], taken: str
 ) -> None:
-    async with two(transports=puller, exporter_transports=exporter) as pair:
-        await pair.move()
-        await until(lambda: bool(pair.ways))
-        assert pair.connection.rates.keys() - {"grpc"} == found
+    async with two(transports=receiver, sender_transports=sender) as pair:
+        fetched = await pair.move()
+        assert (fetched.transport, fetched.num_bytes) == (taken, len(pair.whole()))
+        await until(lambda: bool(pair.used))
+        assert pair.receiver.connections.transports == {pair.address: taken}
+        connection = pair.connection
+        assert (await pair.move(1)).transport == taken
+        assert pair.connection is connection
+
+
+async def test_a_rank_of_another_host_is_not_reached_by_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = SharedMemoryConnector.capabilities.__func__  # type: ignore[attr-defined]
+    hosts = iter(["here", "there"])
+    other = classmethod(lambda cls, context, name: true(cls, context, name) | {"host": next(hosts)})
+    monkeypatch.setattr(SharedMemoryConnector, "capabilities", other)
+    async with two() as pair:
+        assert (await pair.move()).transport == "gloo"
 
 
 def test_what_this_process_cannot_do_is_not_offered() -> None:
-    means = Means(transports=("nccl", "gloo", "shared", "gloo", "smoke"))
-    assert means.usable() == ["gloo", "shared"]
+    context = TransferContext(kv=memory(1), transports=("nccl", "gloo", "shared", "gloo", "smoke"))
+    assert list(capabilities(context)) == ["gloo", "shared"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_way_whose_sample_comes_wrong_is_refused(
-    way: str, prefer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    true = outlets.open_outlet
-
-    def open_outlet(name: str, means: Any, ledger: Any, sample: bytes, say: Any) -> Any:
-        wrong = sample[:-1] + bytes([sample[-1] ^ 1])
-        ledger.put_sample(wrong)
-        return true(name, means, ledger, wrong, say)
-
-    monkeypatch.setattr(accept, "open_outlet", open_outlet)
-    prefer(way)
-    async with two(transports=(way,)) as pair:
-        assert (await pair.move()).transport == "grpc"
-        assert pair.ways == ["grpc"]
-        assert f"cannot go by {way}: KV sample came wrong" in caplog.text
-        monkeypatch.setattr(accept, "open_outlet", true)
-        pair.exporter.exporter._ledger.put_sample(pair.exporter.exporter.acceptor._sample)
-        assert (await pair.move(1)).transport == "grpc"
-        monkeypatch.setattr(connect, "REVIEW_SECONDS", 0.0)
-        assert (await pair.move(2)).transport == "grpc"  # it waits for no second trial
-        await until(lambda: pair.ways == [way])
-        assert (await pair.move(3)).transport == way
-
-
-async def test_a_sample_that_comes_wrong_over_grpc_ends_the_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept, "checksum_of", lambda data: 0)
-    async with two() as pair:
-        assert (await pair.move()).transport == "grpc"
-        await until(lambda: pair.num_connections == 0)
-        assert pair.ways == []
-
-
-@pytest.mark.parametrize("where", ["outlet", "inlet"])
-async def test_a_way_that_does_not_answer_is_refused_and_holds_nobody_up(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("side", ["listen", "connect", "run"])
+async def test_a_transport_that_does_not_answer_holds_nobody_up(
+    side: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def never(*args: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(PairOutlet if where == "outlet" else PairInlet, "run" if where == "outlet" else "sample", never)
-    for module in (connect, inlets, outlets):
-        monkeypatch.setattr(module, "CONNECT_SECONDS", 1.0)
-    monkeypatch.setattr(connect, "CONNECT_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(CollectiveConnector, side, never)
+    for module in ("connections", "collective"):
+        monkeypatch.setattr(f"tandem.workers.transfer.{module}.CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 0.1)
     async with two(transports=("gloo",)) as pair:
         assert (await pair.move()).transport == "grpc"
-        assert pair.ways == []
-        await until(lambda: pair.ways == ["grpc"])
-        assert "cannot go by gloo" in caplog.text
+        assert pair.used == []
+        await until(lambda: "no KV transport gloo" in caplog.text or "has ended" in caplog.text)
         assert (await pair.move(1)).transport == "grpc"
 
 
-async def test_a_way_that_the_exporter_cannot_open_is_refused(
-    prefer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefer("gloo")
-    monkeypatch.setattr(Pair, "listen", lambda *args, **kwargs: socket_error())
-    async with two() as pair:
-        assert (await pair.move()).transport in ("grpc", "shared")
-        assert pair.connection.rates.keys() == {"grpc", "shared"}
+async def test_a_transport_that_the_sender_cannot_open_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "listen", lambda *args, **kwargs: no_interface())
+    async with two(transports=("gloo",)) as pair:
+        assert (await pair.move()).transport == "grpc"
+        assert pair.used == ["grpc"]
 
 
-def socket_error() -> None:
+def no_interface() -> None:
     raise OSError("no such interface")
 
 
-# --- ways that break --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("side", ["outlet", "inlet", "stream"])
-async def test_a_pair_that_breaks_in_a_transfer_costs_nothing_but_time(
-    side: str, prefer: Callable[[str], None]
+async def test_a_transport_that_cannot_be_connected_is_tried_anew_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prefer("gloo")
-    async with two() as pair:
+    true, tries = CollectiveConnector.connect, 0
+
+    async def connect(*args: Any) -> CollectiveConnector:
+        nonlocal tries
+        tries += 1
+        raise OSError("no")
+
+    monkeypatch.setattr(CollectiveConnector, "connect", connect)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 1000.0)
+    async with two(transports=("gloo",)) as pair:
+        assert [(await pair.move(number)).transport for number in range(3)] == ["grpc"] * 3
+        assert tries == 1
+        monkeypatch.setattr(CollectiveConnector, "connect", true)
+        monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
+        assert (await pair.move()).transport == "grpc"  # a second connection is not waited for
+        await until(lambda: pair.used == ["gloo"])
+        assert (await pair.move(1)).transport == "gloo"
+
+
+# --- transports that break --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver", "stream"])
+async def test_a_pair_that_breaks_in_a_transfer_costs_nothing_but_time(side: str) -> None:
+    async with two(transports=("gloo",)) as pair:
         assert (await pair.move()).transport == "gloo"
         pair.offer(1)
         fetching = asyncio.create_task(pair.fetch(1))
-        await until(lambda: pair.exporter.exporter.num_streams == 1)
+        await until(lambda: pair.sender.num_streams == 1)
         pair.half(1)
         await pair.arriving(1)
         broken = pair.connection
         if side == "stream":
-            pair.exporter.disconnect()
+            pair.sending.disconnect()
         else:
-            (pair.outlet if side == "outlet" else pair.inlet).pair.close()
+            pair.connectors[side == "receiver"].pair.close()
         pair.finish(1)
         fetched = await fetching
-        assert (fetched.opening.tokens, fetched.transport, fetched.num_bytes) == ((42,), "grpc", len(pair.whole(1)))
+        assert (fetched.first_tokens.tokens, fetched.transport, fetched.num_bytes) == (
+            (42,),
+            "grpc",
+            len(pair.whole(1)),
+        )
         pair.check(1)
         await until(lambda: pair.num_connections == 0)
-        assert (broken.transport, pair.ways) == ("", [])
-        assert (await pair.move(2)).transport == "gloo"  # nobody is banned
+        assert (broken.transport, pair.used) == ("", [])
+        await pair.recovers("gloo")
         assert pair.connection is not broken
 
 
-async def test_a_broken_peer_is_not_tried_again_at_once(
-    prefer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connect, "RECONNECT_SECONDS", 1000.0)
-    prefer("gloo")
-    async with two() as pair:
+async def test_a_broken_peer_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 1000.0)
+    async with two(transports=("gloo",)) as pair:
         await pair.move()
-        pair.exporter.disconnect()
-        await until(lambda: pair.ways == [])
+        pair.sending.disconnect()
+        await until(lambda: pair.used == [])
         assert (await pair.move(1)).transport == "grpc"
         assert pair.num_connections == 0
-        monkeypatch.setattr(connect, "RECONNECT_SECONDS", 0.0)
-        assert (await pair.move(2)).transport == "gloo"
+        monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
+        await pair.recovers("gloo")
 
 
-async def test_a_message_with_a_wrong_checksum_is_not_taken(
-    prefer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_message_with_a_wrong_checksum_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pair's bytes have no frame around them."""
-    prefer("gloo")
-    true = PairOutlet.put
+    true = CollectiveConnector.offer
 
-    def put(self: PairOutlet, stream: int, data: memoryview) -> None:
-        true(self, stream, data)
-        self._waiting[-1] = memoryview(bytes(len(data)))
+    def offer(self: CollectiveConnector, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
+        payload = true(self, stream, blocks, span)
+        self._waiting[-1] = memoryview(bytes(len(self._waiting[-1])))
+        return payload
 
-    async with two() as pair:
+    async with two(transports=("gloo",)) as pair:
         await pair.move()
-        monkeypatch.setattr(PairOutlet, "put", put)
+        monkeypatch.setattr(CollectiveConnector, "offer", offer)
         assert (await pair.move(1)).transport == "grpc"
-        assert pair.ways == []
+        assert pair.used == []
 
 
-async def test_shared_memory_outlives_its_connection(prefer: Callable[[str], None]) -> None:
+async def test_shared_memory_outlives_its_connection() -> None:
     """For what has begun."""
-    prefer("shared")
-    async with two() as pair:
+    async with two(transports=("shared",)) as pair:
         pair.offer()
         fetching = asyncio.create_task(pair.fetch())
-        await until(lambda: pair.ways == ["shared"])
+        await until(lambda: pair.used == ["shared"])
         pair.half()
         await pair.arriving()
-        pair.exporter.disconnect()
-        await until(lambda: pair.ways == [])
+        pair.sending.disconnect()
+        await until(lambda: pair.used == [])
         pair.finish()
         assert (await fetching).transport == "shared"
         pair.check()
 
 
-async def test_a_transfer_that_stalls_costs_its_connection(
-    prefer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefer("gloo")
-    async with two(stall_seconds=0.3) as pair:
+async def test_a_transfer_that_stalls_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two(transports=("gloo",), stall_seconds=0.3) as pair:
         await pair.move()
-        monkeypatch.setattr(PairOutlet, "put", lambda *args: None)
+        monkeypatch.setattr(CollectiveConnector, "offer", lambda *args: b"")
         with pytest.raises(TransferError, match="no progress"):
             await pair.move(1)
-        assert pair.ways == []
+        assert pair.used == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_pair_that_the_exporter_does_not_know_is_dropped(way: str, prefer: Callable[[str], None]) -> None:
-    prefer(way)
-    async with two() as pair:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_connection_that_the_sender_does_not_know_is_dropped(transport: str) -> None:
+    async with two(transports=(transport,)) as pair:
         await pair.move()
-        pair.connection._key = TransferKey(transfer_id=b"x" * 16, epoch=EPOCH)
+        pair.connection.key = TransferKey(transfer_id=b"x" * 16, epoch=EPOCH)
         assert (await pair.move(1)).transport == "grpc"
-        assert pair.ways == []
-        assert (await pair.move(2)).transport == way
+        assert pair.used == []
+        await pair.recovers(transport)
 
 
-@pytest.mark.parametrize(("transport", "pair_id"), [("gloo", b""), ("smoke", b""), ("shared", b"x" * 16)])
-async def test_an_unknown_pair_or_transport_ends_the_transfer(
-    transport: str, pair_id: bytes, prefer: Callable[[str], None]
-) -> None:
-    prefer("shared")
-    async with two() as pair:
+async def test_an_unknown_connection_ends_the_transfer() -> None:
+    async with two(transports=("shared",)) as pair:
         await pair.move()
         pair.offer(1)
         pair.finish(1)
-        pull = Pull(first_token=0, first_slot=0, num_slots=2, transport=transport, pair=pair_id or pair.connection.pair)
-        said = [encode(key(1), message) for message in (Open(layout=asdict(LAYOUT)), pull)]
-        with pytest.raises(TransportError, match=PAIR_GONE):
-            await all_of(pair.exporter.exporter.serve(each(said)))
-        await until(lambda: pair.exporter.exporter.num_streams == 0)
+        pull = Pull(first_token=0, group=0, first_slot=0, num_slots=2, connection=b"x" * 16)
+        said = [encode(key(1), message) for message in (Open(layout=LAYOUT.digest), pull)]
+        with pytest.raises(TransportError, match=CONNECTION_LOST):
+            await all_of(pair.sender.serve(each(said)))
+        await until(lambda: pair.sender.num_streams == 0)
 
 
 async def each(frames: list[bytes]) -> AsyncIterator[bytes]:
@@ -450,14 +406,13 @@ async def all_of(frames: Any) -> list[Message]:
 # --- several transfers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_transfer_that_is_cancelled_leaves_the_others_alone(way: str, prefer: Callable[[str], None]) -> None:
-    prefer(way)
-    async with two() as pair:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_transfer_that_is_cancelled_leaves_the_others_alone(transport: str) -> None:
+    async with two(transports=(transport,)) as pair:
         for number in range(3):
             pair.offer(number)
         fetches = [asyncio.create_task(pair.fetch(number)) for number in range(3)]
-        await until(lambda: pair.exporter.exporter.num_streams == 3)
+        await until(lambda: pair.sender.num_streams == 3)
         for number in range(3):
             pair.half(number)
         await pair.arriving(1)
@@ -470,19 +425,18 @@ async def test_a_transfer_that_is_cancelled_leaves_the_others_alone(way: str, pr
         assert isinstance(results[1], asyncio.CancelledError)
         for number in (0, 2):
             pair.check(number)
-        assert [result.transport for result in results if isinstance(result, Fetched)] == [way, way]
+        assert [result.transport for result in results if isinstance(result, FetchResult)] == [transport, transport]
         assert pair.cache(1) == left
         assert pair.connection is connection
-        assert (await pair.move(3)).transport == way
+        assert (await pair.move(3)).transport == transport
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_cancel_at_any_moment_writes_nothing_more(way: str, prefer: Callable[[str], None]) -> None:
-    prefer(way)
-    async with two() as pair:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_cancel_at_any_moment_writes_nothing_more(transport: str) -> None:
+    async with two(transports=(transport,)) as pair:
         await pair.move(1)
         for turns in range(0, 120, 3):
-            pair.exporter.exporter.withdraw(0)
+            pair.sender.withdraw(0)
             pair.offer()
             pair.finish()
             pair.target.data.zero_()
@@ -496,92 +450,85 @@ async def test_a_cancel_at_any_moment_writes_nothing_more(way: str, prefer: Call
                 await fetching
             await asyncio.sleep(0.002)
             assert pair.cache() == before
-        assert pair.ways == [way]
-        assert (await pair.move(2)).transport == way
+        assert pair.used == [transport]
+        assert (await pair.move(2)).transport == transport
 
 
-@pytest.mark.parametrize("way", ["grpc", *WAYS])
+@pytest.mark.parametrize("transport", ["grpc", *TRANSPORTS])
 @pytest.mark.parametrize("when", ["between", "waiting"])
-async def test_a_withdrawn_export_is_never_taken(way: str, when: str, prefer: Callable[[str], None]) -> None:
-    """Neither in the middle of the prefill nor with all its frames under way."""
-    prefer(way)
-    async with two() as pair:
+async def test_a_withdrawn_offer_is_never_taken(transport: str, when: str) -> None:
+    """Neither in the middle of the prefill nor with all its frames under transport."""
+    async with two(transports=(transport,)) as pair:
         await pair.move(1)
         pair.offer()
         fetching = asyncio.create_task(pair.fetch())
-        await until(lambda: pair.exporter.exporter.num_streams == 1)
+        await until(lambda: pair.sender.num_streams == 1)
         pair.half()
         await pair.arriving()
         if when == "waiting":
-            pair.exporter.exporter.progress(0, NUM_TOKENS)
+            pair.sender.progress(0, NUM_TOKENS)
             await asyncio.sleep(0)
-        pair.exporter.exporter.withdraw(0)
+        pair.sender.withdraw(0)
         pair.source.data.zero_()  # it is somebody else's
         with pytest.raises(TransferError, match="broke"):
             await fetching
-        assert pair.ways == [way]  # which is not to blame
+        assert pair.used == [transport]  # which is not to blame
 
 
-async def test_streams_wait_for_a_slow_pair_and_hear_of_its_end() -> None:
-    said: list[Sent] = []
-    outlet = PairOutlet("gloo", Means(transports=("gloo",)), bytes(SAMPLE_BYTES), said.append)
+async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
+    announced: list[Announce] = []
+    context = TransferContext(kv=memory(1), transports=("gloo",))
+    connector = await CollectiveConnector.listen(context, "gloo", announced.append)
+    one = span(context.kv, 0, 1)
     for _ in range(8):
-        await outlet.room()
-        outlet.put(1, memoryview(b"data"))
-    waiting = asyncio.create_task(outlet.room())
+        await connector.ready()
+        connector.offer(1, (0,), one)
+    waiting = asyncio.create_task(connector.ready())
     await asyncio.sleep(0)
     assert not waiting.done()
-    outlet.close()
-    with pytest.raises(TransportError, match=PAIR_GONE):
+    connector.close()
+    with pytest.raises(TransportError, match=CONNECTION_LOST):
         await waiting
-    with pytest.raises(TransportError, match=PAIR_GONE):
-        outlet.put(1, memoryview(b"data"))
-    assert len(said) == 8
+    with pytest.raises(TransportError, match=CONNECTION_LOST):
+        connector.offer(1, (0,), one)
+    assert len(announced) == 8
 
 
-# --- what nobody would say --------------------------------------------------------------------------------------------
+# --- frames out of order ----------------------------------------------------------------------------------------------
 
-HELLO = Hello(layout=asdict(LAYOUT), host="h", transports=["gloo"])
+HELLO = Handshake(layout=LAYOUT.digest, transports={"gloo": {}})
 
 
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
         ([], "fell silent"),
-        ([Try(transport="gloo")], "out of order"),
-        ([Hello(layout={}, host="", transports=[])], "layouts differ"),
+        ([Announce(stream=1, num_bytes=1, checksum=1)], "out of order"),
+        ([Handshake(layout=b"", transports={})], "layouts differ"),
         ([HELLO, HELLO], "out of order"),
-        ([HELLO, Try(transport="shared")], "out of order"),
-        ([HELLO, Try(transport="smoke")], "out of order"),
-        ([HELLO, Try(transport="gloo"), Try(transport="gloo")], "out of order"),
-        ([HELLO, Choice(transport="")], "out of order"),
-        ([HELLO, Choice(transport="gloo")], PAIR_GONE),
-        ([HELLO, Choice(transport="grpc"), Try(transport="gloo")], "out of order"),
-        ([HELLO, Choice(transport="grpc"), Choice(transport="grpc")], "out of order"),
+        ([Handshake(layout=LAYOUT.digest, transports={"smoke": 7, "gloo": 7}), HELLO], "out of order"),
     ],
 )
-async def test_a_puller_that_breaks_the_order_is_refused(messages: list[Message], text: str) -> None:
+async def test_a_receiver_that_breaks_the_order_is_refused(messages: list[Message], text: str) -> None:
     async with two() as pair:
-        acceptor = pair.exporter.exporter.acceptor
         frames = [encode(TransferKey(transfer_id=b"i" * 16, epoch=EPOCH), message) for message in messages]
         with pytest.raises(TransferError, match=text):
-            await all_of(acceptor.serve(each(frames)))
-        assert acceptor.num_connections == 0
-
-
-WELCOME = Welcome(transports=["shared", "gloo", "smoke"], checksum=0)
+            await all_of(pair.sender.connections.serve(each(frames)))
+        assert pair.num_connections == 0
 
 
 @pytest.mark.parametrize(
     "messages",
     [
         [],
-        [Trial(transport="gloo", info={})],
-        [WELCOME, WELCOME],
-        [WELCOME, Sent(stream=1, num_bytes=1, checksum=1)],
+        [Announce(stream=1, num_bytes=1, checksum=1)],
+        [Handshake(layout=b"", transports={"smoke": {}})],
+        [Handshake(layout=b"", transports={"shared": 7})],
+        [Handshake(layout=b"", transports={}), Announce(stream=1, num_bytes=1, checksum=1)],
+        [Handshake(layout=b"", transports={}), Handshake(layout=b"", transports={})],
     ],
 )
-async def test_an_exporter_that_breaks_the_order_is_left_alone(
+async def test_a_sender_that_breaks_the_order_is_left_alone(
     messages: list[Message], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with two() as pair:
@@ -591,54 +538,55 @@ async def test_an_exporter_that_breaks_the_order_is_left_alone(
             for message in messages:
                 yield encode(TransferKey(transfer_id=decode(hello)[0].transfer_id, epoch=EPOCH), message)
 
-        monkeypatch.setattr(pair.exporter.exporter.acceptor, "serve", serve)
+        monkeypatch.setattr(pair.sender.connections, "serve", serve)
         other = peer_server()
-        pair.exporter.serve_on(other)
-        endpoint = bind(other, "127.0.0.1", 0)
+        pair.sending.serve_on(other)
+        pair.address = bind(other, "127.0.0.1", 0)
         await other.start()
-        pair.endpoint = endpoint
         assert (await pair.move()).transport == "grpc"
-        await until(lambda: not pair.puller.puller._connections._open)
+        await until(lambda: not pair.receiver.connections._open)
         await other.stop(0)
 
 
 async def test_a_message_larger_than_any_frame_is_not_waited_for() -> None:
-    async with two_ends() as (pair, inlet):
-        with pytest.raises(TransferError, match="out of bounds"):
-            await inlet.deliver(Sent(stream=1, num_bytes=2**50, checksum=0))
+    async with two_ends() as (pair, receiving):
+        with pytest.raises(TransferError, match="at most"):
+            await receiving.deliver(Announce(stream=1, num_bytes=2**50, checksum=0))
         assert not pair.broken
 
 
 @asynccontextmanager
-async def two_ends() -> AsyncIterator[tuple[Pair, PairInlet]]:
+async def two_ends() -> AsyncIterator[tuple[Pair, CollectiveConnector]]:
     pair = Pair.listen("127.0.0.1", timeout=5)
     accepting = asyncio.create_task(pair.accept())
-    inlet = await inlets.open_inlet("gloo", {"address": pair.address}, Means(transports=("gloo",)), memory(1))
-    assert isinstance(inlet, PairInlet)
+    context = TransferContext(kv=memory(1), transports=("gloo",))
+    receiving = await CollectiveConnector.connect(context, "gloo", {"address": pair.address})
     await accepting
     try:
-        yield pair, inlet
+        yield pair, receiving
     finally:
         pair.close()
-        inlet.close()
+        receiving.close()
 
 
 async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
-    async with two_ends() as (pair, inlet):
-        first, second = inlet.source(), inlet.source()
-        first.close()
+    async with two_ends() as (pair, receiving):
+        with receiving.open_stream(1):
+            pass
         data = [bytes([number]) * (1 + number) for number in range(4)]
-        for number, part in enumerate(data):
-            sending = asyncio.create_task(pair.send(part))
-            stream = (first, second)[number % 2].stream
-            await inlet.deliver(Sent(stream=stream, num_bytes=len(part), checksum=checksum_of(part)))
-            await sending
-        assert [await second.read(cast(Any, None), memoryview(b"")) for _ in range(2)] == data[1::2]
-        inlet.close()
-        with pytest.raises(TransportError, match="broke"):
-            await second.read(cast(Any, None), memoryview(b""))
-        with pytest.raises(TransportError, match="broke"):
-            await inlet.source().read(cast(Any, None), memoryview(b""))
+        nothing = cast(Any, None)
+        with receiving.open_stream(2):
+            for number, part in enumerate(data):
+                sending = asyncio.create_task(pair.send(part))
+                stream = (1, 2)[number % 2]
+                await receiving.deliver(Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(part)))
+                await sending
+            assert [await receiving.fetch(2, [], nothing, nothing) for _ in range(2)] == data[1::2]
+            receiving.close()
+            with pytest.raises(TransportError, match="broke"):
+                await receiving.fetch(2, [], nothing, nothing)
+        with receiving.open_stream(3), pytest.raises(TransportError, match="broke"):
+            await receiving.fetch(3, [], nothing, nothing)
 
 
 # --- what is left -----------------------------------------------------------------------------------------------------
@@ -651,22 +599,22 @@ def held() -> tuple[int, int, int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd")), maps, len(asyncio.all_tasks())
 
 
-@pytest.mark.parametrize("who", ["puller", "exporter"])
-@pytest.mark.parametrize("way", ["grpc", *WAYS])
-async def test_connections_that_end_leave_nothing(way: str, who: str, prefer: Callable[[str], None]) -> None:
-    prefer(way)
-    async with two() as pair:
+@pytest.mark.parametrize("who", ["receiver", "sender"])
+@pytest.mark.parametrize("transport", ["grpc", *TRANSPORTS])
+async def test_connections_that_end_leave_nothing(transport: str, who: str) -> None:
+    async with two(transports=(transport,)) as pair:
 
         async def connect_and_part() -> None:
-            assert (await pair.move()).transport == way
-            if who == "puller":
-                pair.puller.puller._connections.drop(pair.connection)
+            pair.receiver.connections._failed.clear()  # so that the connection is waited for
+            assert (await pair.move()).transport == transport
+            if who == "receiver":
+                pair.receiver.connections.drop(pair.connection)
             else:
-                pair.exporter.disconnect()
-            await until(lambda: not pair.ways and pair.num_connections == 0)
+                pair.sending.disconnect()
+            await until(lambda: not pair.used and pair.num_connections == 0)
 
         await connect_and_part()
-        await until(lambda: pair.puller.puller.num_closing == 0)
+        await until(lambda: pair.receiver.num_closing == 0)
         await settle()
         before = held()
         for _ in range(20):
@@ -685,9 +633,9 @@ async def test_a_worker_does_not_wait_for_its_connections_to_end() -> None:
     async with fleet(1, 1) as running:
         await running.generate(token_request(range(50), 4))
         prefill, decode = running.workers
-        await until(lambda: [peer.endpoint for peer in decode._mover.puller.peers] == [prefill.address])
+        await until(lambda: list(decode._endpoint.receiver.connections.transports) == [prefill.address])
         began = time.monotonic()
         running.workers.remove(prefill)
         await prefill.stop(grace=20.0)
         assert time.monotonic() - began < 5
-        await until(lambda: decode._mover.puller.peers == [])
+        await until(lambda: decode._endpoint.receiver.connections.transports == {})
