@@ -32,7 +32,7 @@ _Regions = npt.NDArray[np.uint64]  # [num_regions, 3]: address, number of bytes,
 
 
 def available() -> bool:
-    """Whether the library is installed."""
+    """Returns whether the library is installed."""
     return any(find_spec(name) for name in _MODULES)
 
 
@@ -43,24 +43,23 @@ def _bindings() -> Any:
 
 
 class NixlMemory:
-    """Holds memory of a sender that others may read for as long as this is open.
+    """Holds host memory of a sender that others may read for as long as this is open.
 
     It runs two threads of NIXL, which sleep when nobody reads."""
 
     def __init__(self, regions: Sequence[torch.Tensor], *, devices: str = "") -> None:
-        """Contiguous tensors, all on one device, kept until `close`. `devices` are UCX's network devices, as "lo" or
-        "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a second. Raises ValueError for other tensors,
-        RuntimeError if NIXL does not work here."""
+        """`regions` are contiguous tensors, kept until `close`. `devices` are UCX's network devices, as "lo" or
+        "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a second. Raises ValueError for tensors with
+        holes, RuntimeError if NIXL does not work here."""
         self._regions = _table(regions)
-        self._kind = _kind(regions[0])
         self._agent: Any = _Agent(serves=True, devices=devices)
         self._tensors = list(regions)  # after the agent: the memory goes last
-        self._agent.register(self._kind, self._regions)
+        self._agent.register(self._regions)
 
     def describe(self) -> bytes:
         """Returns what a reader needs, about half a kilobyte; it gives access to the memory. Its addresses are those of
         the regions laid end to end."""
-        return bytes(msgpack.packb([self._kind, self._agent.metadata(), self._regions.tolist()]))
+        return bytes(msgpack.packb([self._agent.metadata(), self._regions.tolist()]))
 
     def close(self) -> None:
         """Ends the agent. Idempotent. It takes nothing back: within a host, a process that has the description may read
@@ -72,20 +71,18 @@ class NixlMemory:
 class NixlReader:
     """Reads from any number of peers. All calls into NIXL run in one thread, one after the other."""
 
-    def __init__(self, *, timeout: float, device: str = "cpu", devices: str = "") -> None:
+    def __init__(self, *, timeout: float, devices: str = "") -> None:
         """`timeout` is in seconds, of each read; `devices` are as in NixlMemory. Takes half a second. Raises
         RuntimeError if NIXL does not work here."""
         self._timeout = timeout
-        self._device = torch.device(device)
         self._agent: Any = _Agent(serves=False, devices=devices)
         self._users: Counter[str] = Counter()  # peers by the name of the sender's agent
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl")
 
     async def connect(self, description: bytes, *, staging_bytes: int) -> "NixlPeer":
         """Returns a peer by its description; its reads are of at most staging_bytes. Raises TransportError."""
-        kind, metadata, regions = _parse(description)
-        staging = torch.empty(staging_bytes, dtype=torch.uint8, device=self._device)
-        peer = NixlPeer(self, kind, regions, staging)
+        metadata, regions = _parse(description)
+        peer = NixlPeer(self, regions, torch.empty(staging_bytes, dtype=torch.uint8))
         try:
             await self._run(self._connect, peer, metadata)
         except BaseException:
@@ -94,7 +91,7 @@ class NixlReader:
         return peer
 
     def close(self) -> None:
-        """Later reads raise TransportError; one under way ends first. Idempotent."""
+        """Ends the agent: later reads raise TransportError; one under way ends first. Idempotent."""
         if self._agent is not None:
             agent, self._agent = self._agent, None
             self._thread.submit(agent.close)
@@ -112,13 +109,13 @@ class NixlReader:
     def _connect(self, agent: "_Agent", peer: "NixlPeer", metadata: bytes) -> None:
         peer.name = agent.connect(metadata)
         self._users[peer.name] += 1
-        agent.register(_kind(peer.staging), _table([peer.staging]))
+        agent.register(_table([peer.staging]))
 
     def _read(self, agent: "_Agent", peer: "NixlPeer", local: _Regions, remote: _Regions) -> None:
         try:
             if not peer.name:
                 raise RuntimeError("NIXL: peer lost")
-            agent.read(peer.name, (_kind(peer.staging), local), (peer.kind, remote), self._timeout)
+            agent.read(peer.name, local, remote, self._timeout)
         except (RuntimeError, TimeoutError):
             # To cancel a read does not prove that nothing is written any more; to unregister the memory does.
             self._forget(agent, peer)
@@ -134,10 +131,10 @@ class NixlReader:
                 del self._users[name]
                 agent.disconnect(name)
         finally:
-            agent.unregister(_kind(peer.staging), _table([peer.staging]))
+            agent.unregister(_table([peer.staging]))
 
     def _release(self, peer: "NixlPeer") -> None:
-        """As soon as its read under way has ended."""
+        """Forgets the peer as soon as its read under way has ended."""
         if self._agent is not None:
             self._thread.submit(self._forget, self._agent, peer)
 
@@ -145,9 +142,8 @@ class NixlReader:
 class NixlPeer:
     """Reads the memory of one sender in pieces."""
 
-    def __init__(self, reader: NixlReader, kind: str, regions: _Regions, staging: torch.Tensor) -> None:
-        self.name = ""  # of its agent, from when it is connected until it is lost; only the reader's thread looks at it
-        self.kind = kind
+    def __init__(self, reader: NixlReader, regions: _Regions, staging: torch.Tensor) -> None:
+        self.name = ""  # of its agent, from when it is connected until it is lost; used by the reader's thread alone
         self.staging = staging  # [staging_bytes] uint8
         self._reader = reader
         self._regions = regions
@@ -160,11 +156,6 @@ class NixlPeer:
         return int(self._starts[-1])
 
     async def read(self, pieces: npt.ArrayLike) -> memoryview:
-        """Reads as `read_tensor`, into host memory."""
-        array: npt.NDArray[np.uint8] = (await self.read_tensor(pieces)).cpu().numpy()
-        return array.data
-
-    async def read_tensor(self, pieces: npt.ArrayLike) -> torch.Tensor:  # [num_bytes] uint8
         """Returns pieces, [n, 2] (offset, number of bytes), of the peer's memory, one after the other; they stay until
         the next read of this peer, so there must be one at a time. Raises ValueError for pieces that lie outside of a
         region or take more than the staging, TransportError if the peer is gone or silent, or was before."""
@@ -172,17 +163,18 @@ class NixlPeer:
             raise TransportError("KV peer lost")
         table = np.asarray(pieces, np.uint64)
         if not len(table):
-            return self.staging[:0]
+            return memoryview(b"")
         remote, local = self._place(table)
         try:
             await self._reader._run(self._reader._read, self, local, remote)
         except TransportError:
             self._closed = True
             raise
-        return self.staging[: int(local[-1, 0] + local[-1, 1]) - self.staging.data_ptr()]
+        array: npt.NDArray[np.uint8] = self.staging.numpy()
+        return array.data[: int(table[:, 1].sum())]
 
     def close(self) -> None:
-        """Later reads raise TransportError. Idempotent."""
+        """Ends the peer: later reads raise TransportError. Idempotent."""
         self._closed = True
         self._reader._release(self)
 
@@ -198,8 +190,7 @@ class NixlPeer:
         base = self._regions[index]
         remote = np.stack([base[:, 0] + offsets - self._starts[index], sizes, base[:, 2]], 1)
         places = np.uint64(self.staging.data_ptr()) + np.cumsum(sizes, dtype=np.uint64) - sizes
-        device = np.full_like(sizes, _device(self.staging))
-        return remote, np.stack([places, sizes, device], 1)
+        return remote, np.stack([places, sizes, np.zeros_like(sizes)], 1)
 
 
 class _Agent:
@@ -221,14 +212,11 @@ class _Agent:
             # NIXL's own exceptions have nothing in common but their module.
             raise RuntimeError(f"NIXL: {error}") from error
 
-    def _segment(self, kind: str) -> Any:
-        return {"cpu": self._nixl.DRAM_SEG, "cuda": self._nixl.VRAM_SEG}[kind]
+    def register(self, regions: _Regions) -> None:
+        self._call("registerMem", self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions))
 
-    def register(self, kind: str, regions: _Regions) -> None:
-        self._call("registerMem", self._nixl.nixlRegDList(self._segment(kind), regions))
-
-    def unregister(self, kind: str, regions: _Regions) -> None:
-        self._call("deregisterMem", self._nixl.nixlRegDList(self._segment(kind), regions))
+    def unregister(self, regions: _Regions) -> None:
+        self._call("deregisterMem", self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions))
 
     def metadata(self) -> bytes:
         return bytes(self._call("getLocalMD"))
@@ -239,10 +227,10 @@ class _Agent:
     def disconnect(self, name: str) -> None:
         self._call("invalidateRemoteMD", name)
 
-    def read(self, name: str, local: tuple[str, _Regions], remote: tuple[str, _Regions], timeout: float) -> None:
+    def read(self, name: str, local: _Regions, remote: _Regions, timeout: float) -> None:
         """Returns when everything is read. Raises TimeoutError after that many seconds: it may still arrive."""
         deadline = time.monotonic() + timeout
-        lists = [self._nixl.nixlXferDList(self._segment(kind), table) for kind, table in (local, remote)]
+        lists = [self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table) for table in (local, remote)]
         request = self._call("createXferReq", self._nixl.NIXL_READ, *lists, name)
         try:
             status = self._call("postXferReq", request)
@@ -261,26 +249,18 @@ class _Agent:
 
 
 def _table(regions: Sequence[torch.Tensor]) -> _Regions:
-    if not regions or any(not region.is_contiguous() or region.device != regions[0].device for region in regions):
-        raise ValueError("NIXL needs contiguous tensors on one device")
-    return np.array([(region.data_ptr(), region.nbytes, _device(region)) for region in regions], np.uint64)
+    if not regions or any(not region.is_contiguous() or region.is_cuda for region in regions):
+        raise ValueError("NIXL needs contiguous tensors in host memory")
+    return np.array([(region.data_ptr(), region.nbytes, 0) for region in regions], np.uint64)
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return tensor.device.type
-
-
-def _device(tensor: torch.Tensor) -> int:
-    return tensor.device.index or 0
-
-
-def _parse(description: bytes) -> tuple[str, bytes, _Regions]:
+def _parse(description: bytes) -> tuple[bytes, _Regions]:
     """Returns what `NixlMemory.describe` packed. Raises TransportError for anything else."""
     try:
-        kind, metadata, rows = msgpack.unpackb(description, max_array_len=_MAX_REGIONS)
+        metadata, rows = msgpack.unpackb(description, max_array_len=_MAX_REGIONS)
         regions = np.array(rows, np.uint64)
     except (ValueError, TypeError, OverflowError) as error:
         raise TransportError("NIXL memory with an unreadable description") from error
-    if kind not in ("cpu", "cuda") or type(metadata) is not bytes or regions.ndim != 2 or regions.shape[1] != 3:
+    if type(metadata) is not bytes or regions.ndim != 2 or regions.shape[1] != 3:
         raise TransportError("NIXL memory with an impossible description")
-    return kind, metadata, regions
+    return metadata, regions
