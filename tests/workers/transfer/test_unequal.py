@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import Calls
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
 from tandem.workers.kv_cache.sharding import kv_heads
 from tandem.workers.model.kv_store import PagedKv
@@ -58,26 +58,34 @@ class Transfer:
 
     def __post_init__(self) -> None:
         numbers = np.random.default_rng(1)
-        shape = (LAYERS, 2, NUM_TOKENS, self.layout.layers[0].num_kv_heads, 2 * HEAD_DIM)
-        self.whole: Bytes = numbers.integers(0, 256, shape, np.uint8)
+        self.whole: list[Bytes] = [  # of each layer: [key or value, token, KV head, bytes of a head]
+            numbers.integers(0, 256, (2, NUM_TOKENS, geometry.num_kv_heads, 2 * geometry.head_dim), np.uint8)
+            for geometry in self.layout.layers
+        ]
         self.sources = [self._store(self.source_tp, rank, self.source_block) for rank in range(self.source_tp)]
-        self.targets = [self._store(self.target_tp, rank, 16, is_target=True) for rank in range(self.target_tp)]
         choose = random.Random(2)
         self.blocks, self.into = (
             tuple(choose.sample(range(NUM_BLOCKS), -(-NUM_TOKENS // size))) for size in (self.source_block, 16)
         )
         for rank, kv in enumerate(self.sources):
-            part = np.ascontiguousarray(self.whole[:, :, :, self._heads(self.source_tp, rank)])
-            kv.write(self.blocks, span(kv, 0, NUM_TOKENS), memoryview(part.tobytes()))
+            for layer, whole in enumerate(self.whole):
+                part = np.ascontiguousarray(whole[:, :, self._heads(layer, self.source_tp, rank)])
+                kv.write(self.blocks, span(kv, 0, NUM_TOKENS, layer, 1), memoryview(part.tobytes()))
         self.senders = [self._sender(rank) for rank in range(self.source_tp)]
         self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
-        self.calls = [Calls(dict(zip(self.endpoints, self.senders, strict=True))) for _ in self.targets]
-        contexts = [TransferContext(kv=kv, transports=("shared", "gloo", "nixl")) for kv in self.targets]
-        self.receivers = [
-            KvReceiver(context, stall_seconds=5, channel=calls.channel)
-            for context, calls in zip(contexts, self.calls, strict=True)
-        ]
+        self.targets: list[PagedKv] = []
+        self.calls: list[Calls] = []
+        self.receivers: list[KvReceiver] = []
+        for rank in range(self.target_tp):
+            self.add_receiver(self.target_tp, rank)
         self.before = [self.cache(rank) for rank in range(self.target_tp)]
+
+    def add_receiver(self, tp: int, rank: int) -> None:
+        """Adds a rank of the target group, or of another."""
+        self.targets.append(self._store(tp, rank, 16, is_target=True))
+        self.calls.append(Calls(dict(zip(self.endpoints, self.senders, strict=True))))
+        context = TransferContext(kv=self.targets[-1], transports=("shared", "gloo", "nixl"))
+        self.receivers.append(KvReceiver(context, stall_seconds=5, channel=self.calls[-1].channel))
 
     def _store(self, tp: int, rank: int, block_size: int, *, is_target: bool = False) -> PagedKv:
         kv = PagedKv(
@@ -89,7 +97,8 @@ class Transfer:
             tp=tp,
             rank=rank,
         )
-        kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(rank))
+        for tensor in kv.tensors:
+            tensor.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(rank))
         return kv
 
     def _sender(self, rank: int) -> KvSender:
@@ -103,8 +112,8 @@ class Transfer:
         sender.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
         return sender
 
-    def _heads(self, tp: int, rank: int) -> list[int]:
-        geometry = self.layout.layers[0]
+    def _heads(self, layer: int, tp: int, rank: int) -> list[int]:
+        geometry = self.layout.layers[layer]
         return list(kv_heads(geometry.num_heads, geometry.num_kv_heads, tp, rank))
 
     def progress(self, num_ready: int) -> None:
@@ -162,19 +171,27 @@ class Transfer:
     def num_acks(self) -> int:
         return sum(isinstance(message, Ack) for calls in self.calls for _, call in calls.made for message in call.said)
 
-    def cache(self, rank: int) -> Bytes:
-        """What a target rank has: [layer, key or value, token, slot, bytes of a head]."""
-        kv = self.targets[rank]
-        data = np.frombuffer(kv.read(self.into, span(kv, 0, NUM_TOKENS)), np.uint8)
-        return data.reshape(LAYERS, 2, NUM_TOKENS, kv.num_slots(0), -1)
+    def cache(self, rank: int) -> list[Bytes]:
+        """What a target rank has, of each layer: [key or value, token, slot, bytes of a head]."""
+        kv, found = self.targets[rank], []
+        for layer in range(self.layout.num_layers):
+            data = np.frombuffer(kv.read(self.into, span(kv, 0, NUM_TOKENS, layer, 1)), np.uint8)
+            found.append(data.reshape(2, NUM_TOKENS, kv.num_slots(layer), -1))
+        return found
 
-    def check(self) -> None:
+    def content(self, rank: int) -> bytes:
+        """The same as bytes."""
+        return b"".join(layer.tobytes() for layer in self.cache(rank))
+
+    def check(self, ranks: Iterable[int] | None = None) -> None:
         """Every target rank has the heads of its slots, and what it had cached before."""
-        for rank in range(self.target_tp):
-            found, cached = self.cache(rank), self.num_cached
-            expected = self.whole[:, :, :, self._heads(self.target_tp, rank)]
-            assert (found[:, :, cached:] == expected[:, :, cached:]).all(), f"rank {rank}"
-            assert (found[:, :, :cached] == self.before[rank][:, :, :cached]).all(), f"rank {rank}"
+        for rank in range(self.target_tp) if ranks is None else ranks:
+            kv, cached = self.targets[rank], self.num_cached
+            for layer, found in enumerate(self.cache(rank)):
+                expected = self.whole[layer][:, :, self._heads(layer, kv.tp, kv.rank)]
+                assert (found[:, cached:] == expected[:, cached:]).all(), f"rank {rank}, layer {layer}"
+                if cached:
+                    assert (found[:, :cached] == self.before[rank][layer][:, :cached]).all(), f"rank {rank}"
 
 
 async def turns(count: int = 30) -> None:
@@ -186,6 +203,13 @@ async def turns(count: int = 30) -> None:
 def _short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a stream has several."""
     monkeypatch.setattr(KvConnector, "frame_bytes", 160)
+
+
+def use_fake_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library is not installed."""
+    if not nixl.available():
+        monkeypatch.setattr(nixl, "available", lambda: True)
+        monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
 
 
 SPLITS = ((8, 0), (16, 21), (32, 16))  # block size of the source, tokens that the target has cached
@@ -212,9 +236,7 @@ async def test_every_rank_gets_its_heads(
     splits: Sequence[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if transport == "nixl" and not nixl.available():
-        monkeypatch.setattr(nixl, "available", lambda: True)
-        monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
+    use_fake_nixl(monkeypatch)
     monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 8.0)  # NIXL takes a second to begin
     for source_block, num_cached in splits:
         transfer = Transfer(
@@ -234,6 +256,45 @@ async def test_every_rank_gets_its_heads(
         assert (transfer.released, transfer.num_acks) == ([1], 1)
         assert [sender.num_offers for sender in transfer.senders] == [0] + [1] * (source_tp - 1)
         assert not any(sender.num_streams for sender in transfer.senders)
+
+
+# Layers of several shapes, between each other; the windows differ where the shapes do not.
+WIDE = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=64)
+MIXED = {
+    "alternating": (WIDE, replace(WIDE, num_kv_heads=1, head_dim=128)) * 2,
+    "runs": (WIDE, replace(WIDE, window=4), WIDE, replace(WIDE, num_kv_heads=4, head_dim=16), WIDE),
+    "other heads": (WIDE, replace(WIDE, num_heads=8, num_kv_heads=8, head_dim=8)),
+}
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared", "gloo", "nixl"])
+@pytest.mark.parametrize("layers", MIXED)
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+async def test_layers_of_unequal_geometry_arrive(
+    source_tp: int, target_tp: int, layers: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_nixl(monkeypatch)
+    layout = KvLayout(layers=MIXED[layers], dtype="bfloat16", model="m")
+    for frame_bytes in (160, 4096, 2**20):
+        monkeypatch.setattr(KvConnector, "frame_bytes", frame_bytes)
+        transfer = Transfer(layout, source_tp, target_tp, 8, 21, transports=lambda source_rank: (transport,))
+        fetched = await transfer.run()
+        transfer.check()
+        for kv, part in zip(transfer.targets, fetched, strict=True):
+            sizes = [span(kv, 21, NUM_TOKENS - 21, layer, 1).size(layout) for layer in range(layout.num_layers)]
+            assert (part.num_bytes, part.transport) == (sum(sizes), transport)
+        assert (transfer.released, transfer.num_acks) == ([1], 1)
+
+
+def test_a_span_across_unequal_layers_is_refused() -> None:
+    kv = Transfer(KvLayout(layers=MIXED["runs"], dtype="bfloat16", model="m"), 1, 1).targets[0]
+    for layer, num_layers, good in ((0, 3, True), (2, 2, False), (3, 1, True), (3, 2, False), (0, 5, False)):
+        part = replace(span(kv, 0, 9, layer, num_layers), num_slots=1)
+        if good:
+            assert kv.read((1,), part).nbytes == part.size(kv.layout)
+        else:
+            with pytest.raises(ValueError, match="not within one group of equal layers"):
+                kv.read((1,), part)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "tps"), [(12, 4, (1, 2, 3, 4, 6)), (9, 3, (1, 3))])
@@ -315,16 +376,16 @@ async def test_one_stream_that_fails_ends_the_others(failing: int) -> None:
     await turns()
     transfer.progress(20)
     await turns()
-    assert (transfer.cache(0) != transfer.before[0]).any()
+    assert any((now != then).any() for now, then in zip(transfer.cache(0), transfer.before[0], strict=True))
     transfer.senders[failing].withdraw(1)
     transfer.senders[1 - failing].progress(1, NUM_TOKENS)
     with pytest.raises(TransferError, match="stream broke"):
         await fetching
-    left = transfer.cache(0)
+    left = transfer.content(0)
     assert all(call.cancelled for _, call in transfer.calls[0].made)
     transfer.senders[1 - failing].complete(1, FIRST_TOKENS)
     await turns()
-    assert (transfer.cache(0) == left).all()
+    assert transfer.content(0) == left
     assert (transfer.num_acks, transfer.released) == (0, [])
 
 
@@ -335,11 +396,11 @@ async def test_a_cancel_at_any_moment_ends_all_streams(after: int) -> None:
     fetching = asyncio.create_task(transfer.fetch(0, asyncio.Barrier(2)))
     await turns(after)
     fetching.cancel()
-    left = transfer.cache(0)
+    left = transfer.content(0)
     with pytest.raises(asyncio.CancelledError):
         await fetching
     await turns()
-    assert (transfer.cache(0) == left).all()
+    assert transfer.content(0) == left
     assert (transfer.num_acks, transfer.released) == (0, [])
     assert not any(sender.num_streams for sender in transfer.senders)
 
