@@ -17,6 +17,7 @@ import msgpack
 import pytest
 import torch
 
+from tandem.workers.transfer import pair as pair_module
 from tandem.workers.transfer.backend import join_store, listen_store, open_group
 from tandem.workers.transfer.frames import TransferError
 from tandem.workers.transfer.pair import Pair
@@ -355,3 +356,50 @@ def test_a_backend_that_this_torch_lacks() -> None:
     if not torch.distributed.is_nccl_available():
         with pytest.raises(ValueError, match="'nccl' is not in this build"):
             open_group(store, backend="nccl", rank=0, size=1, host="127.0.0.1", timeout=1)
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
+async def test_nccl_selects_its_thread_s_device_by_index(
+    device: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch does, the mock refuses a device without an index. Gloo and host memory stand for NCCL and the GPU."""
+    selected: list[int] = []
+
+    def set_device(device: Any) -> None:
+        if not isinstance(device, int):
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
+        selected.append(device)
+
+    def open_gloo(store: Any, *, backend: str, **options: Any) -> Any:
+        assert (backend, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("nccl", "0")
+        return open_group(store, backend="gloo", **options)
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(pair_module, "open_group", open_gloo)
+    true_empty, true_to = torch.empty, torch.Tensor.to
+    on_host = {"device": "cpu"}
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: true_empty(*size, **options | on_host))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, place: true_to(tensor, "cpu"))
+    monkeypatch.setattr("torch.distributed.ProcessGroupGloo.abort", lambda group: None, raising=False)
+    pair = Pair.listen("127.0.0.1", backend="nccl", device=device, timeout=TIMEOUT)
+    accepting = asyncio.create_task(pair.accept())
+    other = await Pair.join(pair.address, host="127.0.0.1", backend="nccl", device=device, timeout=TIMEOUT)
+    await accepting
+    sending = asyncio.create_task(pair.send(b"KV cache"))
+    assert bytes(await other.receive(8)) == b"KV cache"
+    await sending
+    assert selected == [index] * 2
+    await ended(pair)
+    await ended(other)
+
+
+async def test_a_device_that_cannot_be_selected_breaks_the_pair_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_device(device: Any) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    pair = Pair.listen("127.0.0.1", backend="nccl", device="cuda:0", timeout=60)
+    with pytest.raises(TransferError, match="broke"):
+        await pair.accept()
+    await ended(pair)
