@@ -38,10 +38,7 @@ async def _describe(worker: worker_pb2.WorkerInfo) -> dict[str, Any]:
         "block_size": info.block_size,
         "context_tokens": info.context_tokens,
         "tp": info.tp,
-        "peers": [
-            {"endpoint": peer.endpoint, "transport": peer.transport, "gb_per_second": peer.bytes_per_second / 1e9}
-            for peer in answer.peers
-        ],
+        "transports": dict(sorted(answer.transports.items())),
         "sessions": answer.num_sessions,
         "leases": answer.num_leases,
         "transfers": answer.num_transfers,

@@ -106,36 +106,41 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("epoch", "transfer_id", "num_tokens", "prefix_hash", "layout", "endpoints")
+    __slots__ = ("epoch", "transfer_id", "num_tokens", "layout", "endpoints")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     transfer_id: bytes
     num_tokens: int
-    prefix_hash: bytes
-    layout: KvLayout
+    layout: bytes
     endpoints: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "model", "num_heads")
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("layers", "dtype", "model")
+    class Layers(_message.Message):
+        __slots__ = ("count", "num_heads", "num_kv_heads", "head_dim", "window")
+        COUNT_FIELD_NUMBER: _ClassVar[int]
+        NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+        NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+        HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+        WINDOW_FIELD_NUMBER: _ClassVar[int]
+        count: int
+        num_heads: int
+        num_kv_heads: int
+        head_dim: int
+        window: int
+        def __init__(self, count: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: _containers.RepeatedCompositeFieldContainer[KvLayout.Layers]
     dtype: str
     model: str
-    num_heads: int
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., model: _Optional[str] = ..., num_heads: _Optional[int] = ...) -> None: ...
+    def __init__(self, layers: _Optional[_Iterable[_Union[KvLayout.Layers, _Mapping]]] = ..., dtype: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("outputs", "load", "cache")
@@ -286,32 +291,29 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_requests", "integrity_ok", "peers")
+    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_requests", "integrity_ok", "transports")
+    class TransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     INFO_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_OK_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     num_sessions: int
     num_leases: int
     num_transfers: int
     num_requests: int
     integrity_ok: bool
-    peers: _containers.RepeatedCompositeFieldContainer[Peer]
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
-
-class Peer(_message.Message):
-    __slots__ = ("endpoint", "transport", "bytes_per_second")
-    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    endpoint: str
-    transport: str
-    bytes_per_second: float
-    def __init__(self, endpoint: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
+    transports: _containers.ScalarMap[str, str]
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RankControlRequest(_message.Message):
     __slots__ = ("sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv")

@@ -21,8 +21,8 @@ from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
 from .submit import InvalidSubmit, WorkerLimits, parse_submit
 from .tp.kv_group import KvGroup, kv_received
-from .transfer.receiver import Fetched
-from .transfer.wire import TransferError
+from .transfer.frames import TransferError
+from .transfer.receiver import FetchResult
 
 logger = logging.getLogger(__name__)
 
@@ -199,9 +199,9 @@ class RequestManager:
         elif spec.task is Task.PREFILL:
             handle = self._kv_handle()
             handle.num_tokens = len(spec.tokens)
-            handle.prefix_hash = hash_prompt(spec.tokens, spec.salt)
             handle.transfer_id = secrets.token_bytes(16)
-            self._kv.offer(spec.id, handle.transfer_id, event.blocks, handle.num_tokens, handle.prefix_hash)
+            prefix_hash = hash_prompt(spec.tokens, spec.salt)
+            self._kv.offer(spec.id, handle.transfer_id, event.blocks, handle.num_tokens, prefix_hash)
             message.kv.CopyFrom(handle)
         return message
 
@@ -240,13 +240,13 @@ class RequestManager:
         if not task.cancelled() and (error := task.exception()):
             self._failed(error)
 
-    def _fetched(self, request: WorkerRequest, task: "asyncio.Task[Fetched]") -> None:
+    def _fetched(self, request: WorkerRequest, task: "asyncio.Task[FetchResult]") -> None:
         """Commits a request's KV cache, or refuses the request at once."""
         if task.cancelled():
             return
         try:
             fetched = task.result()
-            self._check_first_tokens(request.spec, fetched.opening)
+            self._check_first_tokens(request.spec, fetched.first_tokens)
         except TransferError as error:
             logger.warning("KV fetch failed: %s", error)
             self._refuse(request, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
@@ -255,7 +255,7 @@ class RequestManager:
         else:
             if request in self._requests:
                 request.session.put(request.key, kv_received=kv_received(fetched))
-                self._thread.post(lambda engine: engine.commit_import(request.spec.id, fetched.opening))
+                self._thread.post(lambda engine: engine.commit_import(request.spec.id, fetched.first_tokens))
 
     def _check_first_tokens(self, spec: SequenceSpec, first: FirstTokens) -> None:
         """Raises TransferError unless the engine can continue with `first`."""

@@ -7,7 +7,7 @@ from typing import Final
 from ..proto import inference_pb2, limits, worker_pb2
 from .engine.plan import SamplingParams
 from .engine.sequence import BeamSearch, SequenceSpec, Task
-from .transfer.wire import MAX_OPENING_TOKENS
+from .transfer.frames import MAX_FIRST_TOKENS
 
 MAX_GRAMMAR_CHARACTERS: Final = 8 * limits.MAX_GRAMMAR_CHARACTERS
 """As a router writes it: a wrapping and escapes, of up to six characters, around what the user sent."""
@@ -110,7 +110,7 @@ def _parse_beam(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -
         -most_penalty <= penalty <= most_penalty,
         f"beam_search.length_penalty: between -{most_penalty:g} and {most_penalty:g}",
     )
-    _check(beam.width + num_stop_ids <= MAX_OPENING_TOKENS, "stop_token_ids: too many for a beam_search of this width")
+    _check(beam.width + num_stop_ids <= MAX_FIRST_TOKENS, "stop_token_ids: too many for a beam_search of this width")
     return BeamSearch(num_best=num_best, length_penalty=penalty, early_stopping=beam.early_stopping)
 
 

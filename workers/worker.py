@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Self
 
 import grpc
@@ -26,8 +26,7 @@ from .submit import WorkerLimits
 from .tp.coordinator import TpCoordinator
 from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
-from .transfer.connector import KvMover
-from .transfer.messages import layout_message
+from .transfer.endpoint import KvEndpoint, layout_message
 from .transfer.sender import FrameHook
 
 logger = logging.getLogger(__name__)
@@ -85,13 +84,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._thread = EngineThread(
             self._engine, deliver=lambda events: self._requests.deliver(events), failed=self._fail
         )
-        self._endpoint = KvMover(
-            rank.kv,
+        self._endpoint = KvEndpoint(
+            config.rank.transfer_context(rank.kv),
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             stall_seconds=config.rank.stall_seconds,
             on_release=lambda sequence_id: self._requests.release(sequence_id),
-            means=config.rank.means,
             frame_hook=frame_hook,
         )
         self._kv = KvGroup(self._endpoint, coordinator.clients)
@@ -242,7 +240,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_transfers=self._kv.num_transfers,
             num_requests=len(self._requests),
             integrity_ok=integrity_ok,
-            peers=[worker_pb2.Peer(**asdict(peer)) for peer in self._endpoint.puller.peers],
+            transports=self._endpoint.receiver.connections.transports,
         )
 
     async def _read(self, session: RouterSession, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
@@ -262,7 +260,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def _kv_handle(self) -> worker_pb2.KvHandle:
         return worker_pb2.KvHandle(
             epoch=self.epoch,
-            layout=layout_message(self._rank.kv.layout),
+            layout=self._rank.kv.layout.digest,
             endpoints=[self.address, *self._coordinator.endpoints],
         )
 

@@ -87,8 +87,8 @@ def status(
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{service['service']}: {service['model']}  grpc={service['grpc']} http={service['http']}")
     console.print(_worker_table(service["workers"]))
-    if any(worker["peers"] for worker in service["workers"]):
-        console.print(_peer_table(service["workers"]))
+    if any(worker["transports"] for worker in service["workers"]):
+        console.print(_transport_table(service["workers"]))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -142,11 +142,10 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _peer_table(workers: list[dict[str, Any]]) -> Table:
-    """From whom a worker has pulled KV cache, and how fast that was found to go when they connected."""
+def _transport_table(workers: list[dict[str, Any]]) -> Table:
+    """From which ranks a worker pulls KV cache, and over which transport."""
     table = Table("worker", "pulls from", "transport", box=None, header_style="bold", pad_edge=False)
-    table.add_column("GB/s", justify="right")
     for worker in workers:
-        for peer in worker["peers"]:
-            table.add_row(worker["id"], peer["endpoint"], peer["transport"], f"{peer['gb_per_second']:.2f}")
+        for endpoint, transport in worker["transports"].items():
+            table.add_row(worker["id"], endpoint, transport)
     return table

@@ -267,5 +267,5 @@ def needed_room(request: TokenRequest) -> Capacity:
 
 def _token_bytes(layout: worker_pb2.KvLayout) -> int:
     """Keys and values of one token, in all layers."""
-    heads = layout.num_layers * layout.num_kv_heads * layout.head_dim
+    heads = sum(layers.count * layers.num_kv_heads * layers.head_dim for layers in layout.layers)
     return 2 * heads * _ITEM_BYTES.get(layout.dtype, 2) or _UNKNOWN_TOKEN_BYTES

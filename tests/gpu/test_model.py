@@ -168,7 +168,7 @@ def test_kv_cache_moves_to_and_from_a_gpu_unchanged(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
-    layout = KvLayout(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=16, dtype=dtype, model="m")
+    layout = KvLayout.uniform(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=16, dtype=dtype, model="m")
     gpu, cpu = (
         PagedKv(layout, num_blocks=9, block_size=5, device=torch.device(name), tp=2, rank=1) for name in ("cuda", "cpu")
     )

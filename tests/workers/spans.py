@@ -12,5 +12,5 @@ def span(kv: KvStore, first_token: int, num_tokens: int, first_layer: int = 0, n
         first_token=first_token,
         num_tokens=num_tokens,
         first_slot=0,
-        num_slots=kv.num_slots,
+        num_slots=kv.num_slots(first_layer),
     )

@@ -12,9 +12,9 @@ from tandem.workers import session as session_module
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import SampledLogprobs
 from tandem.workers.engine.sequence import FinishReason
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.session import RouterSession
-from tandem.workers.transfer.messages import layout_message, parse_layout
+from tandem.workers.transfer.endpoint import layout_message
 
 
 async def taken(session: RouterSession) -> worker_pb2.SessionResponse:
@@ -238,6 +238,9 @@ async def test_no_turn_of_the_loop_is_long_for_a_long_prompt() -> None:
     assert len(output.tokens.prompt_logprobs) == 32_768
 
 
-def test_a_layout_comes_back_as_it_went() -> None:
-    layout = KvLayout(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
-    assert parse_layout(layout_message(layout)) == layout
+def test_a_layout_s_message_has_an_entry_for_each_run_of_equal_layers() -> None:
+    wide, narrow = (LayerGeometry(num_heads=4, num_kv_heads=n, head_dim=4, window=w) for n, w in ((2, None), (1, 8)))
+    message = layout_message(KvLayout(layers=(wide, wide, narrow, wide), dtype="float32", model="fake"))
+    runs = [(run.count, run.num_heads, run.num_kv_heads, run.head_dim, run.window) for run in message.layers]
+    assert runs == [(2, 4, 2, 4, 0), (1, 4, 1, 4, 8), (1, 4, 2, 4, 0)]
+    assert (message.dtype, message.model) == ("float32", "fake")

@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -19,7 +18,7 @@ from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.workers.engine.fake import expected_tokens
 from tandem.workers.tp.rank import Rank
-from tandem.workers.transfer.wire import PULL_METHOD, Open, Pull, TransferKey, encode
+from tandem.workers.transfer.frames import PULL_METHOD, Open, Pull, TransferKey, encode
 from tandem.workers.worker import Worker
 
 MALFORMED: dict[str, dict[str, Any]] = {
@@ -229,8 +228,8 @@ async def pull(channel: grpc.aio.Channel, handle: worker_pb2.KvHandle, epoch: in
     key = TransferKey(transfer_id=handle.transfer_id, epoch=epoch)
     call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(PULL_METHOD)()
     try:
-        await call.write(encode(key, Open(layout=asdict(rank.kv.layout))))
-        await call.write(encode(key, Pull(first_token=0, first_slot=0, num_slots=2)))
+        await call.write(encode(key, Open(layout=rank.kv.layout.digest)))
+        await call.write(encode(key, Pull(first_token=0, group=0, first_slot=0, num_slots=2)))
         while isinstance(await call.read(), bytes):
             pass
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from mmap import mmap
 
 from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.store import KvReader
+from ..kv_cache.store import KvRead
 from .plan import PENDING_TOKEN, Executor, OnLayers, SampledLogprobs, Samples, SamplingParams, SequenceStep, StepPlan
 
 
@@ -48,35 +48,40 @@ class FakeKv:
 
     def __init__(self, num_blocks: int, block_size: int, layout: KvLayout) -> None:
         self.layout = layout
-        self.tp, self.rank, self.num_slots = 1, 0, layout.num_kv_heads
-        self.shared = None
-        self._block_size = block_size
-        self._cell_bytes = layout.num_kv_heads * layout.bytes_per_slot
-        self._cells = [[bytes(self._cell_bytes)] * (num_blocks * block_size) for _ in range(layout.num_layers)]
+        self.tp, self.rank, self.shared_fd = 1, 0, None
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._cell_bytes = [self.num_slots(layer) * layout.bytes_per_slot(layer) for layer in range(layout.num_layers)]
+        self._cells = [[bytes(size)] * (num_blocks * block_size) for size in self._cell_bytes]  # [layer][place]
 
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, num_slots: int) -> KvReader:
+    def num_slots(self, layer: int) -> int:
+        """See `KvStore.num_slots`."""
+        return self.layout.layers[layer].num_kv_heads
+
+    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int) -> KvRead:
+        """Raises ValueError: this memory cannot be mapped."""
         raise ValueError("not shared")
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        places, layers, slots = self._find(blocks, span)
-        half = self._cell_bytes // 2
+        """See `KvStore.read`."""
+        places, slots = self._find(blocks, span)
         parts: list[bytes] = []
-        for cells in layers:
-            for first in (0, half):  # key, value
-                parts += [cells[place][first + slots.start : first + slots.stop] for place in places]
+        for layer in span.layers:
+            for first in (0, self._cell_bytes[layer] // 2):  # key, value
+                parts += [self._cells[layer][place][first + slots.start : first + slots.stop] for place in places]
         return memoryview(b"".join(parts))
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        places, layers, slots = self._find(blocks, span)
+        """See `KvStore.write`."""
+        places, slots = self._find(blocks, span)
         if data.nbytes != span.size(self.layout):
             raise ValueError(f"data: {data.nbytes} bytes, {span.size(self.layout)} are expected")
-        raw, half, size = data.tobytes(), self._cell_bytes // 2, len(slots)
+        raw, size = data.tobytes(), len(slots)
         at = 0
-        for cells in layers:
-            for first in (0, half):
+        for layer in span.layers:
+            for first in (0, self._cell_bytes[layer] // 2):
                 for place in places:
-                    cell, start, stop = cells[place], first + slots.start, first + slots.stop
-                    cells[place] = cell[:start] + raw[at : at + size] + cell[stop:]
+                    cell, start, stop = self._cells[layer][place], first + slots.start, first + slots.stop
+                    self._cells[layer][place] = cell[:start] + raw[at : at + size] + cell[stop:]
                     at += size
 
     def compute(self, blocks: Sequence[int], start: int, tokens: Sequence[int], history: bytes) -> bytes:
@@ -84,41 +89,37 @@ class FakeKv:
         for place, token in zip(self._places(blocks, start, len(tokens)), tokens, strict=True):
             history = _extend(history, token)
             for layer, cells in enumerate(self._cells):
-                cells[place] = _cell(history, token, layer, self._cell_bytes)
+                cells[place] = _cell(history, token, layer, self._cell_bytes[layer])
         return history
 
     def copy(self, source: int, target: int) -> None:
-        """Copies a block whole."""
-        size = self._block_size
+        """Copies a whole block."""
+        size = self.block_size
         for cells in self._cells:
             cells[target * size : (target + 1) * size] = cells[source * size : (source + 1) * size]
 
     def history(self, blocks: Sequence[int], num_tokens: int) -> bytes:
-        """What the first num_tokens tokens are. Raises RuntimeError if they are not one sequence's, in order."""
+        """Returns the history of the first num_tokens tokens. Raises RuntimeError if they are not one sequence's, in
+        order."""
         history = b""
         for position, place in enumerate(self._places(blocks, 0, num_tokens)):
             token = int.from_bytes(self._cells[0][place][:4], "little")
             history = _extend(history, token)
             for layer, cells in enumerate(self._cells):
-                if cells[place] != _cell(history, token, layer, self._cell_bytes):
+                if cells[place] != _cell(history, token, layer, self._cell_bytes[layer]):
                     raise RuntimeError(f"layer {layer}, position {position}, place {place}: KV of something else")
         return history
 
-    def _find(self, blocks: Sequence[int], span: KvSpan) -> tuple[list[int], list[list[bytes]], range]:
-        """The places of a span's tokens, its layers' cells, and the bytes of its KV slots in either half of a cell."""
-        layers = self._cells[span.first_layer : span.first_layer + span.num_layers]
-        slots = range(span.first_slot, span.first_slot + span.num_slots)
-        if span.first_layer < 0 or not layers or len(layers) != span.num_layers:
-            raise ValueError(f"layers {span.first_layer} + {span.num_layers} of {self.layout.num_layers}")
-        if span.first_slot < 0 or not slots or slots.stop > self.num_slots:
-            raise ValueError(f"KV slots {span.first_slot} + {span.num_slots} of {self.num_slots}")
-        size = self._cell_bytes // 2 // self.num_slots
+    def _find(self, blocks: Sequence[int], span: KvSpan) -> tuple[list[int], range]:
+        """Returns the places of a span's tokens, and the bytes of its KV slots in either half of a cell."""
+        span.check(self.layout, num_tokens=len(blocks) * self.block_size, num_slots=self.num_slots)
+        size = self.layout.bytes_per_slot(span.first_layer) // 2
         places = self._places(blocks, span.first_token, span.num_tokens)
-        return places, layers, range(slots.start * size, slots.stop * size)
+        return places, range(span.first_slot * size, (span.first_slot + span.num_slots) * size)
 
     def _places(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[int]:
-        """Where the tokens are among a layer's cells."""
-        size, end = self._block_size, first_token + num_tokens
+        """Returns where the tokens are among a layer's cells."""
+        size, end = self.block_size, first_token + num_tokens
         if first_token < 0 or end > len(blocks) * size:
             raise ValueError(f"tokens {first_token} to {end} of {len(blocks)} blocks of {size}")
         return [blocks[p // size] * size + p % size for p in range(first_token, end)]
@@ -136,7 +137,7 @@ class FakeExecutor(Executor):
     def __init__(
         self, num_blocks: int, block_size: int, *, vocab_size: int = 512, model: str = "fake", step_seconds: float = 0.0
     ) -> None:
-        layout = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model=model)
+        layout = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model=model)
         self.kv = FakeKv(num_blocks, block_size, layout)
         self.vocab_size = vocab_size
         self.step_seconds = step_seconds

@@ -1,6 +1,6 @@
-"""Implements an executor that computes nothing, for measuring everything above it.
+"""An executor that computes nothing, for measuring what is above it. Its tokens mean nothing and come at once.
 
-Knows nothing of models; its KV cache reads as zeros.
+Knows nothing of models; its KV cache holds zeros, whatever is written.
 """
 
 import itertools
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from mmap import mmap
 
 from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.store import KvReader
+from ..kv_cache.store import KvRead
 from .plan import Executor, OnLayers, Samples, StepPlan
 
 
@@ -18,27 +18,33 @@ class NullKv:
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
-        self.tp, self.rank, self.num_slots = 1, 0, layout.num_kv_heads
-        self.shared = None
+        self.tp, self.rank, self.shared_fd = 1, 0, None
+        self.num_blocks = self.block_size = 0
         self._zeros = memoryview(b"")
 
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, num_slots: int) -> KvReader:
+    def num_slots(self, layer: int) -> int:
+        """See `KvStore.num_slots`."""
+        return self.layout.layers[layer].num_kv_heads
+
+    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int) -> KvRead:
+        """Raises ValueError: this memory cannot be mapped."""
         raise ValueError("not shared")
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """Returns zeros."""
         size = self._check(span)
         if len(self._zeros) < size:
             self._zeros = memoryview(bytes(size))
         return self._zeros[:size]
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+        """Drops the data, after the checks of `KvStore.write`."""
         size = self._check(span)
         if data.nbytes != size:
             raise ValueError(f"data: {data.nbytes} bytes, {size} are expected")
 
     def _check(self, span: KvSpan) -> int:
-        last_token = span.first_token + span.num_tokens
-        span.check(num_layers=self.layout.num_layers, num_tokens=last_token, num_slots=self.num_slots)
+        span.check(self.layout, num_tokens=span.first_token + span.num_tokens, num_slots=self.num_slots)
         return span.size(self.layout)
 
 
@@ -47,7 +53,7 @@ class NullExecutor(Executor):
 
     def __init__(self, *, vocab_size: int = 512, step_seconds: float = 0.0, model: str = "null") -> None:
         """Collecting a step takes `step_seconds`."""
-        layout = KvLayout(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", model=model)
+        layout = KvLayout.uniform(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", model=model)
         self.kv = NullKv(layout)
         self.vocab_size = vocab_size
         self._step_seconds = step_seconds

@@ -1,12 +1,14 @@
-"""Which piece of KV cache goes from which prefill rank to which decode rank, for any two degrees of tensor parallelism.
+"""Plans which piece of KV cache goes from which prefill rank to which decode rank, for any two degrees of tensor
+parallelism.
 
-Pure arithmetic on KV slots (see `engine.sharding`). A piece stands for all layers and tokens; the canonical form of the
-cache, [layer, key or value, token, KV head, head_dim], makes it one slice of the KV head axis on either side, whatever
-the block sizes and storage layouts are.
+Pure arithmetic on KV slots (see `sharding`). A piece stands for all tokens of all layers of one group; the canonical
+form of the cache, [layer, key or value, token, KV head, head_dim], makes it one slice of the KV head axis on either
+side, whatever the block sizes and storage layouts are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .layout import KvLayout
 from .sharding import check_split, kv_heads
 
 
@@ -17,10 +19,22 @@ class Piece:
     source_rank: int
     source_slots: range
     target_slots: range
+    group: int = 0  # of KvLayout.groups
+
+
+def plan_layout(layout: KvLayout, source_tp: int, target_tp: int, target_rank: int) -> tuple[Piece, ...]:
+    """Returns the pieces that fill a target rank, group by group of equal layers. Raises ValueError as `check_split`
+    does."""
+    pieces: list[Piece] = []
+    for group, layers in enumerate(layout.groups):
+        geometry = layout.layers[layers[0]]
+        planned = plan(geometry.num_heads, geometry.num_kv_heads, source_tp, target_tp, target_rank)
+        pieces += (replace(piece, group=group) for piece in planned)
+    return tuple(pieces)
 
 
 def plan(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, target_rank: int) -> tuple[Piece, ...]:
-    """The pieces that fill every KV slot of a target (decode) rank exactly once, in the order of its slots.
+    """Returns the pieces that fill every KV slot of a target (decode) rank exactly once, in the order of its slots.
 
     8 query heads over 2 KV heads, from tp 4 to tp 1: source ranks hold the KV heads (0) (0) (1) (1), the target holds
     (0, 1). It reads its slot 0 from rank 0 and its slot 1 from rank 2. Back, from tp 1 to tp 4, each target rank reads
@@ -52,7 +66,8 @@ def plan(num_heads: int, num_kv_heads: int, source_tp: int, target_tp: int, targ
 
 
 def _longest_run(slots: tuple[int, ...], wanted: tuple[int, ...]) -> range:
-    """The longest run of `slots` whose heads `wanted` begins with; the first of equals, empty if there is none."""
+    """Returns the longest run of `slots` whose heads `wanted` begins with; the first of equals, empty if there is
+    none."""
     best = range(0)
     for first in range(len(slots)):
         stop = first

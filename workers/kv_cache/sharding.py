@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a model: which heads, rows and columns each rank keeps. Pure arithmetic.
+"""Splits a model by tensor parallelism: which heads, rows and columns each rank keeps. Pure arithmetic.
 
 A KV slot is a place for one KV head in a rank's cache. Ranks may hold the same KV head, and where the query heads of a
 rank straddle groups unevenly, one rank may hold a KV head in several slots.
@@ -20,13 +20,13 @@ def check_split(num_heads: int, num_kv_heads: int, tp: int, rank: int = 0) -> No
 
 
 def query_heads(num_heads: int, tp: int, rank: int) -> range:
-    """The query heads of a rank. Raises ValueError if tp does not divide them."""
+    """Returns the query heads of a rank. Raises ValueError if tp does not divide them."""
     check_split(num_heads, num_heads, tp, rank)
     return part(num_heads, tp, rank)
 
 
 def kv_heads(num_heads: int, num_kv_heads: int, tp: int, rank: int) -> tuple[int, ...]:
-    """The KV head of each KV slot of a rank, never falling; as many slots on every rank, and as few as can be.
+    """Returns the KV head of each KV slot of a rank, ascending; as many slots on every rank, and as few as can be.
 
     The attention kernels need uniform groups: query head i of the rank uses slot i // (query heads // slots). A run of
     query heads that shares a slot starts at a multiple of its length, so it lies within one KV head's group on every
@@ -45,7 +45,7 @@ def kv_heads(num_heads: int, num_kv_heads: int, tp: int, rank: int) -> tuple[int
 
 
 def part(size: int, tp: int, rank: int) -> range:
-    """A rank's part of a dimension that need not divide, such as the vocabulary or the intermediate size.
+    """Returns a rank's part of a dimension that tp need not divide, such as the vocabulary or intermediate size.
 
     The parts follow one another and differ by at most one in size; some are empty if size < tp."""
     return range(size * rank // tp, size * (rank + 1) // tp)

@@ -1,47 +1,25 @@
-"""The interface of one rank's KV cache memory, as KV transfers read and write it."""
+"""Declares how KV transfers read and write one rank's KV cache memory."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from mmap import mmap
-from typing import Final, Protocol
+from typing import Protocol
 
 from .layout import KvLayout, KvSpan
+from .sharding import kv_heads
 
-LEDGER_BYTES: Final = 64 * 1024
-SAMPLE_BYTES: Final = 2 * 1024 * 1024
-TAIL_BYTES: Final = SAMPLE_BYTES + LEDGER_BYTES
-"""At the end of KV cache memory that is shared; for those who move the cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMemory:
-    """KV cache memory that other processes of the host can map."""
-
-    fd: int  # of a file that is the memory
-    sample: memoryview  # SAMPLE_BYTES, before
-    ledger: memoryview  # its last LEDGER_BYTES
-    num_blocks: int
-    block_size: int
-    num_slots: int
+KvRead = Callable[[Sequence[int], KvSpan], memoryview]
+"""Reads a span as `KvStore.read` does."""
 
 
-class KvReader(Protocol):
-    """KV cache that can be read."""
-
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """Copies out a span of the sequence whose block table is `blocks`.
-
-        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_dim]. Raises ValueError if
-        something is out of range."""
-        ...
-
-
-class KvStore(KvReader, Protocol):
-    """The KV cache memory of one rank, as the transfer reads and writes it in canonical form.
+class KvStore(Protocol):
+    """The KV cache memory of one rank, as transfers read and write it in canonical form.
 
     The caller owns the blocks for the whole call. Reads and writes of blocks that the running step does not touch
     are safe from any thread while a step runs.
     """
+
+    num_blocks: int
+    block_size: int  # tokens
 
     @property
     def layout(self) -> KvLayout:
@@ -56,20 +34,39 @@ class KvStore(KvReader, Protocol):
     @property
     def rank(self) -> int: ...
 
-    @property
-    def num_slots(self) -> int:
-        """KV slots of this rank: `len(kv_heads(layout.num_heads, layout.num_kv_heads, tp, rank))` of `sharding`."""
+    def num_slots(self, layer: int) -> int:
+        """KV slots of this rank in a layer: the length of `sharding.kv_heads`."""
         ...
 
     @property
-    def shared(self) -> SharedMemory | None:
-        """None if other processes cannot map it."""
+    def shared_fd(self) -> int | None:
+        """The file that is this memory, for other processes of the host to map; None if there is none."""
         ...
 
-    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, num_slots: int) -> KvReader:
-        """The cache of another process, of the same layout. Raises ValueError if `memory` is too small for it."""
+    def attach(self, memory: mmap, *, num_blocks: int, block_size: int, tp: int, rank: int) -> KvRead:
+        """Returns the read of another process's memory of the same layout, which is that of rank `rank` of `tp`. Raises
+        ValueError if `memory` is too small or the model cannot be split so."""
+        ...
+
+    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """Copies out a span of the sequence whose block table is `blocks`.
+
+        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_dim]. Raises ValueError if
+        something is out of range."""
         ...
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
-        """The inverse of `read`. Raises ValueError if `data` has not exactly the expected length."""
+        """Writes what `read` of such a span returns. Raises ValueError if `data` has not exactly the expected
+        length."""
         ...
+
+
+def paged_shapes(layout: KvLayout, *, num_blocks: int, block_size: int, tp: int, rank: int) -> list[tuple[int, ...]]:
+    """Returns the shape of each group's blocks in one rank's memory, [num_layers, 2, num_blocks, num_slots, block_size,
+    head_dim]; where other processes read it, the groups follow one another. Raises ValueError as `check_split` does."""
+    shapes: list[tuple[int, ...]] = []
+    for group in layout.groups:
+        geometry = layout.layers[group[0]]
+        num_slots = len(kv_heads(geometry.num_heads, geometry.num_kv_heads, tp, rank))
+        shapes.append((len(group), 2, num_blocks, num_slots, block_size, geometry.head_dim))
+    return shapes

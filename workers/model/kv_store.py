@@ -1,47 +1,49 @@
-"""The KV cache memory of one rank: a paged tensor, and its canonical form for the transfer."""
+"""Holds the KV cache memory of one rank: paged tensors, and their canonical form for transfers."""
 
 import math
 import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.sharding import kv_heads
-from ..kv_cache.store import SAMPLE_BYTES, TAIL_BYTES, SharedMemory
+from ..kv_cache.layout import KvLayout, KvSpan, LayerGeometry
+from ..kv_cache.store import KvRead, paged_shapes
 from .config import ModelConfig
 from .device import indices, to_device
 from .footprint import kv_bytes_per_token
 from .kernels.build import kernel, library
-from .weights import DTYPES
+
+Bytes = npt.NDArray[np.uint8]
+# Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block and offset of each
+# token, slots.
+_Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice]
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str, tp: int = 1) -> int:
-    """Bytes of KV cache memory that one block of `block_size` tokens takes over all layers on each of `tp` ranks.
-
-    Raises ValueError if the model's heads cannot be split so."""
+    """Returns the bytes of KV cache memory that one block of `block_size` tokens takes over all layers on each of `tp`
+    ranks. Raises ValueError if the model's heads cannot be split so."""
     return block_size * kv_bytes_per_token(config, tp, dtype)
 
 
 def kv_layout(config: ModelConfig, dtype: str, fingerprint: str) -> KvLayout:
-    """`config` is of the whole model."""
-    return KvLayout(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        model=fingerprint,
+    """Returns the layout of a model's KV cache; `config` is of the whole model."""
+    layers = tuple(
+        LayerGeometry(
+            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window
+        )
+        for window in config.windows
     )
+    return KvLayout(layers=layers, dtype=dtype, model=fingerprint)
 
 
 class PagedKv:
-    """Implements `KvStore`. Blocks lie as [num_layers, 2, num_blocks, num_slots, block_size, head_dim].
+    """Implements `KvStore`. The blocks of each group of equal layers lie in one tensor, [num_layers, 2, num_blocks,
+    num_slots, block_size, head_dim]; the groups' tensors lie one after the other in one memory.
 
     KV slot before token, so that one gather of (block, slot) rows gives attention the [head, token, head_dim] it
     multiplies with.
@@ -63,189 +65,206 @@ class PagedKv:
         self.layout = layout
         self.tp = tp
         self.rank = rank
-        self.num_slots = len(kv_heads(layout.num_heads, layout.num_kv_heads, tp, rank))
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.shared: SharedMemory | None = None
-        shape, dtype = _shape(layout, num_blocks, block_size, self.num_slots), DTYPES[layout.dtype]
-        if shared and device.type == "cpu" and hasattr(os, "memfd_create"):
-            memory = self._share(math.prod(shape) * dtype.itemsize)
-            self.data = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
-        else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.shared_fd: int | None = None
+        shapes = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+        sizes = [math.prod(shape) for shape in shapes]
+        memory = self._allocate(sum(sizes), shared=shared)  # [elements of all groups]
+        # One for each group.
+        self.tensors = tuple(part.view(shape) for part, shape in zip(torch.split(memory, sizes), shapes, strict=True))
         # A view of each layer's keys and values; made once, since making views is what a small step spends its time on.
-        self._layers = [tuple(layer.unbind(0)) for layer in self.data]
+        self._layers = [tuple(self.tensors[group][index].unbind(0)) for group, index in layout.places]
         self._gather = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self._layers]
         self._scatter = [tuple(part.flatten(0, 2) for part in layer) for layer in self._layers]
-        if self.data.is_cuda:
-            self._tokens = self.data.view(torch.int32).transpose(3, 4)
+        if device.type == "cuda":
+            self._tokens = [tensor.view(torch.int32).transpose(3, 4) for tensor in self.tensors]
             self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         else:
-            self._heads = _Heads(self.data.view(torch.uint8).numpy())
-        self._address = partial(_address, shape)
+            raw = memory.view(torch.uint8).numpy()
+            self._host = HostKv(layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
 
-    def _share(self, num_bytes: int) -> mmap.mmap:
-        """Zeros in a file without a name, which goes away with the last process that maps it."""
-        fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
-        os.ftruncate(fd, num_bytes + TAIL_BYTES)
-        memory = mmap.mmap(fd, num_bytes + TAIL_BYTES)
-        tail = memoryview(memory)[num_bytes:]
-        self.shared = SharedMemory(
-            fd=fd,
-            sample=tail[:SAMPLE_BYTES],
-            ledger=tail[SAMPLE_BYTES:],
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            num_slots=self.num_slots,
-        )
-        weakref.finalize(self, os.close, fd)
-        return memory
+    def _allocate(self, num_items: int, *, shared: bool) -> torch.Tensor:  # [num_items], zeros
+        if not (shared and self.device.type == "cpu" and hasattr(os, "memfd_create")):
+            return torch.zeros(num_items, dtype=self.dtype, device=self.device)
+        num_bytes = num_items * self.dtype.itemsize
+        # A file without a name goes away with the last process that maps it.
+        self.shared_fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.shared_fd)
+        os.ftruncate(self.shared_fd, num_bytes)
+        shared_memory: torch.Tensor = torch.frombuffer(mmap.mmap(self.shared_fd, num_bytes), dtype=self.dtype)
+        return shared_memory
 
-    def attach(self, memory: mmap.mmap, *, num_blocks: int, block_size: int, num_slots: int) -> "PeerKv":
-        """See `KvStore.attach`."""
-        return PeerKv(self.layout, memory, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
+    @property
+    def data(self) -> torch.Tensor:
+        """The one tensor of a model whose layers are equal."""
+        (tensor,) = self.tensors
+        return tensor
+
+    def num_slots(self, layer: int) -> int:
+        """See `KvStore.num_slots`."""
+        return int(self.tensors[self.layout.places[layer][0]].shape[3])
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer where they lie: each [num_blocks, num_slots, block_size, head_dim]."""
+        """Returns a layer's keys and values in place: each [num_blocks, num_slots, block_size, head_dim]."""
         keys, values = self._layers[layer]
         return keys, values
 
     def gather_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer as rows of (block, slot): each [num_blocks * num_slots, tokens * head_dim]."""
+        """Returns a layer's keys and values as rows of (block, slot): each [num_blocks * num_slots, tokens *
+        head_dim]."""
         keys, values = self._gather[layer]
         return keys, values
 
     def scatter_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer as rows of (block, slot, token): each [rows, head_dim]."""
+        """Returns a layer's keys and values as rows of (block, slot, token): each [rows, head_dim]."""
         keys, values = self._scatter[layer]
         return keys, values
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks whole, from and to, in order with the steps. No target may be a source."""
-        sources, targets = (indices(blocks, self.data.device) for blocks in zip(*pairs, strict=True))
-        self.data.index_copy_(2, targets, self.data.index_select(2, sources))
+        """Copies whole blocks, given as (source, target), in order with the steps. No target may be a source."""
+        sources, targets = (indices(blocks, self.device) for blocks in zip(*pairs, strict=True))
+        for tensor in self.tensors:
+            tensor.index_copy_(2, targets, tensor.index_select(2, sources))
+
+    def clear_after(self, block: int, first_offset: int) -> None:
+        """Zeroes the tokens of a block from `first_offset` on, in all layers and slots."""
+        for tensor in self.tensors:
+            tensor[:, :, block, :, first_offset:] = 0
+
+    def attach(self, memory: mmap.mmap, *, num_blocks: int, block_size: int, tp: int, rank: int) -> KvRead:
+        """See `KvStore.attach`."""
+        raw = np.frombuffer(memory, np.uint8)
+        return HostKv(self.layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank).read
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """See `KvStore.read`."""
-        index = self._address(blocks, span)
-        return _bytes(self._read_gpu(index) if self.data.is_cuda else self._heads.read(index))
+        if self.device.type != "cuda":
+            return self._host.read(blocks, span)
+        group, index = self._locate(blocks, span)
+        # On a stream of its own, so that it waits for no step: a reader knows that the tokens are computed. Only
+        # writes, of whose end nobody is told, come first.
+        with torch.cuda.stream(self._reader):
+            self._reader.wait_event(self._written)
+            picked = self._tokens[group][self._index_on_device(index)]
+            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(picked, non_blocking=True)
+        self._reader.synchronize()
+        return _bytes(host.numpy())
 
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         """See `KvStore.write`. Raises ValueError if the span or the length is out of range."""
-        index = self._address(blocks, span)
-        expected = span.size(self.layout)
-        if data.nbytes != expected:
-            raise ValueError(f"KV data has {data.nbytes} bytes, {expected} are expected")
+        if self.device.type != "cuda":
+            self._host.write(blocks, span, data)
+            return
+        group, index = self._locate(blocks, span)
+        _check_length(span, self.layout, data)
+        # In order with the steps: the last owner's may still run, the new owner's come behind.
         shape = (span.num_layers, 2, span.num_tokens, span.num_slots, -1)
-        if self.data.is_cuda:
-            self._write_gpu(index, np.frombuffer(data, np.int32).reshape(shape))
-        else:
-            self._heads.write(index, np.frombuffer(data, np.uint8).reshape(shape))
-
-    def _read_gpu(self, index: tuple[Any, ...]) -> "np.ndarray[Any, Any]":
-        """On a stream of its own, so that it waits for no step: whoever reads has heard that the tokens are there. Only
-        writes, of which nobody hears when they are done, come first."""
-        with torch.cuda.stream(self._reader):
-            self._reader.wait_event(self._written)
-            picked = self._tokens[self._there(index)]
-            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True).copy_(picked, non_blocking=True)
-        self._reader.synchronize()
-        return host.numpy()
-
-    def _write_gpu(self, index: tuple[Any, ...], words: "np.ndarray[Any, Any]") -> None:
-        """In order with the steps: the last owner's may still run, the new owner's come behind."""
-        host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
-        host.numpy()[...] = words
-        self._tokens[self._there(index)] = host.to(self.data.device, non_blocking=True)
+        source = np.frombuffer(data, np.int32).reshape(shape)
+        host = torch.empty(source.shape, dtype=torch.int32, pin_memory=True)
+        host.numpy()[...] = source
+        self._tokens[group][self._index_on_device(index)] = host.to(self.device, non_blocking=True)
         self._written.record()
 
-    def _there(self, index: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _locate(self, blocks: Sequence[int], span: KvSpan) -> tuple[int, _Index]:
+        return _locate(self.layout, blocks, span, self.num_blocks, self.block_size, [t.shape[3] for t in self.tensors])
+
+    def _index_on_device(self, index: _Index) -> tuple[Any, ...]:
         layers, both, block, offset, slots = index
-        block, offset = (to_device(torch.from_numpy(place), self.data.device) for place in (block, offset))
-        return layers, both, block, offset, slots
+        block_there, offset_there = (to_device(torch.from_numpy(place), self.device) for place in (block, offset))
+        return layers, both, block_there, offset_there, slots
 
 
-class PeerKv:
-    """Implements `KvReader` over memory that another process's `PagedKv` shares."""
+class HostKv:
+    """Reads and writes the KV cache of one rank in host memory, this process's own or mapped from another.
 
-    def __init__(
-        self, layout: KvLayout, memory: mmap.mmap, *, num_blocks: int, block_size: int, num_slots: int
-    ) -> None:
-        shape = _shape(layout, num_blocks, block_size, num_slots)
-        size = layout.head_dim * DTYPES[layout.dtype].itemsize
-        if min(shape) < 1 or math.prod(shape[:-1]) * size > len(memory) - TAIL_BYTES:
-            raise ValueError(f"{len(memory)} bytes do not hold {num_blocks} blocks of {block_size} tokens")
-        self._address = partial(_address, shape)
-        raw = np.frombuffer(memory, np.uint8, math.prod(shape[:-1]) * size)
-        self._heads = _Heads(raw.reshape(*shape[:-1], size))
+    Copies in the calling thread, where torch would wake a second team of OpenMP threads against those of the running
+    step (measured: down to 0.04 GB/s)."""
 
-    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """See `KvReader.read`."""
-        return _bytes(self._heads.read(self._address(blocks, span)))
-
-
-class _Heads:
-    """KV cache in host memory, as vectors of bytes, one for each head. Copies in the calling thread, where torch would
-    wake a second team of OpenMP threads against those of the running step (measured: down to 0.04 GB/s)."""
-
-    def __init__(self, raw: "np.ndarray[Any, Any]") -> None:
-        """`raw` is [num_layers, 2, num_blocks, num_slots, block_size, bytes of a head] of uint8."""
-        self._raw = raw
-        self._half_bytes, self._block_bytes, self._slot_bytes, self._head_bytes = raw.strides[1:5]
-        self._by_token = raw.transpose(0, 1, 2, 4, 3, 5)
+    def __init__(self, layout: KvLayout, raw: Bytes, *, num_blocks: int, block_size: int, tp: int, rank: int) -> None:
+        """`raw` is all of the memory, [bytes]. Raises ValueError if it is too small, or as `check_split` does."""
+        paged = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+        head_bytes = [layout.bytes_per_slot(group[0]) // 2 for group in layout.groups]
+        shapes = [(*shape[:-1], size) for shape, size in zip(paged, head_bytes, strict=True)]
+        sizes = [math.prod(shape) for shape in shapes]
+        if min(num_blocks, block_size) < 1 or sum(sizes) > len(raw):
+            raise ValueError(f"{len(raw)} bytes do not hold {num_blocks} blocks of {block_size} tokens")
+        ends = np.cumsum(sizes).tolist()
+        # Of each group, [num_layers, 2, num_blocks, num_slots, block_size, bytes of a head].
+        self._groups = [
+            raw[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)
+        ]
+        self._layout, self._num_blocks, self._block_size = layout, num_blocks, block_size
+        self._slots = [shape[3] for shape in shapes]
         self._native = library() is not None
 
-    def read(self, index: tuple[Any, ...]) -> "np.ndarray[Any, Any]":
-        """[layers, 2, tokens, slots, bytes of a head] at what `_address` gives."""
+    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """See `KvStore.read`."""
+        group, index = self._locate(blocks, span)
+        raw = self._groups[group]
         if not self._native:
-            return self._by_token[index]  # type: ignore[no-any-return]
-        layers, _, block, _, slots = index
-        shape = (layers.stop - layers.start, 2, len(block), slots.stop - slots.start, self._head_bytes)
-        dense = np.empty(shape, np.uint8)
-        self._move("read_heads", index, dense)
-        return dense
+            return _bytes(raw.transpose(0, 1, 2, 4, 3, 5)[index])
+        dense = np.empty((span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5]), np.uint8)
+        _copy("read_heads", raw, index, dense)
+        return _bytes(dense)
 
-    def write(self, index: tuple[Any, ...], dense: "np.ndarray[Any, Any]") -> None:
-        """The inverse of `read`; `dense` is contiguous."""
+    def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
+        """See `KvStore.write`."""
+        group, index = self._locate(blocks, span)
+        _check_length(span, self._layout, data)
+        raw = self._groups[group]
+        dense = np.frombuffer(data, np.uint8)
+        dense = dense.reshape(span.num_layers, 2, span.num_tokens, span.num_slots, raw.shape[5])
         if self._native:
-            self._move("write_heads", index, dense)
+            _copy("write_heads", raw, index, dense)
         else:
-            self._by_token[index] = dense
+            raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
 
-    def _move(self, name: str, index: tuple[Any, ...], dense: "np.ndarray[Any, Any]") -> None:
-        layers, _, block, offset, slots = index
-        places = block * self._block_bytes + offset * self._head_bytes
-        kernel(name)(
-            self._raw.ctypes.data + layers.start * self._raw.strides[0] + slots.start * self._slot_bytes,
-            dense.ctypes.data,
-            places.ctypes.data,
-            2 * dense.shape[0],
-            self._half_bytes,
-            dense.shape[2],
-            dense.shape[3],
-            self._slot_bytes,
-            self._head_bytes,
-        )
+    def _locate(self, blocks: Sequence[int], span: KvSpan) -> tuple[int, _Index]:
+        return _locate(self._layout, blocks, span, self._num_blocks, self._block_size, self._slots)
 
 
-def _shape(layout: KvLayout, num_blocks: int, block_size: int, num_slots: int) -> tuple[int, ...]:
-    return layout.num_layers, 2, num_blocks, num_slots, block_size, layout.head_dim
+def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
+    """Runs a kernel between a group's memory and `dense`, [layers, 2, tokens, slots, bytes of a head], contiguous."""
+    layers, _, block, offset, slots = index
+    layer_bytes, half_bytes, block_bytes, slot_bytes, head_bytes = raw.strides[:5]
+    places = block * block_bytes + offset * head_bytes
+    kernel(name)(
+        raw.ctypes.data + layers.start * layer_bytes + slots.start * slot_bytes,
+        dense.ctypes.data,
+        places.ctypes.data,
+        2 * dense.shape[0],
+        half_bytes,
+        dense.shape[2],
+        dense.shape[3],
+        slot_bytes,
+        head_bytes,
+    )
 
 
-def _address(shape: tuple[int, ...], blocks: Sequence[int], span: KvSpan) -> tuple[Any, ...]:
-    """Addresses [layer, 2, token, slot] of a by-token view of memory of this `_shape`. Raises ValueError if there is no
-    such place."""
-    num_layers, _, num_blocks, num_slots, block_size, _ = shape
-    span.check(num_layers=num_layers, num_tokens=len(blocks) * block_size, num_slots=num_slots)
+def _locate(
+    layout: KvLayout, blocks: Sequence[int], span: KvSpan, num_blocks: int, block_size: int, slots: Sequence[int]
+) -> tuple[int, _Index]:
+    """Returns a span's group and its index in that group's tensor, seen as [layer, 2, block, token, slot]; `slots` are
+    of each group. Raises ValueError if the span or a block is out of range."""
+    span.check(layout, num_tokens=len(blocks) * block_size, num_slots=lambda layer: slots[layout.places[layer][0]])
     table = np.asarray(blocks, np.int64)
     if table.min() < 0 or table.max() >= num_blocks:
         raise ValueError(f"a block is not within {num_blocks}")
     positions = np.arange(span.first_token, span.first_token + span.num_tokens)
-    block, offset = table[positions // block_size], positions % block_size
-    layers = slice(span.first_layer, span.first_layer + span.num_layers)
-    return layers, slice(None), block, offset, slice(span.first_slot, span.first_slot + span.num_slots)
+    group, first = layout.places[span.first_layer]
+    layers, both = slice(first, first + span.num_layers), slice(None)
+    slot_range = slice(span.first_slot, span.first_slot + span.num_slots)
+    return group, (layers, both, table[positions // block_size], positions % block_size, slot_range)
 
 
-def _bytes(array: "np.ndarray[Any, Any]") -> memoryview:
+def _check_length(span: KvSpan, layout: KvLayout, data: memoryview) -> None:
+    if data.nbytes != span.size(layout):
+        raise ValueError(f"KV data has {data.nbytes} bytes, {span.size(layout)} are expected")
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -138,7 +138,7 @@ class ModelRunner(Executor):
             )
             self.execute(StepPlan(sequences=(step,), dropped=()))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
-        if self.kv.data.is_cuda and not self._attention.reads_whole_blocks:
+        if self.kv.device.type == "cuda" and not self._attention.reads_whole_blocks:
             from .graphs import BATCHES, CudaCapture
 
             self.capture_graphs(CudaCapture(), BATCHES)
@@ -168,7 +168,7 @@ class ModelRunner(Executor):
         last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
         first_in_last = max(step.start - last * self.kv.block_size, 0)
         if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
-            self.kv.data[:, :, blocks[last], :, first_in_last:] = 0
+            self.kv.clear_after(blocks[last], first_in_last)
 
     def _introduce(self, step: SequenceStep, params: SamplingParams) -> None:
         self._release(step.sequence_id)

@@ -10,10 +10,8 @@ from dataclasses import replace
 
 from ...proto import worker_pb2
 from ..engine.plan import FirstTokens
-from ..transfer.connector import KvMover
-from ..transfer.messages import parse_layout
-from ..transfer.receiver import Fetched, Target, Want
-from ..transfer.wire import TransferKey
+from ..transfer.endpoint import KvEndpoint
+from ..transfer.receiver import FetchRequest, FetchResult, FetchTarget
 from .rank_client import RankClient, RankLost
 
 
@@ -21,32 +19,32 @@ class KvGroup:
     """Starts and stops the KV transfers of sequences. Lives in one event loop. When a client is lost, the worker is;
     nothing here recovers from it."""
 
-    def __init__(self, endpoint: KvMover, clients: Sequence[RankClient] = ()) -> None:
+    def __init__(self, endpoint: KvEndpoint, clients: Sequence[RankClient] = ()) -> None:
         """`endpoint` transfers this rank's part; `clients` are the ranks that rank 0 commands."""
         self._endpoint = endpoint
         self._clients = clients
         self._commanded: set[int] = set()  # sequences that the clients offer or fetch
-        self._targets: dict[int, asyncio.Future[Target]] = {}
-        self._fetches: dict[int, asyncio.Task[Fetched]] = {}
+        self._targets: dict[int, asyncio.Future[FetchTarget]] = {}
+        self._fetches: dict[int, asyncio.Task[FetchResult]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
 
     @property
     def num_leases(self) -> int:
         """Offers that have not been withdrawn, acknowledged or expired."""
-        return self._endpoint.exporter.num_exports
+        return self._endpoint.sender.num_offers
 
     @property
     def num_transfers(self) -> int:
         """Streams out, fetches, streams in that are being closed, and transfers that are being stopped."""
         num_fetches = sum(not task.done() for task in self._fetches.values())
-        num_streams = self._endpoint.exporter.num_streams + self._endpoint.puller.num_closing
+        num_streams = self._endpoint.sender.num_streams + self._endpoint.receiver.num_closing
         return num_streams + num_fetches + len(self._stopping)
 
     def offer(
         self, sequence_id: int, transfer_id: bytes, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes
     ) -> None:
         """Offers a sequence's KV cache, computed or not, to other workers on every rank."""
-        self._endpoint.exporter.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
+        self._endpoint.sender.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
         offer = worker_pb2.OfferKv(
             transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, prefix_hash=prefix_hash
         )
@@ -55,17 +53,17 @@ class KvGroup:
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
         """Reports that an offer's first num_ready tokens are computed, and the first num_ahead in the first num_layers
         layers. This holds on every rank, since each layer ends with a collective."""
-        self._endpoint.exporter.progress(sequence_id, num_ready, num_ahead, num_layers)
+        self._endpoint.sender.progress(sequence_id, num_ready, num_ahead, num_layers)
         progress = worker_pb2.KvProgress(num_ready=num_ready, num_ahead=num_ahead, num_layers=num_layers)
         self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
 
     def complete(self, sequence_id: int, first: FirstTokens) -> None:
         """Reports that an offer's prefill is finished."""
-        self._endpoint.exporter.complete(sequence_id, first)
+        self._endpoint.sender.complete(sequence_id, first)
         progress = worker_pb2.KvProgress(first_tokens=first.tokens, first_logprobs=first.logprobs)
         self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
 
-    def fetch(self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes) -> "asyncio.Task[Fetched]":
+    def fetch(self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes) -> "asyncio.Task[FetchResult]":
         """Fetches every rank's part of a KV cache once `set_target` is called; only then rank 0 acknowledges it.
 
         The task raises TransferError if a part could not be fetched. After a failure or a cancel, `stop` tells when no
@@ -74,28 +72,24 @@ class KvGroup:
         parts = [client.fetch(sequence_id, fetch) for client in self._clients]
         if parts:
             self._commanded.add(sequence_id)
-        want = Want(
-            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
-            num_tokens=handle.num_tokens,
-            prefix_hash=prefix_hash,
-        )
+        request = FetchRequest.of_handle(handle, prefix_hash)
         target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
-        task = self._fetches[sequence_id] = asyncio.create_task(self._fetch(handle, want, target, parts))
+        task = self._fetches[sequence_id] = asyncio.create_task(self._fetch(request, target, parts))
         return task
 
     def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:
         """Sets the blocks for a fetch and the number of tokens that the prefix cache holds already."""
         if sequence_id in self._targets:
-            self._targets.pop(sequence_id).set_result(Target(blocks=blocks, num_cached=num_cached))
+            self._targets.pop(sequence_id).set_result(FetchTarget(blocks=blocks, num_cached=num_cached))
             target = worker_pb2.KvTarget(blocks=blocks, num_cached=num_cached)
             self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_target=target))
 
     def stop(self, sequence_id: int, then: Callable[[], None]) -> None:
         """Ends all transfers of a sequence. Calls `then` as soon as no rank reads or writes its blocks any more, which
         a cancel alone does not ensure. Never calls it if a rank is lost."""
-        self._endpoint.exporter.withdraw(sequence_id)
+        self._endpoint.sender.withdraw(sequence_id)
         self._targets.pop(sequence_id, None)
-        pending: list[asyncio.Future[Fetched] | asyncio.Future[None]] = []
+        pending: list[asyncio.Future[FetchResult] | asyncio.Future[None]] = []
         fetch = self._fetches.pop(sequence_id, None)
         if fetch is not None and not fetch.done():
             fetch.cancel()
@@ -126,13 +120,11 @@ class KvGroup:
 
     async def _fetch(
         self,
-        handle: worker_pb2.KvHandle,
-        want: Want,
-        target: "asyncio.Future[Target]",
+        request: FetchRequest,
+        target: "asyncio.Future[FetchTarget]",
         parts: "Sequence[asyncio.Future[worker_pb2.KvReceived]]",
-    ) -> Fetched:
-        layout = parse_layout(handle.layout)
-        async with self._endpoint.puller.fetch(handle.endpoints, layout, want, target) as own:
+    ) -> FetchResult:
+        async with self._endpoint.receiver.fetch(request, target) as own:
             others = await asyncio.gather(*parts)
         transports = [own.transport, *(part.transport for part in others)]
         return replace(
@@ -143,7 +135,7 @@ class KvGroup:
         )
 
 
-def kv_received(fetched: Fetched) -> worker_pb2.KvReceived:
+def kv_received(fetched: FetchResult) -> worker_pb2.KvReceived:
     """Converts a finished fetch to its message."""
     return worker_pb2.KvReceived(
         transfer_bytes=fetched.num_bytes,
@@ -153,7 +145,7 @@ def kv_received(fetched: Fetched) -> worker_pb2.KvReceived:
 
 
 async def _call_after(
-    pending: "Sequence[asyncio.Future[Fetched] | asyncio.Future[None]]", then: Callable[[], None]
+    pending: "Sequence[asyncio.Future[FetchResult] | asyncio.Future[None]]", then: Callable[[], None]
 ) -> None:
     results = await asyncio.gather(*pending, return_exceptions=True)
     if not any(isinstance(result, RankLost) for result in results):

@@ -14,7 +14,7 @@ from ..model.checkpoint import check_checkpoint
 from ..model.kernels import cpu
 from ..model.runner import ModelRunner, kv_bytes_per_block
 from ..threads import available_cores
-from ..transfer.transports import Means
+from ..transfer.connector import TransferContext
 from .process_group import TpGroup
 
 
@@ -29,7 +29,7 @@ class RankConfig:
     kv_cache_bytes: int = 1 << 30  # of this rank
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
-    transports: tuple[str, ...] = ("shared",)  # of KV cache, beside gRPC: shared, gloo, nccl or nixl
+    transports: tuple[str, ...] = ("shared",)  # of KV cache, preferred to gRPC in this order
     nice: int = 0  # niceness of the thread that computes on a CPU
     host: str = "127.0.0.1"  # the one interface to bind
     port: int = 0  # 0 takes a free one
@@ -37,10 +37,9 @@ class RankConfig:
     collective_seconds: float = 30.0  # timeout of a group's collectives
     start_seconds: float = 300.0  # timeout of a group's ranks for each other to load
 
-    @property
-    def means(self) -> Means:
-        """The transports of KV cache to and from other workers."""
-        return Means(transports=self.transports, host=self.host, device=self.device)
+    def transfer_context(self, kv: KvStore) -> TransferContext:
+        """Returns what transfers of this rank's KV cache use."""
+        return TransferContext(kv=kv, transports=self.transports, host=self.host, device=self.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

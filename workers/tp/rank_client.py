@@ -9,7 +9,7 @@ import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import peer_channel
-from ..transfer.wire import TransferError
+from ..transfer.frames import TransferError
 
 HEARTBEAT_SECONDS: Final = 0.2
 SILENCE_SECONDS: Final = 0.8

@@ -18,9 +18,9 @@ from ...proto.channel import bind, peer_server
 from ..engine.plan import FirstTokens
 from ..malloc import keep_freed_memory
 from ..threads import in_thread
-from ..transfer.connector import KvMover
-from ..transfer.receiver import Fetched
-from ..transfer.wire import TransferError
+from ..transfer.endpoint import KvEndpoint
+from ..transfer.frames import TransferError
+from ..transfer.receiver import FetchResult
 from .kv_group import KvGroup, kv_received
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
@@ -119,13 +119,12 @@ class RankServer(worker_pb2_grpc.RankServicer):
         async with asyncio.timeout(_FIRST_SECONDS):
             join = await joined
         group, rank = await in_thread(partial(self._load, join), "tandem-load")
-        kv_endpoint = KvMover(
-            rank.kv,
+        kv_endpoint = KvEndpoint(
+            self._config.transfer_context(rank.kv),
             epoch=join.epoch,
             lease_seconds=None,
             stall_seconds=self._config.stall_seconds,
             on_release=lambda sequence_id: None,
-            means=self._config.means,
         )
         kv_endpoint.serve_on(self._kv_server)
         address = bind(self._kv_server, self._config.host, 0)
@@ -172,7 +171,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 stopped = worker_pb2.RankControlResponse(sequence_id=sequence_id, stopped=True)
                 kv.stop(sequence_id, lambda: self._events.put_nowait(stopped))
 
-    def _fetched(self, sequence_id: int, task: "asyncio.Task[Fetched]") -> None:
+    def _fetched(self, sequence_id: int, task: "asyncio.Task[FetchResult]") -> None:
         """Reports a fetch to rank 0, unless rank 0 has stopped it."""
         if task.cancelled():
             return

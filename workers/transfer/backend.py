@@ -1,23 +1,28 @@
-"""Process groups of torch.distributed that bind one named interface, without any global state.
+"""Opens process groups of torch.distributed that bind one named interface, without any global state.
 
 Groups of one process know nothing of each other, and `torch.distributed.init_process_group` is never called. Calls here
 block, without the interpreter lock: they belong into a thread. What goes wrong is RuntimeError, as torch raises it.
 """
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import msgpack
 from torch import distributed
+from torch._C._distributed_c10d import Store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend, Store, TCPStore
+    from torch._C._distributed_c10d import Backend, TCPStore
+
+_MAX_BYTES: Final = 65_536  # of all that one side of a rendezvous sends; with gloo it is a fifth of a kilobyte
 
 
 def listen_store(host: str, size: int, timeout: float) -> "TCPStore":
-    """The store at which `size` ranks of one group find each other; it waits for none of them, and listens at `host`
-    and its `port` until it is dropped. `timeout` is in seconds, of waits for its keys. Raises OSError if this machine
-    has no such interface."""
+    """Returns the store at which `size` ranks of one group find each other. It waits for none of them, and listens at
+    `host` and its `port` until it is dropped. `timeout` is in seconds, of waits for its keys. Raises OSError if this
+    machine has no such interface."""
     with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
         # From here on the store closes it. One that listened itself would do so on all interfaces.
@@ -28,8 +33,8 @@ def listen_store(host: str, size: int, timeout: float) -> "TCPStore":
 
 
 def join_store(host: str, port: int, timeout: float) -> "TCPStore":
-    """The store that another process listens at. Raises RuntimeError if nobody listens there. Torch knows no deadline
-    for a listener that is frozen: then this returns, or raises, when it wakes or dies."""
+    """Returns the store at which another process listens. Raises RuntimeError if none listens there. Torch has no
+    deadline for a listener that is frozen: then this returns, or raises, when it wakes or dies."""
     try:
         # The store's own connect tries again for three times the timeout, and logs a stack trace each time.
         socket.create_connection((host, port), timeout).close()
@@ -40,8 +45,8 @@ def join_store(host: str, port: int, timeout: float) -> "TCPStore":
     )
 
 
-def open_group(store: "Store", *, backend: str, rank: int, size: int, host: str, timeout: float) -> "Backend":
-    """A group over this store, once all `size` ranks have come; a second one over it needs a PrefixStore.
+def open_group(store: Store, *, backend: str, rank: int, size: int, host: str, timeout: float) -> "Backend":
+    """Returns a group over this store, once all `size` ranks have joined; a second one over it needs a PrefixStore.
 
     `host` is this rank's own interface, which gloo binds. NCCL takes its interface from NCCL_SOCKET_IFNAME, and makes
     its communicator with the first call, on the device of that call's tensor. `timeout` is in seconds, of the wait
@@ -57,6 +62,71 @@ def open_group(store: "Store", *, backend: str, rank: int, size: int, host: str,
         raise ValueError(f"collective backend {backend!r} is not in this build of torch")
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = limit
-    store.set(f"rank {rank}", "here")
+    store.set(f"rank {rank}", "joined")
     store.wait([f"rank {other}" for other in range(size)], limit)
     return distributed.ProcessGroupNCCL(store, rank, size, options)
+
+
+class Rendezvous(Store):
+    """A store of two ranks over one socket: what one sets, the other gets. Used by one thread.
+
+    In the place of torch's own, which asks the name service for the names of all addresses that it sees, and waits for
+    the answer up to seconds. NCCL needs torch's: it looks into its store at any time, from threads of its own."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """The connection's timeout is that of every wait."""
+        super().__init__()
+        self._connection = connection
+        self._values: dict[str, bytes] = {}
+        self._unpacker = msgpack.Unpacker()
+        self._num_left = _MAX_BYTES
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's own types say str
+        self._values[key] = bytes(value)
+        self._connection.sendall(msgpack.packb([key, bytes(value)]))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Raises RuntimeError or OSError if the other side does not set them."""
+        while not all(key in self._values for key in keys):
+            if not (data := self._connection.recv(4096)):
+                raise RuntimeError("the other rank has gone")
+            self._num_left -= len(data)
+            if self._num_left < 0:
+                raise RuntimeError(f"the other rank sends more than {_MAX_BYTES} bytes")
+            self._unpacker.feed(data)
+            for item in self._unpacker:
+                match item:
+                    case [str(key), bytes(value)]:
+                        self._values[key] = value
+                    case _:
+                        raise RuntimeError("the other rank sends no key with its value")
+
+    def close(self) -> None:
+        """Call it when the group is made, or will not be. Idempotent."""
+        self._connection.close()
+
+
+def accept_peer(server: socket.socket, backend: str, timeout: float) -> Store:
+    """Returns the store of two ranks at the one that listens, once the other has connected. Raises RuntimeError or
+    OSError."""
+    if backend != "gloo":
+        host, port = server.getsockname()
+        return distributed.TCPStore(  # type: ignore[attr-defined]
+            host, port, 2, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=server.detach()
+        )
+    server.settimeout(timeout)
+    with server:
+        connection, _ = server.accept()
+    connection.settimeout(timeout)
+    return Rendezvous(connection)
+
+
+def connect_peer(host: str, port: int, backend: str, timeout: float) -> Store:
+    """Returns the store of two ranks at the other one. Raises RuntimeError or OSError."""
+    if backend != "gloo":
+        return join_store(host, port, timeout)
+    return Rendezvous(socket.create_connection((host, port), timeout))

@@ -1,298 +1,137 @@
-"""Bytes between two ranks over a process group of their own: gloo for host memory, NCCL for GPU memory.
+"""Moves KV cache through a process group of the two ranks: gloo between host memories, NCCL between GPUs.
 
-One sends, the other receives, in order; what the bytes are is said elsewhere. All calls into torch run in a thread of
-the pair. A pair is either whole or broken for good: a call that fails, is cancelled or is not done within the timeout
-breaks it, for then nobody knows which message comes next. So one transfer at a time may use it.
+Two-sided: the sender sends each span as one message; all transfers of a connection share its pair of ranks, in the
+order in which the messages are announced over the connection's stream.
 """
 
 import asyncio
-import atexit
-import hmac
-import os
-import queue
-import secrets
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-import torch
+from torch import distributed
 
-from .backend import open_group
-from .meeting import Meeting, visit, welcome
-from .wire import TransferError
+from ..kv_cache.layout import KvSpan
+from .connector import CONNECT_SECONDS, KvConnector, TransferContext, checked
+from .frames import CONNECTION_LOST, FRAME_BYTES, Announce, Data, TransferError, TransportError, checksum_of
+from .pair import Pair
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-_SECRET_BYTES: Final = 16
-_Future = asyncio.Future[Any]
+_MAX_WAITING: Final = 8  # spans of all transfers that wait for the pair
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    backend: str
-    device: str
-    timeout: float  # seconds
-    secret: str
+class CollectiveConnector(KvConnector):
+    """One side of a pair; the transport's name is the backend's."""
 
-
-class Pair:
-    """Two ranks' private connection. Made by `listen` and `accept` on one side, `join` on the other; used and closed in
-    the event loop that made it. Closing it, or breaking it, frees its thread and sockets: at once if it is idle, else
-    when the call in progress has ended, after the timeout at the latest (gloo cannot be interrupted)."""
-
-    def __init__(
-        self,
-        make_store: Callable[[], "Store"],
-        *,
-        rank: int,
-        host: str,
-        options: _Options,
-        server: socket.socket | None = None,
-    ) -> None:
-        self._make_store = make_store
-        self._server = server
-        self._store: Store | None = None  # outlives the group
-        self._rank = rank
-        self._host = host
-        self._options = options
-        self._group: Any = None  # torch's own types know neither send nor recv
-        self._reason = ""  # why it is broken
-        self._loop = asyncio.get_running_loop()
-        self._calls: queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._pending: set[_Future] = set()
-        self.address = ""
-        self._thread = threading.Thread(target=self._work, name="kv-pair", daemon=True)
-        self._thread.start()
-        # A thread that comes out of torch when the interpreter has gone ends the process with a signal.
-        atexit.register(self._leave)
+    def __init__(self, context: TransferContext, name: str, pair: Pair) -> None:
+        super().__init__(context, name)
+        self.pair = pair
+        self._announce: Callable[[Announce], None] = lambda announcement: None
+        self._waiting: deque[memoryview] = deque()  # to be sent
+        self._changed = asyncio.Event()
+        self._arrived: dict[int, asyncio.Queue[memoryview | None]] = {}  # by stream; None: no more will
+        layout = context.kv.layout  # a span has one token of one layer at least
+        tokens = (geometry.num_heads * layout.bytes_per_slot(i) for i, geometry in enumerate(layout.layers))
+        self._max_bytes = max(FRAME_BYTES, *tokens)
 
     @classmethod
-    def listen(cls, host: str, *, backend: str = "gloo", device: str = "cpu", timeout: float) -> "Pair":
-        """The exporter's side. `address` is what the other side's `join` needs; it holds a secret. `timeout` is in
-        seconds, of the wait for the other side and of every call. Raises OSError if there is no such interface."""
-        options = _Options(backend=backend, device=device, timeout=timeout, secret=secrets.token_hex(_SECRET_BYTES))
-        server = socket.create_server((host, 0))
-        pair = cls(partial(welcome, server, backend, timeout), rank=0, host=host, options=options, server=server)
-        pair.address = f"{host}:{server.getsockname()[1]}/{options.secret}"
-        return pair
-
-    async def accept(self) -> None:
-        """Returns when the other side has come and has shown that it knows the address. Raises TransferError;
-        also if torch lacks the backend."""
-        await self._call(self._open)
+    def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
+        """Returns nothing but that this torch has the backend, and the rank a GPU for NCCL."""
+        if name == "nccl":
+            able = distributed.is_nccl_available() and context.device.startswith("cuda")
+        else:
+            able = distributed.is_gloo_available()
+        return {} if able else None
 
     @classmethod
-    async def join(
-        cls, address: str, *, host: str, backend: str = "gloo", device: str = "cpu", timeout: float
-    ) -> "Pair":
-        """The puller's side, which binds `host`; the rest is as in `listen`. Raises TransferError."""
-        place, _, secret = address.partition("/")
-        peer, _, port = place.rpartition(":")
-        if not peer or not port.isdecimal() or int(port) > 65535 or len(secret) != 2 * _SECRET_BYTES:
-            raise TransferError("KV pair with an impossible address")
-        pair = cls(
-            partial(visit, peer, int(port), backend, timeout),
-            rank=1,
-            host=host,
-            options=_Options(backend=backend, device=device, timeout=timeout, secret=secret),
-        )
-        await pair._call(pair._open)
-        return pair
+    async def listen(
+        cls, context: TransferContext, name: str, announce: Callable[[Announce], None]
+    ) -> "CollectiveConnector":
+        """Binds the rank's interface. Raises OSError if there is none."""
+        device = context.device if name == "nccl" else "cpu"
+        connector = cls(context, name, Pair.listen(context.host, backend=name, device=device, timeout=CONNECT_SECONDS))
+        connector._announce = announce
+        return connector
 
-    @property
-    def broken(self) -> bool:
-        return bool(self._reason)
+    def description(self) -> dict[str, Any]:
+        """Returns the address, which holds a secret."""
+        return {"address": self.pair.address}
 
-    async def send(self, data: bytes | memoryview) -> None:
-        """Returns when the bytes have left, not when they have arrived; until then, or until the call in progress has
-        ended if this one fails, they must not change. Raises TransferError."""
-        await self.send_tensor(_tensor_over(data))
+    @classmethod
+    async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "CollectiveConnector":
+        """Joins the pair. Raises TransferError."""
+        address = checked(description, {"address": str})["address"]
+        device = context.device if name == "nccl" else "cpu"
+        pair = await Pair.join(address, host=context.host, backend=name, device=device, timeout=CONNECT_SECONDS)
+        return cls(context, name, pair)
 
-    async def receive(self, num_bytes: int) -> memoryview:
-        """The other side's next message, which has this length. Raises TransferError."""
-        array: npt.NDArray[np.uint8] = (await self.receive_tensor(num_bytes)).cpu().numpy()
-        return array.data
-
-    async def send_tensor(self, data: torch.Tensor) -> None:
-        """As `send`, of a contiguous uint8 tensor, [num_bytes]; work on it that is queued on the device's current
-        stream is waited for."""
-        if not data.numel():
-            return
-        ready = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
-        await self._call(lambda: self._send(data, ready))
-
-    async def receive_tensor(self, num_bytes: int) -> torch.Tensor:  # [num_bytes] uint8, on the pair's device
-        """As `receive`; all work on the tensor is done."""
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8, device=self._options.device)
-        received = await self._call(lambda: self._receive(num_bytes))
-        assert isinstance(received, torch.Tensor)
-        return received
+    async def run(self) -> None:
+        """Sends what was offered."""
+        await self.pair.accept()
+        while True:
+            await self._until(lambda: bool(self._waiting))
+            await self.pair.send(self._waiting[0])
+            self._waiting.popleft()
+            self._changed.set()
 
     def close(self) -> None:
-        """Ends the pair: calls under way and later ones raise TransferError. Idempotent."""
-        self._break("KV pair closed")
+        """Ends the pair. Idempotent."""
+        self.pair.close()
+        self._waiting.clear()
+        self._changed.set()
+        for arrived in self._arrived.values():
+            arrived.put_nowait(None)
 
-    async def _call(self, operation: Callable[[], Any]) -> Any:
-        """Runs it in the thread, after those before it."""
+    async def ready(self) -> None:
+        """Returns when fewer than _MAX_WAITING spans wait. Raises TransportError."""
+        await self._until(lambda: len(self._waiting) < _MAX_WAITING)
+
+    def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
+        """Queues the span for the pair. Raises TransportError."""
         self._check()
-        future: _Future = self._loop.create_future()
-        self._pending.add(future)
-        self._calls.put((future, operation))
+        data = self.context.kv.read(blocks, span)
+        # Announced ahead, so that the receiver asks for one message while the next announcement is on its way.
+        self._announce(Announce(stream=stream, num_bytes=data.nbytes, checksum=checksum_of(data)))
+        self._waiting.append(data)
+        self._changed.set()
+        return b""
+
+    @contextmanager
+    def open_stream(self, stream: int) -> Iterator[None]:
+        """Keeps what arrives for the stream; what arrives for any other is dropped."""
+        self._arrived[stream] = asyncio.Queue()
+        if self.pair.broken:
+            self._arrived[stream].put_nowait(None)
         try:
-            async with asyncio.timeout(self._options.timeout):
-                return await future
-        except TimeoutError as error:
-            self._break("KV pair fell silent")
-            raise TransferError(self._reason) from error
-        except (RuntimeError, OSError, ValueError) as error:
-            self._break("KV pair broke")
-            raise TransferError(self._reason) from error
-        except BaseException:
-            self._break("KV pair given up")
-            raise
+            yield
         finally:
-            self._pending.discard(future)
+            del self._arrived[stream]
+
+    async def deliver(self, announcement: Announce) -> None:
+        """Receives the message, and gives it to its stream."""
+        if announcement.num_bytes > self._max_bytes:
+            raise TransferError(f"KV message of {announcement.num_bytes} bytes, at most {self._max_bytes} are expected")
+        data = await self.pair.receive(announcement.num_bytes)
+        if checksum_of(data) != announcement.checksum:
+            raise TransferError("KV message with a wrong checksum")
+        if announcement.stream in self._arrived:  # else the transfer was cancelled
+            self._arrived[announcement.stream].put_nowait(data)
+
+    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+        """Returns the stream's next message."""
+        found = await self._arrived[stream].get()
+        if found is None:
+            raise TransportError("KV pair broke")
+        return found
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        self._check()
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+            self._check()
 
     def _check(self) -> None:
-        if self._reason:
-            raise TransferError(self._reason)
-
-    def _break(self, reason: str) -> None:
-        if self._reason:
-            return
-        self._reason = reason
-        self._calls.put(None)
-        if self._server:
-            with suppress(OSError):  # nobody is waited for any more
-                self._server.shutdown(socket.SHUT_RDWR)
-        for future in self._pending:
-            if not future.done():
-                future.set_exception(TransferError(reason))
-        if self._group and self._options.backend == "nccl":
-            # Takes long, and only from another thread does it free the one that waits.
-            threading.Thread(target=self._group.abort, name="kv-pair-abort", daemon=True).start()
-
-    def _leave(self) -> None:
-        self._calls.put(None)
-        self._thread.join(self._options.timeout)
-
-    def _work(self) -> None:
-        if self._options.backend == "nccl":
-            torch.cuda.set_device(self._options.device)
-        while (call := self._calls.get()) is not None:
-            future, operation = call
-            if self._reason:
-                continue
-            result: Any = None
-            failure: Exception | None = None
-            try:
-                result = operation()
-            except Exception as error:  # goes on to who waits for the call
-                failure = error
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(_settle, future, result, failure)
-            del call, future, operation, result, failure
-        # What they hold goes here, where it may take time.
-        self._leave_meeting()
-        self._group = self._store = None
-        if self._server:
-            self._server.close()
-        del self._make_store
-        atexit.unregister(self._leave)
-
-    def _open(self) -> None:
-        options = self._options
-        self._store = self._make_store()
-        with _handling_errors_itself(options.backend):
-            self._group = open_group(
-                self._store,
-                backend=options.backend,
-                rank=self._rank,
-                size=2,
-                host=self._host,
-                timeout=options.timeout,
-            )
-        self._leave_meeting()
-        # Anybody may connect to the interface: each side shows one half of the secret, the puller first.
-        halves = options.secret[:_SECRET_BYTES].encode(), options.secret[_SECRET_BYTES:].encode()
-        if self._rank == 0:
-            self._expect(halves[0])
-        self._send(_tensor_over(halves[1 - self._rank]), None)
-        if self._rank == 1:
-            self._expect(halves[1])
-
-    def _leave_meeting(self) -> None:
-        if isinstance(self._store, Meeting):
-            self._store.close()
-
-    def _expect(self, secret: bytes) -> None:
-        if not hmac.compare_digest(self._receive(len(secret)).cpu().numpy().tobytes(), secret):
-            raise RuntimeError("somebody else has come")
-
-    def _send(self, data: torch.Tensor, ready: torch.cuda.Event | None) -> None:
-        if ready:
-            ready.wait()
-        data = data.to(self._options.device)
-        self._wait(self._whole_group.send([data], 1 - self._rank, 0))
-
-    def _receive(self, num_bytes: int) -> torch.Tensor:
-        received = torch.empty(num_bytes, dtype=torch.uint8, device=self._options.device)
-        self._wait(self._whole_group.recv([received], 1 - self._rank, 0))
-        return received
-
-    @property
-    def _whole_group(self) -> Any:
-        if self._group is None:
-            raise RuntimeError("not open")
-        return self._group
-
-    def _wait(self, work: Any) -> None:
-        # Without a limit of its own a call of NCCL would only make the stream wait.
-        work.wait(timedelta(seconds=self._options.timeout))
-
-
-def _settle(future: _Future, result: Any, failure: Exception | None) -> None:
-    if future.done():
-        return
-    if failure:
-        future.set_exception(failure)
-    else:
-        future.set_result(result)
-
-
-def _tensor_over(data: bytes | memoryview) -> torch.Tensor:  # [len(data)] uint8
-    """Shares the bytes, to be read only."""
-    array = np.frombuffer(data, np.uint8)
-    return torch.from_numpy(np.asarray(_Writable(array)))
-
-
-class _Writable:
-    """What torch does not warn of, though the array is read-only."""
-
-    def __init__(self, array: npt.NDArray[np.uint8]) -> None:
-        self._array = array
-        self.__array_interface__ = array.__array_interface__ | {"data": (array.ctypes.data, False)}
-
-
-@contextmanager
-def _handling_errors_itself(backend: str) -> Iterator[None]:
-    """By default a group of NCCL ends the process when a peer is lost. It looks at this when it is made."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    try:
-        if backend == "nccl":
-            os.environ[name] = "0"
-        yield
-    finally:
-        if backend == "nccl":
-            os.environ.pop(name)
-            os.environ.update({name: before} if before is not None else {})
+        if self.pair.broken:
+            self._changed.set()  # wakes the streams that wait for the pair
+            raise TransportError(CONNECTION_LOST)

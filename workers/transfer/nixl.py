@@ -1,287 +1,165 @@
-"""KV cache read out of another worker's memory by NIXL (UCX underneath), while that worker does nothing for it.
+"""Reads KV cache of another worker by NIXL, from wherever it reaches: as `shared_memory`, but for the mapping.
 
-Optional: the extra `nixl` brings it. That what was read was still the transfer's own must be shown elsewhere; here a
-read is done, or fails.
+The sender's KV cache and its lease table are two regions, read as one memory laid end to end.
 """
 
 import asyncio
-import importlib
-import secrets
-import time
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from importlib.util import find_spec
+import ipaddress
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .wire import TransportError
+from ..kv_cache.layout import KvSpan
+from ..kv_cache.store import paged_shapes
+from .connector import CONNECT_SECONDS, KvConnector, TransferContext, checked
+from .frames import Announce, BlockTable, Data
+from .leases import ENTRY_BYTES, TABLE_BYTES, check_entry, entry_offset
+from .nixl_agent import NixlMemory, NixlPeer, NixlReader, available
 
-_MODULES: Final = ("nixl_cu12", "nixl_cu13")  # one API, built for different CUDA releases
-_MAX_REGIONS: Final = 1024
-# NIXL knows no other way to wait; a read over the network takes longer, one within a host has ended when it has begun.
-_POLL_SECONDS: Final = 0.0002
-# How long UCX's thread sleeps when nothing happens. With 0, as NIXL's own Python class sets it, it takes a whole core.
-_IDLE_MICROSECONDS: Final = 100_000
-
-_Regions = npt.NDArray[np.uint64]  # [num_regions, 3]: address, number of bytes, device
-
-
-def available() -> bool:
-    """Whether the library is installed."""
-    return any(find_spec(name) for name in _MODULES)
+_STAGING_BYTES: Final = 4 * 1024 * 1024  # holds FRAME_BYTES of KV where they lie in blocks
+_DESCRIPTION: Final = {"memory": bytes, "num_blocks": int, "block_size": int, "tp": int, "rank": int}
 
 
-@cache
-def _bindings() -> Any:
-    name = next(name for name in _MODULES if find_spec(name))
-    return importlib.import_module(f"{name}._bindings")
+class NixlConnector(KvConnector):
+    """One side of a connection. The receiver reads one span at a time; other transfers wait for it."""
 
+    one_sided = True
+    _memory: NixlMemory
+    _peer: NixlPeer
+    _reading: asyncio.Lock
+    _sizes: dict[str, int]  # of the sender's memory
+    _shapes: list[tuple[int, ...]]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size]
+    _head_bytes: list[int]  # of each group
+    _starts: list[int]  # of each group, in bytes, and the end
 
-class NixlMemory:
-    """The exporter's side: memory that others may read for as long as this is open.
+    @classmethod
+    def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
+        """Returns whether this rank's memory can be read: a sender's must be; None without the library or on GPUs."""
+        if not available() or context.device != "cpu":
+            return None
+        return {"shares": context.kv.shared_fd is not None}
 
-    It runs two threads of NIXL, which sleep when nobody reads."""
+    @classmethod
+    def reaches(cls, sender: Mapping[str, Any], receiver: Mapping[str, Any]) -> bool:
+        """Whether the sender's memory can be read."""
+        return bool(sender["shares"])
 
-    def __init__(self, regions: Sequence[torch.Tensor], *, devices: str = "") -> None:
-        """Contiguous tensors, all on one device, kept until `close`. `devices` are UCX's network devices, as "lo" or
-        "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a second. Raises ValueError for other tensors,
-        RuntimeError if NIXL does not work here."""
-        self._regions = _table(regions)
-        self._kind = _kind(regions[0])
-        self._agent: Any = _Agent(serves=True, devices=devices)
-        self._tensors = list(regions)  # after the agent: the memory goes last
-        self._agent.register(self._kind, self._regions)
-
-    def describe(self) -> bytes:
-        """What a reader needs, about half a kilobyte; it gives access to the memory. Address it as the regions laid end
-        to end."""
-        return bytes(msgpack.packb([self._kind, self._agent.metadata(), self._regions.tolist()]))
-
-    def close(self) -> None:
-        """Idempotent. It takes nothing back: within a host, who has the description may read what comes to lie there
-        as long as the process lives."""
-        self._agent = None
-        self._tensors.clear()
-
-
-class NixlReader:
-    """The puller's side, for any number of peers. All calls into NIXL run in one thread, one after the other."""
-
-    def __init__(self, *, timeout: float, device: str = "cpu", devices: str = "") -> None:
-        """`timeout` is in seconds, of each read; `devices` are as in NixlMemory. Takes half a second. Raises
-        RuntimeError if NIXL does not work here."""
-        self._timeout = timeout
-        self._device = torch.device(device)
-        self._agent: Any = _Agent(serves=False, devices=devices)
-        self._users: Counter[str] = Counter()  # peers by the name of the exporter's agent
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-nixl")
-
-    async def connect(self, description: bytes, *, staging_bytes: int) -> "NixlPeer":
-        """A peer by what its `describe` says; its reads are of at most staging_bytes. Raises TransportError."""
-        kind, metadata, regions = _parse(description)
-        staging = torch.empty(staging_bytes, dtype=torch.uint8, device=self._device)
-        peer = NixlPeer(self, kind, regions, staging)
+    @classmethod
+    async def listen(cls, context: TransferContext, name: str, announce: Callable[[Announce], None]) -> "NixlConnector":
+        """Registers the rank's memory, the first time. Raises OSError if NIXL does not work here."""
+        connector = cls(context, name)
         try:
-            await self._run(self._connect, peer, metadata)
-        except BaseException:
-            peer.close()  # if it is given up here it goes on there
-            raise
-        return peer
+            connector._memory = await context.resource("nixl memory", partial(_register, context))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        return connector
 
-    def close(self) -> None:
-        """Later reads raise TransportError; one under way ends first. Idempotent."""
-        if self._agent is not None:
-            agent, self._agent = self._agent, None
-            self._thread.submit(agent.close)
-            self._thread.shutdown(wait=False)
+    def description(self) -> dict[str, Any]:
+        """Returns how the memory is reached and how it is laid out."""
+        kv = self.context.kv
+        sizes = {"num_blocks": kv.num_blocks, "block_size": kv.block_size, "tp": kv.tp, "rank": kv.rank}
+        return {"memory": self._memory.describe(), **sizes}
 
-    async def _run(self, call: Any, *values: Any) -> Any:
-        """Runs it in the thread. A read that is given up here goes on there until its own deadline."""
-        if self._agent is None:
-            raise TransportError("NIXL reader closed")
+    @classmethod
+    async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "NixlConnector":
+        """Connects to the sender's memory. Raises TransferError if NIXL does not reach it, OSError if it does not work
+        here, ValueError if the memory is of another size."""
+        found = checked(description, _DESCRIPTION)
+        connector = cls(context, name)
+        connector._sizes = {key: found[key] for key in ("num_blocks", "block_size", "tp", "rank")}
+        layout = context.kv.layout
+        connector._shapes = [shape[:-1] for shape in paged_shapes(layout, **connector._sizes)]
+        connector._head_bytes = [layout.bytes_per_slot(group[0]) // 2 for group in layout.groups]
+        sizes = [math.prod(shape) * size for shape, size in zip(connector._shapes, connector._head_bytes, strict=True)]
+        connector._starts = np.cumsum([0, *sizes]).tolist()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call, self._agent, *values)
-        except (RuntimeError, TimeoutError) as error:
-            raise TransportError("KV cache could not be read by NIXL") from error
-
-    def _connect(self, agent: "_Agent", peer: "NixlPeer", metadata: bytes) -> None:
-        peer.name = agent.connect(metadata)
-        self._users[peer.name] += 1
-        agent.register(_kind(peer.staging), _table([peer.staging]))
-
-    def _read(self, agent: "_Agent", peer: "NixlPeer", local: _Regions, remote: _Regions) -> None:
-        try:
-            if not peer.name:
-                raise RuntimeError("NIXL: peer lost")
-            agent.read(peer.name, (_kind(peer.staging), local), (peer.kind, remote), self._timeout)
-        except (RuntimeError, TimeoutError):
-            # To cancel a read does not prove that nothing is written any more; to unregister the memory does.
-            self._forget(agent, peer)
-            raise
-
-    def _forget(self, agent: "_Agent", peer: "NixlPeer") -> None:
-        if not peer.name:
-            return
-        name, peer.name = peer.name, ""
-        self._users[name] -= 1
-        try:
-            if not self._users[name]:
-                del self._users[name]
-                agent.disconnect(name)
-        finally:
-            agent.unregister(_kind(peer.staging), _table([peer.staging]))
-
-    def _release(self, peer: "NixlPeer") -> None:
-        """As soon as its read under way has ended."""
-        if self._agent is not None:
-            self._thread.submit(self._forget, self._agent, peer)
-
-
-class NixlPeer:
-    """One exporter's memory, to be read in pieces."""
-
-    def __init__(self, reader: NixlReader, kind: str, regions: _Regions, staging: torch.Tensor) -> None:
-        self.name = ""  # of its agent, from when it is connected until it is lost; only the reader's thread looks at it
-        self.kind = kind
-        self.staging = staging  # [staging_bytes] uint8
-        self._reader = reader
-        self._regions = regions
-        self._starts = np.concatenate([[0], np.cumsum(regions[:, 1], dtype=np.uint64)]).astype(np.uint64)
-        self._closed = False
+            reader = await context.resource("nixl reader", partial(_open_reader, context.host))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        connector._peer = await reader.connect(found["memory"], staging_bytes=_STAGING_BYTES)
+        connector._reading = asyncio.Lock()
+        if min(found["num_blocks"], found["block_size"]) < 1 or connector._kv_bytes != connector._starts[-1]:
+            connector.close()
+            raise ValueError(f"{connector._kv_bytes} bytes are not {found['num_blocks']} blocks of KV cache")
+        return connector
 
     @property
-    def num_bytes(self) -> int:
-        """Of all regions."""
-        return int(self._starts[-1])
+    def _kv_bytes(self) -> int:
+        return self._peer.num_bytes - TABLE_BYTES
 
-    async def read(self, pieces: npt.ArrayLike) -> memoryview:
-        """As `read_tensor`, into host memory."""
-        array: npt.NDArray[np.uint8] = (await self.read_tensor(pieces)).cpu().numpy()
-        return array.data
+    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+        """Reads the span, in parts if it is larger than the staging memory."""
+        return await self.read(blocks, data)
 
-    async def read_tensor(self, pieces: npt.ArrayLike) -> torch.Tensor:  # [num_bytes] uint8
-        """Pieces, [n, 2] (offset, number of bytes), of the peer's memory, one after the other; they stay until the next
-        read of this peer, so there must be one at a time. Raises ValueError for pieces that lie outside of a region or
-        take more than the staging, TransportError if the peer is gone or silent, or was before."""
-        if self._closed:
-            raise TransportError("KV peer lost")
-        table = np.asarray(pieces, np.uint64)
-        if not len(table):
-            return self.staging[:0]
-        remote, local = self._place(table)
-        try:
-            await self._reader._run(self._reader._read, self, local, remote)
-        except TransportError:
-            self._closed = True
-            raise
-        return self.staging[: int(local[-1, 0] + local[-1, 1]) - self.staging.data_ptr()]
+    async def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """Returns bytes of shape [num_layers, 2, num_tokens, num_slots, head_dim], as `KvStore.read`. Raises ValueError
+        if something is out of range, TransportError if the peer is lost."""
+        layout = self.context.kv.layout
+        block_size, num_blocks = self._sizes["block_size"], self._sizes["num_blocks"]
+        num_slots = lambda layer: self._shapes[layout.places[layer][0]][3]  # noqa: E731
+        span.check(layout, num_tokens=len(blocks) * block_size, num_slots=num_slots)
+        if min(blocks) < 0 or max(blocks) >= num_blocks:
+            raise ValueError(f"a block is not within {num_blocks}")
+        head_bytes = self._head_bytes[layout.places[span.first_layer][0]]
+        first_block, offset = divmod(span.first_token, block_size)
+        rows = self._rows(blocks[first_block : -(-(span.first_token + span.num_tokens) // block_size)], span)
+        piece_bytes = span.num_slots * block_size * head_bytes
+        num_rows = max(1, _STAGING_BYTES // (rows.shape[1] * piece_bytes))
+        order = np.arange(min(num_rows, len(rows)) * rows.shape[1] * span.num_slots * block_size)
+        order = order.reshape(-1, rows.shape[1], span.num_slots, block_size).swapaxes(2, 3)
+        order = order.reshape(len(order), -1, span.num_slots)[:, offset : offset + span.num_tokens]
+        dense = np.empty((len(rows), span.num_tokens, span.num_slots, head_bytes), np.uint8)
+        async with self._reading:
+            for start in range(0, len(rows), num_rows):
+                places = rows[start : start + num_rows]
+                pieces = np.stack([places.ravel(), np.full(places.size, piece_bytes)], 1)
+                heads = np.frombuffer(await self._peer.read(pieces), np.uint8).reshape(-1, head_bytes)
+                # Of numpy's ways to pick them the one that is fast for few bytes: 30 us for 1 MB, an index 800.
+                np.take(heads, order[: len(places)], 0, dense[start : start + num_rows], mode="clip")
+        return dense.reshape(-1).data
 
-    def close(self) -> None:
-        """Later reads raise TransportError. Idempotent."""
-        self._closed = True
-        self._reader._release(self)
+    def _rows(self, blocks: Sequence[int], span: KvSpan) -> npt.NDArray[np.int64]:  # [2 * num_layers, num_blocks]
+        """Returns where the span's slots begin in each block, for each layer's keys and values, in bytes."""
+        group, first = self.context.kv.layout.places[span.first_layer]
+        _, _, num_blocks, num_slots, block_size = self._shapes[group]
+        halves = np.arange(2 * first, 2 * (first + span.num_layers))
+        slots = (halves[:, None] * num_blocks + np.asarray(blocks, np.int64)) * num_slots + span.first_slot
+        places: npt.NDArray[np.int64] = self._starts[group] + slots * (block_size * self._head_bytes[group])
+        return places
 
-    def _place(self, pieces: npt.NDArray[np.uint64]) -> tuple[_Regions, _Regions]:
-        """Where pieces, [n, 2], lie in the peer's memory, and where they go."""
-        offsets, sizes = pieces[:, 0], pieces[:, 1]
-        index = np.searchsorted(self._starts, offsets, "right") - 1
-        ends = offsets + sizes
-        if index.max() >= len(self._regions) or (ends > self._starts[index + 1]).any() or (ends <= offsets).any():
-            raise ValueError("KV pieces outside of the memory")
-        if int(sizes.sum()) > len(self.staging):
-            raise ValueError("KV pieces larger than the staging memory")
-        base = self._regions[index]
-        remote = np.stack([base[:, 0] + offsets - self._starts[index], sizes, base[:, 2]], 1)
-        places = np.uint64(self.staging.data_ptr()) + np.cumsum(sizes, dtype=np.uint64) - sizes
-        device = np.full_like(sizes, _device(self.staging))
-        return remote, np.stack([places, sizes, device], 1)
-
-
-class _Agent:
-    """NIXL's agent, by its bindings: its Python class cannot be told to let the thread of UCX sleep. Whatever goes
-    wrong is RuntimeError."""
-
-    def __init__(self, *, serves: bool, devices: str) -> None:
-        self._nixl = _bindings()
-        config = self._nixl.nixlAgentConfig()
-        config.useProgThread = serves  # a reader's own calls make its progress
-        config.pthrDelay = _IDLE_MICROSECONDS
-        self._agent = self._nixl.nixlAgent(secrets.token_hex(16), config)
-        self._call("createBackend", "UCX", {"engine_config": f"NET_DEVICES={devices}"} if devices else {})
-
-    def _call(self, name: str, *values: Any) -> Any:
-        try:
-            return getattr(self._agent, name)(*values)
-        except Exception as error:
-            # NIXL's own exceptions have nothing in common but their module.
-            raise RuntimeError(f"NIXL: {error}") from error
-
-    def _segment(self, kind: str) -> Any:
-        return {"cpu": self._nixl.DRAM_SEG, "cuda": self._nixl.VRAM_SEG}[kind]
-
-    def register(self, kind: str, regions: _Regions) -> None:
-        self._call("registerMem", self._nixl.nixlRegDList(self._segment(kind), regions))
-
-    def unregister(self, kind: str, regions: _Regions) -> None:
-        self._call("deregisterMem", self._nixl.nixlRegDList(self._segment(kind), regions))
-
-    def metadata(self) -> bytes:
-        return bytes(self._call("getLocalMD"))
-
-    def connect(self, metadata: bytes) -> str:
-        return str(self._call("loadRemoteMD", metadata), "ascii")
-
-    def disconnect(self, name: str) -> None:
-        self._call("invalidateRemoteMD", name)
-
-    def read(self, name: str, local: tuple[str, _Regions], remote: tuple[str, _Regions], timeout: float) -> None:
-        """Returns when all is there. Raises TimeoutError after that many seconds: then it may still come."""
-        deadline = time.monotonic() + timeout
-        lists = [self._nixl.nixlXferDList(self._segment(kind), table) for kind, table in (local, remote)]
-        request = self._call("createXferReq", self._nixl.NIXL_READ, *lists, name)
-        try:
-            status = self._call("postXferReq", request)
-            while status == self._nixl.NIXL_IN_PROG:
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                time.sleep(_POLL_SECONDS)
-                status = self._call("getXferStatus", request)
-            if status != self._nixl.NIXL_SUCCESS:
-                raise RuntimeError(f"NIXL: {status}")
-        finally:
-            self._call("releaseXferReq", request)
+    async def verify(self, table: BlockTable) -> None:
+        """See `KvConnector.verify`."""
+        async with self._reading:
+            check_entry(await self._peer.read([(self._kv_bytes + entry_offset(table), ENTRY_BYTES)]), table)
 
     def close(self) -> None:
-        self._agent = None
+        """Ends the receiver's side. Idempotent."""
+        if hasattr(self, "_peer"):
+            self._peer.close()
 
 
-def _table(regions: Sequence[torch.Tensor]) -> _Regions:
-    if not regions or any(not region.is_contiguous() or region.device != regions[0].device for region in regions):
-        raise ValueError("NIXL needs contiguous tensors on one device")
-    return np.array([(region.data_ptr(), region.nbytes, _device(region)) for region in regions], np.uint64)
+def _register(context: TransferContext) -> NixlMemory:
+    """Raises RuntimeError if NIXL does not work here."""
+    assert context.kv.shared_fd is not None
+    memory = mmap.mmap(context.kv.shared_fd, 0)
+    regions = [torch.frombuffer(each, dtype=torch.uint8) for each in (memory, context.leases.memory)]
+    return NixlMemory(regions, devices=_devices(context.host))
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return tensor.device.type
+def _open_reader(host: str) -> NixlReader:
+    return NixlReader(timeout=CONNECT_SECONDS, devices=_devices(host))
 
 
-def _device(tensor: torch.Tensor) -> int:
-    return tensor.device.index or 0
-
-
-def _parse(description: bytes) -> tuple[str, bytes, _Regions]:
-    """Raises TransportError for what `describe` would not say."""
+def _devices(host: str) -> str:
+    """Returns UCX's network devices: all, unless only this host is to reach the rank."""
     try:
-        kind, metadata, rows = msgpack.unpackb(description, max_array_len=_MAX_REGIONS)
-        regions = np.array(rows, np.uint64)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise TransportError("NIXL memory with an unreadable description") from error
-    if kind not in ("cpu", "cuda") or type(metadata) is not bytes or regions.ndim != 2 or regions.shape[1] != 3:
-        raise TransportError("NIXL memory with an impossible description")
-    return kind, metadata, regions
+        within = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        within = host == "localhost"
+    return "lo" if within else ""

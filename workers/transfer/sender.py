@@ -1,4 +1,4 @@
-"""The side of a transfer that holds KV cache and sends it while the prefill still runs.
+"""Sends KV cache to other workers while the prefill still runs.
 
 Everything here runs in one event loop, and reads of KV memory are synchronous: once `withdraw` has returned, no byte of
 the blocks is read any more and they may be reused.
@@ -7,7 +7,7 @@ the blocks is read any more and they may be reused.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
@@ -16,292 +16,268 @@ import numpy as np
 
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.store import KvStore
-from .accept import Acceptor, read, receive
-from .outlets import Carrier, Inline
-from .shared import LeaseTable
-from .transports import Means
-from .wire import Ack, Commit, Data, Message, Offer, Open, Pull, TransferError, TransferKey, encode
+from .connections import SenderConnections, receive, receive_one
+from .connector import KvConnector, TransferContext
+from .frames import Ack, BlockTable, Commit, Data, Message, Open, Pull, TransferError, TransferKey, encode
+from .grpc_connector import GrpcConnector
 
 # Seconds between two frames that nobody waits for yet: shorter ones would cost more than they spread.
-_LEAST_PAUSE: Final = 0.001
-_MOST_PAUSE: Final = 0.05
+_MIN_PAUSE: Final = 0.001
+_MAX_PAUSE: Final = 0.05
 
-_OFFER_SECONDS: Final = 2.0  # how long a puller may be ahead of the offer
+_OFFER_SECONDS: Final = 2.0  # how long a receiver may be ahead of the offer
 
 FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
 
 
 @dataclass(slots=True, eq=False)
-class KvExport:
-    """KV cache on offer: the blocks of one PREFILL sequence, whose tokens become readable as they are computed."""
+class KvOffer:
+    """Holds KV cache on offer: the blocks of one prefill, whose tokens become readable as they are computed."""
 
     key: TransferKey
     sequence_id: int
     blocks: tuple[int, ...]
     num_tokens: int
     prefix_hash: bytes
-    entry: tuple[int, int]  # of the ledger
+    entry: tuple[int, int]  # of the lease table, and its number
     num_ready: int = 0
     num_ahead: int = 0  # ready in the first num_layers layers
     num_layers: int = 0
     progressed: float = field(default_factory=time.monotonic)  # when more was last ready
     interval: float = 0.0  # seconds that the last growth took
-    opening: FirstTokens | None = None  # known when the prefill is done
+    first_tokens: FirstTokens | None = None  # known when the prefill is done
     withdrawn: bool = False
-    streams: int = 0  # open pulls; each pins the cache
+    num_streams: int = 0  # open pulls; each pins the cache
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
 
     def ready(self, layer: int) -> int:
-        """How many tokens have their KV cache in this layer."""
+        """Returns how many tokens have their KV cache in this layer."""
         return self.num_ahead if layer < self.num_layers else self.num_ready
 
-    def notify(self) -> None:
-        """Wakes the streams that wait for more tokens, the commit or the end."""
-        self.changed.set()
-
     async def wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Returns when the condition holds or the export has ended. Raises TimeoutError."""
+        """Returns when the condition holds or the offer has ended. Raises TimeoutError."""
         async with asyncio.timeout(seconds):
             while not condition() and not self.withdrawn:
                 self.changed.clear()
                 await self.changed.wait()
 
+    def check(self) -> None:
+        """Raises TransferError if the offer has ended."""
+        if self.withdrawn:
+            raise TransferError("KV cache withdrawn")
+
 
 class KvSender:
-    """The KV cache that this rank offers, by transfer id.
+    """Offers the KV cache of this rank, by transfer id. An offer stays, for any receiver, until one acknowledges it,
+    its lease runs out or it is withdrawn.
 
-    `on_release(sequence_id)` is called exactly once for each export that a reader acknowledged or whose lease ran out;
-    the engine may then free the blocks. After `withdraw` it is not called. With `lease_seconds` None it is never
-    called, and exports end by `withdraw` alone: rank 0 decides for its group.
+    `on_release(sequence_id)` is called exactly once for each offer that was acknowledged or whose lease ran out; the
+    engine may then free the blocks. After `withdraw` it is not called. With `lease_seconds` None it is never called,
+    and offers end by `withdraw` alone: rank 0 decides for its group.
     """
 
     def __init__(
         self,
-        kv: KvStore,
+        context: TransferContext,
         *,
         epoch: int,
         lease_seconds: float | None,
         stall_seconds: float,
         on_release: Callable[[int], None],
-        means: Means,
         frame_hook: FrameHook | None = None,
     ) -> None:
-        self._kv = kv
+        self.connections = SenderConnections(context, epoch=epoch)
+        self._kv = context.kv
+        self._leases = context.leases
+        self._grpc = GrpcConnector(context)
         self._epoch = epoch
         self._lease_seconds = lease_seconds
         self._stall_seconds = stall_seconds
         self._on_release = on_release
         self._frame_hook = frame_hook
-        self._ledger = LeaseTable(kv)
-        self.acceptor = Acceptor(kv, epoch=epoch, means=means, ledger=self._ledger)
-        self._exports: dict[bytes, KvExport] = {}
+        self._offers: dict[bytes, KvOffer] = {}
+        self._by_sequence: dict[int, KvOffer] = {}
         self._offered = asyncio.Event()
-        self._by_sequence: dict[int, KvExport] = {}
 
     @property
-    def num_exports(self) -> int:
-        return len(self._exports)
+    def num_offers(self) -> int:
+        return len(self._offers)
 
     @property
     def num_streams(self) -> int:
-        return sum(export.streams for export in self._exports.values())
+        return sum(offer.num_streams for offer in self._offers.values())
 
     def offer(
         self, sequence_id: int, transfer_id: bytes, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes
     ) -> None:
-        """Opens an export. The transfer id is 128 random bits, the same on every rank of the group."""
+        """Opens an offer. The transfer id is 128 random bits, the same on every rank of the group."""
         key = TransferKey(transfer_id=transfer_id, epoch=self._epoch)
-        export = KvExport(key, sequence_id, blocks, num_tokens, prefix_hash, self._ledger.open())
-        self._exports[transfer_id] = self._by_sequence[sequence_id] = export
+        offer = KvOffer(key, sequence_id, blocks, num_tokens, prefix_hash, self._leases.open())
+        self._offers[transfer_id] = self._by_sequence[sequence_id] = offer
         self._offered.set()
 
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int = 0, num_layers: int = 0) -> None:
-        """The first num_ready tokens are computed; the first num_ahead in the first num_layers layers."""
-        export = self._by_sequence.get(sequence_id)
-        if export is not None:
-            export.num_ready, export.num_ahead, export.num_layers = num_ready, num_ahead, num_layers
+        """Reports that the first num_ready tokens are computed; the first num_ahead in the first num_layers layers."""
+        offer = self._by_sequence.get(sequence_id)
+        if offer is not None:
+            offer.num_ready, offer.num_ahead, offer.num_layers = num_ready, num_ahead, num_layers
             now = time.monotonic()
-            export.interval, export.progressed = now - export.progressed, now
-            export.notify()
+            offer.interval, offer.progressed = now - offer.progressed, now
+            offer.changed.set()
 
-    def complete(self, sequence_id: int, opening: FirstTokens) -> None:
-        """The prefill is done. Without an open stream the lease begins to run."""
-        export = self._by_sequence.get(sequence_id)
-        if export is not None:
-            export.opening = opening
-            export.notify()
-            self._arm(export)
+    def complete(self, sequence_id: int, first_tokens: FirstTokens) -> None:
+        """Reports the end of the prefill. Without an open stream the lease begins to run."""
+        offer = self._by_sequence.get(sequence_id)
+        if offer is not None:
+            offer.first_tokens = first_tokens
+            offer.changed.set()
+            self._start_lease(offer)
 
     def withdraw(self, sequence_id: int) -> None:
-        """Ends an export from this side; its streams end with an error. Idempotent."""
-        export = self._by_sequence.get(sequence_id)
-        if export is not None:
-            self._forget(export)
+        """Ends an offer from this side; its streams end with an error. Idempotent."""
+        offer = self._by_sequence.get(sequence_id)
+        if offer is not None:
+            self._forget(offer)
 
     async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
         """Answers one Pull stream. Raises TransferError for every way it can fail."""
-        async with aclosing(self._converse(aiter(incoming))) as frames:
+        async with aclosing(self._answer(aiter(incoming))) as frames:
             async for frame in self._frame_hook(frames) if self._frame_hook else frames:
                 yield frame
 
-    async def _converse(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        key, opening = read(await receive(incoming, self._stall_seconds))
+    async def _answer(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        key, opening = await receive_one(incoming, self._stall_seconds)
         if not isinstance(opening, Open):
             raise TransferError("KV pull out of order")
-        export = await self._find(key, opening)
-        export.streams += 1
-        if export.expiry:
-            export.expiry.cancel()
+        offer = await self._find(key, opening)
+        offer.num_streams += 1
+        if offer.expiry:
+            offer.expiry.cancel()
         try:
-            # The puller may queue for blocks for as long as it likes: its stream is the pin, and a dead peer ends it.
-            _, request = read(await receive(incoming, None), key)
-            if not isinstance(request, Pull) or not self._has(export, request):
+            # The receiver may wait for blocks without a limit here: its stream is the pin, and a dead peer ends it.
+            _, request = await receive_one(incoming, None, key)
+            if not isinstance(request, Pull) or not self._has(offer, request):
                 raise TransferError("KV pull out of order")
-            carrier, offer = self._carrier(export, request)
-            if offer:
-                yield encode(key, offer, np.asarray(export.blocks, "<i4").tobytes())
+            connector: KvConnector = self._grpc
+            if request.connection:
+                connector = self.connections.connector(request.connection)
+                if connector.one_sided:
+                    entry, number = offer.entry
+                    yield encode(key, BlockTable(entry=entry, number=number), np.asarray(offer.blocks, "<i4").tobytes())
+                    connector = connector if number else self._grpc
             num_frames = 0
-            async with aclosing(self._send_data(export, request, carrier)) as frames:
+            async with aclosing(self._send_data(offer, request, connector)) as frames:
                 async for frame in frames:
                     num_frames += 1
                     yield frame
-            yield encode(key, self._commit(export, num_frames))
-            last = await receive(incoming, self._stall_seconds)
-            if last is not None:
-                self._acknowledge(export, read(last, key)[1])
+            yield encode(key, _commit(offer, num_frames))
+            if last := await receive(incoming, self._stall_seconds, key):
+                self._acknowledge(offer, last[1])
         finally:
-            export.streams -= 1
-            self._arm(export)
+            offer.num_streams -= 1
+            self._start_lease(offer)
 
-    def _has(self, export: KvExport, request: Pull) -> bool:
-        end = request.first_slot + request.num_slots
-        return request.first_token <= export.num_tokens and end <= self._kv.num_slots
+    async def _find(self, key: TransferKey, opening: Open) -> KvOffer:
+        if opening.layout != self._kv.layout.digest:
+            raise TransferError("KV layouts differ")
+        if self._lease_seconds is None:
+            # Rank 0 sends the offer to this rank and to the router at the same time: a receiver may be here first.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_OFFER_SECONDS):
+                    while key.transfer_id not in self._offers:
+                        self._offered.clear()
+                        await self._offered.wait()
+        offer = self._offers.get(key.transfer_id)
+        if offer is None or offer.key != key:
+            raise TransferError("KV cache gone")
+        return offer
 
-    def _carrier(self, export: KvExport, request: Pull) -> tuple[Carrier, Offer | None]:
-        """How the bytes leave, and what has to be said before. Raises TransportError if the pair is gone."""
-        if request.transport == "grpc":
-            return Inline(self._kv), None
-        outlet = self.acceptor.outlet(request.pair, request.transport)
-        carrier = outlet.carrier(self._kv, request.stream)
-        if not outlet.one_sided:
-            return carrier, None
-        line, number = export.entry
-        return carrier if number else Inline(self._kv), Offer(line=line, number=number)
+    def _has(self, offer: KvOffer, request: Pull) -> bool:
+        groups = self._kv.layout.groups
+        if request.first_token > offer.num_tokens or request.group >= len(groups):
+            return False
+        return request.first_slot + request.num_slots <= self._kv.num_slots(groups[request.group][0])
 
-    def _acknowledge(self, export: KvExport, message: Message) -> None:
-        if not isinstance(message, Ack) or self._lease_seconds is None:
-            raise TransferError("KV pull out of order")
-        if not export.withdrawn:
-            self._forget(export)
-            self._on_release(export.sequence_id)
-
-    async def _send_data(self, export: KvExport, request: Pull, carrier: Carrier) -> AsyncGenerator[bytes, None]:
-        """All tokens that were asked for, as soon as each is computed; returns when the opening is known."""
-        index, burst = 0, 0
-        sent = [request.first_token] * self._kv.layout.num_layers
+    async def _send_data(self, offer: KvOffer, request: Pull, connector: KvConnector) -> AsyncGenerator[bytes, None]:
+        """Yields the frames of all tokens that were asked for, as soon as each is computed; returns when the first
+        tokens are known."""
+        index, burst, layout = 0, 0, self._kv.layout
+        sent = dict.fromkeys(layout.groups[request.group], request.first_token)
         slots = range(request.first_slot, request.first_slot + request.num_slots)
-        while min(sent) < export.num_tokens or export.opening is None:
-            await self._wait_for_more(export, sent)
-            began, ready = time.monotonic(), [max(tokens, export.ready(layer)) for layer, tokens in enumerate(sent)]
-            layout = self._kv.layout
-            spans = plan_frames(layout, slots, sent, ready, carrier.frame_bytes)
+        while min(sent.values()) < offer.num_tokens or offer.first_tokens is None:
+            await self._wait_for_more(offer, sent)
+            began, ready = time.monotonic(), {layer: max(sent[layer], offer.ready(layer)) for layer in sent}
+            spans = plan_frames(layout, slots, sent, ready, connector.frame_bytes)
             for span in spans:
                 # Until the prefill is done nobody waits for them: spread over half of the time that its next chunk will
                 # take, they hold up neither the frames that somebody waits for nor the steps of the decode worker.
-                pause = min(export.interval / 2 / len(spans), _MOST_PAUSE)
-                if pause > _LEAST_PAUSE and export.opening is None:
+                pause = min(offer.interval / 2 / len(spans), _MAX_PAUSE)
+                if pause > _MIN_PAUSE and offer.first_tokens is None:
                     with suppress(TimeoutError):
-                        await export.wait(lambda: export.opening is not None, pause)
+                        await offer.wait(lambda: offer.first_tokens is not None, pause)
                     began, burst = time.monotonic(), burst + 1
-                await carrier.ready()
-                if export.withdrawn:
-                    raise TransferError("KV cache withdrawn")
-                payload = carrier.carry(export.blocks, span)
-                frame = Data(
-                    index=index,
-                    num_bytes=span.size(layout),
-                    burst=burst,
-                    age=time.monotonic() - began,
-                    **asdict(span),
-                )
+                await connector.ready()
+                offer.check()
+                payload = connector.offer(request.stream, offer.blocks, span)
+                age = time.monotonic() - began
+                frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **asdict(span))
                 index += 1
-                yield encode(export.key, frame, payload)
+                yield encode(offer.key, frame, payload)
             sent, burst = ready, burst + 1
 
-    async def _wait_for_more(self, export: KvExport, sent: list[int]) -> None:
+    async def _wait_for_more(self, offer: KvOffer, sent: Mapping[int, int]) -> None:
         def more() -> bool:
-            return any(export.ready(layer) > tokens for layer, tokens in enumerate(sent))
+            return any(offer.ready(layer) > num_tokens for layer, num_tokens in sent.items())
 
         try:
-            await export.wait(lambda: more() or export.opening is not None, self._stall_seconds)
+            await offer.wait(lambda: more() or offer.first_tokens is not None, self._stall_seconds)
         except TimeoutError as error:
             raise TransferError("KV cache made no progress") from error
-        if export.withdrawn:
-            raise TransferError("KV cache withdrawn")
+        offer.check()
 
-    def _commit(self, export: KvExport, num_frames: int) -> Commit:
-        if export.withdrawn or export.opening is None:
-            raise TransferError("KV cache withdrawn")
-        return Commit(
-            num_frames=num_frames,
-            num_tokens=export.num_tokens,
-            prefix_hash=export.prefix_hash,
-            tokens=list(export.opening.tokens),
-            logprobs=list(export.opening.logprobs),
-        )
+    def _acknowledge(self, offer: KvOffer, message: Message) -> None:
+        if not isinstance(message, Ack) or self._lease_seconds is None:
+            raise TransferError("KV pull out of order")
+        if not offer.withdrawn:
+            self._forget(offer)
+            self._on_release(offer.sequence_id)
 
-    async def _find(self, key: TransferKey, opening: Open) -> KvExport:
-        if opening.layout != asdict(self._kv.layout):
-            raise TransferError("KV layouts differ")
-        if self._lease_seconds is None:
-            # Rank 0 tells this rank and the router at the same time, so a puller may be here first.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_OFFER_SECONDS):
-                    while key.transfer_id not in self._exports:
-                        self._offered.clear()
-                        await self._offered.wait()
-        export = self._exports.get(key.transfer_id)
-        if export is None or export.key != key:
-            raise TransferError("KV cache gone")
-        return export
-
-    def _arm(self, export: KvExport) -> None:
+    def _start_lease(self, offer: KvOffer) -> None:
         """Starts the lease of a finished prefill that nobody reads."""
-        if self._lease_seconds is None or export.opening is None or export.streams or export.withdrawn:
+        if self._lease_seconds is None or offer.first_tokens is None or offer.num_streams or offer.withdrawn:
             return
-        if export.expiry:
-            export.expiry.cancel()
-        export.expiry = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, export)
+        if offer.expiry:
+            offer.expiry.cancel()
+        offer.expiry = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, offer)
 
-    def _expire(self, export: KvExport) -> None:
-        self._forget(export)
-        self._on_release(export.sequence_id)
+    def _expire(self, offer: KvOffer) -> None:
+        self._forget(offer)
+        self._on_release(offer.sequence_id)
 
-    def _forget(self, export: KvExport) -> None:
-        if not export.withdrawn:
-            self._ledger.close(*export.entry)
-        export.withdrawn = True
-        if export.expiry:
-            export.expiry.cancel()
-        self._exports.pop(export.key.transfer_id, None)
-        self._by_sequence.pop(export.sequence_id, None)
-        export.notify()
+    def _forget(self, offer: KvOffer) -> None:
+        if not offer.withdrawn:
+            self._leases.close(*offer.entry)
+        offer.withdrawn = True
+        if offer.expiry:
+            offer.expiry.cancel()
+        self._offers.pop(offer.key.transfer_id, None)
+        self._by_sequence.pop(offer.sequence_id, None)
+        offer.changed.set()
 
 
 def plan_frames(
-    layout: KvLayout, slots: range, sent: Sequence[int], ready: Sequence[int], frame_bytes: int
+    layout: KvLayout, slots: range, sent: Mapping[int, int], ready: Mapping[int, int], frame_bytes: int
 ) -> list[KvSpan]:
-    """Cuts these KV slots of the tokens from sent[layer] up to ready[layer], for every layer, into frames of about
-    frame_bytes, long in tokens before wide in layers. Without slots there are none."""
+    """Cuts these KV slots of the tokens from sent[layer] up to ready[layer], for every layer of a group, into frames of
+    about frame_bytes, long in tokens before wide in layers. Without slots there are none."""
     if not slots:
         return []
     spans = []
-    token_bytes = len(slots) * layout.bytes_per_slot  # in one layer
+    token_bytes = len(slots) * layout.bytes_per_slot(next(iter(sent)))  # in one layer
     chunk = max(1, frame_bytes // token_bytes)
-    for (start, end), group in itertools.groupby(range(layout.num_layers), lambda layer: (sent[layer], ready[layer])):
-        layers = list(group)
+    for (_, start, end), run in itertools.groupby(_runs(sent), lambda item: (item[0], sent[item[1]], ready[item[1]])):
+        layers = [layer for _, layer in run]
         for first_token in range(start, end, chunk):
             num_tokens = min(chunk, end - first_token)
             width = max(1, frame_bytes // (token_bytes * num_tokens))
@@ -317,3 +293,20 @@ def plan_frames(
                 for first in range(0, len(layers), width)
             ]
     return spans
+
+
+def _runs(layers: Mapping[int, int] | Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (run, layer) for ascending layers; neighbours share a run."""
+    return [(layer - index, layer) for index, layer in enumerate(layers)]
+
+
+def _commit(offer: KvOffer, num_frames: int) -> Commit:
+    offer.check()
+    assert offer.first_tokens is not None
+    return Commit(
+        num_frames=num_frames,
+        num_tokens=offer.num_tokens,
+        prefix_hash=offer.prefix_hash,
+        tokens=list(offer.first_tokens.tokens),
+        logprobs=list(offer.first_tokens.logprobs),
+    )

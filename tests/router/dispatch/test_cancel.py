@@ -113,7 +113,7 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
                     len(worker._requests),
                     len(worker._requests.sessions),
                     len(worker._endpoint._channels),
-                    worker._endpoint.exporter.num_exports,
+                    worker._endpoint.sender.num_offers,
                 ]
             return counts + [len(known.sent) for known in running.view._workers.values()]
 

@@ -16,8 +16,9 @@ from tandem.router.request import TokenRequest
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.transfer import outlets, wire
-from tandem.workers.transfer.wire import Commit, Data, TransferError, TransferKey, decode, encode
+from tandem.workers.transfer import frames
+from tandem.workers.transfer.connector import KvConnector
+from tandem.workers.transfer.frames import Commit, Data, TransferError, TransferKey, decode, encode
 
 NUM_INJECTIONS = 1000
 NUM_AT_ONCE = 32
@@ -103,7 +104,7 @@ class Injector:
 async def test_a_thousand_faults_are_all_noticed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(outlets, "FRAME_BYTES", 32 * 64)  # 32 tokens of one layer
+    monkeypatch.setattr(KvConnector, "frame_bytes", 32 * 64)  # 32 tokens of one layer
     monkeypatch.setattr(execution, "MAX_TRANSFERS_LOST", 10**9)
     injector = Injector(seed=2, limit=NUM_INJECTIONS)
     chance = random.Random(3)
@@ -131,7 +132,7 @@ async def test_a_thousand_faults_are_all_noticed(
 
 async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the test above could see a fault that the frames' checks let through."""
-    monkeypatch.setattr(wire, "checksum_of", lambda data, before=0: 0)
+    monkeypatch.setattr(frames, "checksum_of", lambda data, before=0: 0)
 
     async def flip(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         async for frame in frames:
@@ -175,9 +176,9 @@ async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
 ) -> None:
     async with fleet(1, 1) as running:
         monkeypatch.setattr(
-            type(running.workers[0]._endpoint.exporter),
+            type(running.workers[0]._endpoint.sender),
             "complete",
-            with_token(running.workers[0]._endpoint.exporter.complete, first_token),
+            with_token(running.workers[0]._endpoint.sender.complete, first_token),
         )
         with pytest.raises(TandemError, match="could not be moved"):
             await running.generate(token_request(range(50), 4))
@@ -186,7 +187,7 @@ async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
 
 
 def with_token(complete: Callable[[int, FirstTokens], None], token: int) -> Callable[[object, int, FirstTokens], None]:
-    return lambda exporter, sequence_id, opening: complete(sequence_id, replace(opening, tokens=(token,)))
+    return lambda sender, sequence_id, opening: complete(sequence_id, replace(opening, tokens=(token,)))
 
 
 async def test_requests_of_a_failed_decode_worker_end_on_the_other() -> None:

@@ -139,7 +139,7 @@ def test_kv_refuses_lengths_and_ranges() -> None:
         with pytest.raises(ValueError, match="data"):
             kv.write((3,), part, memoryview(bytes(wrong)))
     changes: tuple[tuple[str, dict[str, int]], ...] = (
-        ("tokens 0 to 5", {"num_tokens": 5}),
+        ("tokens 0 \\+ 5", {"num_tokens": 5}),
         ("layers", {"first_layer": 2, "num_layers": 2}),
         ("layers", {"first_layer": -1}),
         ("layers", {"num_layers": 0}),

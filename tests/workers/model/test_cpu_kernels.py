@@ -39,7 +39,7 @@ def test_attention_equals_plain_torch(
     dtype: str, num_heads: int, kv_heads: int, head_dim: int, window: int | None
 ) -> None:
     torch.manual_seed(0)
-    layout = KvLayout(
+    layout = KvLayout.uniform(
         num_layers=2, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, model="m"
     )
     stores = [PagedKv(layout, num_blocks=128, block_size=8, device=torch.device("cpu")) for _ in range(2)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.tests.workers.spans import span
-from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan, LayerGeometry
 from tandem.workers.model import kv_store as module
 from tandem.workers.model.kv_store import PagedKv
 
@@ -23,7 +23,9 @@ def store(
     head_dim: int = HEAD_DIM,
     tp: int = 1,
 ) -> PagedKv:
-    layout = KvLayout(num_layers=LAYERS, num_heads=4, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, model="m")
+    layout = KvLayout.uniform(
+        num_layers=LAYERS, num_heads=4, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, model="m"
+    )
     kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"), tp=tp)
     if seed is not None:
         torch.manual_seed(seed)
@@ -54,7 +56,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("heads", "tp", "slots"), [(2, 1, 2), (4, 1, 4), (4, 2, 2), (2, 4, 1), (1, 2, 1)])
 def test_memory_is_for_the_slots_of_the_rank(heads: int, tp: int, slots: int) -> None:
     kv = store(block_size=4, heads=heads, tp=tp)
-    assert (kv.num_slots, kv.tp, kv.rank) == (slots, tp, 0)
+    assert (kv.num_slots(0), kv.tp, kv.rank) == (slots, tp, 0)
     assert kv.data.shape == (LAYERS, 2, 64, slots, 4, HEAD_DIM)
 
 
@@ -194,3 +196,61 @@ def test_copied_blocks_are_whole_and_others_stay(dtype: str) -> None:
     sources = {target: source for source, target in pairs}
     for block in range(64):
         assert torch.equal(after[:, :, block], before[:, :, sources.get(block, block)])
+
+
+WIDE = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=8)
+MIXED = (WIDE, replace(WIDE, num_kv_heads=1, head_dim=16), WIDE, replace(WIDE, num_kv_heads=4, head_dim=4))
+
+
+def mixed(seed: int) -> PagedKv:
+    """A model whose layers differ in their KV heads."""
+    layout = KvLayout(layers=MIXED, dtype="bfloat16", model="m")
+    kv = PagedKv(layout, num_blocks=8, block_size=4, device=torch.device("cpu"))
+    for tensor in kv.tensors:
+        tensor.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return kv
+
+
+def test_each_layer_has_its_own_shape() -> None:
+    kv = mixed(1)
+    assert (kv.layout.groups, kv.layout.places) == (((0, 2), (1,), (3,)), ((0, 0), (1, 0), (0, 1), (2, 0)))
+    for layer, (slots, size) in enumerate(((2, 8), (1, 16), (2, 8), (4, 4))):
+        assert kv.num_slots(layer) == slots
+        assert {part.shape for part in kv.layer(layer)} == {(8, slots, 4, size)}
+        assert {part.shape for part in kv.gather_rows(layer)} == {(8 * slots, 4 * size)}
+        assert {part.shape for part in kv.scatter_rows(layer)} == {(8 * slots * 4, size)}
+    assert kv.layer(2)[1].data_ptr() == kv.tensors[0][1, 1].data_ptr()
+    with pytest.raises(ValueError, match="unpack"):  # there is no one tensor
+        _ = kv.data
+    assert (kv.device, kv.dtype) == (torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_unequal_layers_are_read_and_written_where_they_are() -> None:
+    source, target = mixed(1), mixed(2)
+    blocks, into = (5, 0, 3), (1, 7, 2)
+    before = [tensor.clone() for tensor in target.tensors]
+    for layer in range(4):
+        part = span(source, 2, 9, layer, 1)
+        target.write(into, part, source.read(blocks, part))
+        assert bytes(target.read(into, part)) == bytes(source.read(blocks, part))
+        for kind in (0, 1):
+            for token in range(2, 11):
+                there = source.layer(layer)[kind][blocks[token // 4], :, token % 4].view(torch.int16)
+                assert target.layer(layer)[kind][into[token // 4], :, token % 4].view(torch.int16).equal(there)
+    for tensor, old in zip(target.tensors, before, strict=True):
+        others = [block for block in range(8) if block not in into]
+        assert tensor[:, :, others].view(torch.int16).equal(old[:, :, others].view(torch.int16))
+
+
+def test_copies_and_clears_concern_all_layers() -> None:
+    kv = mixed(3)
+    before = [tensor.view(torch.int16).clone() for tensor in kv.tensors]
+    kv.copy([(1, 6), (2, 4)])
+    kv.clear_after(3, 1)
+    for tensor, old in zip(kv.tensors, before, strict=True):
+        now = tensor.view(torch.int16)
+        for block, source in ((6, 1), (4, 2), (0, 0), (7, 7)):
+            assert now[:, :, block].equal(old[:, :, source])
+        assert now[:, :, 3, :, :1].equal(old[:, :, 3, :, :1])
+        assert not now[:, :, 3, :, 1:].any()

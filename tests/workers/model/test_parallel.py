@@ -131,11 +131,11 @@ def test_a_rank_keeps_its_own_heads_of_the_cache(tmp_path: Path) -> None:
 def test_the_cache_of_a_rank_has_the_model_s_layout_and_its_own_size(tmp_path: Path, kv_heads: int, size: int) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads)
     layout = load(folder).kv.layout
-    assert (layout.num_heads, layout.num_kv_heads) == (8, kv_heads)
+    assert (layout.layers[0].num_heads, layout.layers[0].num_kv_heads) == (8, kv_heads)
     per_block = kv_bytes_per_block(check_checkpoint(folder), 16, "float32", size)
     for rank, kv in enumerate(on_ranks(folder, size, lambda runner: runner.kv)):
         assert kv.layout == layout
-        assert (kv.tp, kv.rank, kv.num_slots) == (size, rank, max(1, kv_heads // size))
+        assert (kv.tp, kv.rank, kv.num_slots(0)) == (size, rank, max(1, kv_heads // size))
         assert kv.data.nbytes == 128 * per_block
 
 

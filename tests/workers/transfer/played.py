@@ -1,4 +1,4 @@
-"""gRPC calls whose other side is an exporter of the same process."""
+"""gRPC calls whose other side is a sender of the same process."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -8,21 +8,21 @@ from typing import cast
 import grpc
 import grpc.aio
 
+from tandem.workers.transfer.frames import CONNECT_METHOD, Message, TransferError, decode
 from tandem.workers.transfer.sender import KvSender
-from tandem.workers.transfer.wire import CONNECT_METHOD, Message, TransferError, decode
 
 Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
 class Call:
-    """A stream between a puller and an exporter, which answers it by `serve`."""
+    """A stream between a receiver and a sender, which answers it by `serve`."""
 
     def __init__(self, serve: Serve) -> None:
-        self.said: list[Message] = []  # by the puller
+        self.said: list[Message] = []  # by the receiver
         self.cancelled = False
-        self._to_exporter: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._to_sender: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._answers: asyncio.Queue[object] = asyncio.Queue()
-        self.error: TransferError | None = None  # in which the exporter ended the stream
+        self.error: TransferError | None = None  # with which the sender ended the stream
         self.serving = asyncio.create_task(self._serve(serve))
 
     async def _serve(self, serve: Serve) -> None:
@@ -35,14 +35,14 @@ class Call:
         self._answers.put_nowait(grpc.aio.EOF)
 
     async def _incoming(self) -> AsyncIterator[bytes]:
-        while (frame := await self._to_exporter.get()) is not None:
+        while (frame := await self._to_sender.get()) is not None:
             yield frame
 
     async def write(self, frame: bytes) -> None:
         if self.serving.done():
             raise asyncio.InvalidStateError
         self.said.append(decode(frame)[1])
-        self._to_exporter.put_nowait(frame)
+        self._to_sender.put_nowait(frame)
 
     async def read(self) -> object:
         answer = await self._answers.get()
@@ -55,7 +55,7 @@ class Call:
         await asyncio.wait([self.serving])
 
     async def done_writing(self) -> None:
-        self._to_exporter.put_nowait(None)
+        self._to_sender.put_nowait(None)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -63,27 +63,27 @@ class Call:
 
 
 class Calls:
-    """Makes the channels to exporters and keeps the calls over them, with their endpoints."""
+    """Makes the channels to senders and keeps the calls over them, with their endpoints."""
 
-    def __init__(self, exporters: Mapping[str, KvSender]) -> None:
+    def __init__(self, senders: Mapping[str, KvSender]) -> None:
         self.made: list[tuple[str, Call]] = []  # to pull
         self.connects: list[tuple[str, Call]] = []
-        self._exporters = exporters
+        self._senders = senders
 
     async def ended(self) -> None:
-        """Returns when no exporter serves a connection any more."""
+        """Returns when no sender serves a connection any more."""
         await asyncio.gather(*(call.serving for _, call in self.connects), return_exceptions=True)
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
         return cast(grpc.aio.Channel, _Channel(lambda method: self._open(endpoint, method)))
 
     def _open(self, endpoint: str, method: str) -> Call:
-        exporter = self._exporters[endpoint]
+        sender = self._senders[endpoint]
         if method == CONNECT_METHOD:
-            call = Call(exporter.acceptor.serve)
+            call = Call(sender.connections.serve)
             self.connects.append((endpoint, call))
         else:
-            call = Call(exporter.serve)
+            call = Call(sender.serve)
             self.made.append((endpoint, call))
         return call
 

@@ -1,4 +1,5 @@
-"""Memory of another process, read by NIXL: byte for byte, no wait without end. Skipped where it is not installed."""
+"""Memory of another worker, read by NIXL: byte for byte, no wait without end. Where it is not installed, the transport
+is tested over fake bindings, and the library itself is not."""
 
 import asyncio
 import json
@@ -19,25 +20,26 @@ import torch
 
 from tandem.proto.channel import bind, peer_server
 from tandem.tests.workers.spans import span
-from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
+from tandem.tests.workers.transfer import fake_nixl
+from tandem.tests.workers.transfer.test_unequal import FIRST_TOKENS, NUM_TOKENS, Transfer, layout_of
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.kv_cache.store import SAMPLE_BYTES
+from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.kv_store import PagedKv
-from tandem.workers.transfer import connect, remote, shared
-from tandem.workers.transfer.connector import KvMover
-from tandem.workers.transfer.nixl import NixlMemory, NixlPeer, NixlReader, available
-from tandem.workers.transfer.receiver import Fetched, Target, Want
-from tandem.workers.transfer.shared import LeaseTable
-from tandem.workers.transfer.transports import Means
-from tandem.workers.transfer.wire import Commit, TransferError, TransferKey, TransportError, decode
+from tandem.workers.transfer import connections, nixl, nixl_agent
+from tandem.workers.transfer.connector import TransferContext
+from tandem.workers.transfer.endpoint import KvEndpoint
+from tandem.workers.transfer.frames import Commit, TransferError, TransferKey, TransportError, decode
+from tandem.workers.transfer.nixl import NixlConnector
+from tandem.workers.transfer.nixl_agent import NixlMemory, NixlPeer, NixlReader, available
+from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget
 
-pytestmark = pytest.mark.skipif(not available(), reason="NIXL is not installed")
+installed = pytest.mark.skipif(not available(), reason="NIXL is not installed")
 
-SIZES = [1 << 20, 3 << 20]  # of the exporter's regions
+SIZES = [1 << 20, 3 << 20]  # of the sender's regions
 STAGING = 2 << 20
 TIMEOUT = 2.0
 
-EXPORTER = """
+SENDER = """
 import json, sys
 from tandem.tests.workers.transfer.test_nixl import NixlMemory, regions
 memory = NixlMemory(regions(), devices="lo")
@@ -52,9 +54,9 @@ def regions() -> list[torch.Tensor]:
 
 
 @contextmanager
-def exporter_process(transports: str) -> Iterator[tuple[subprocess.Popen[str], bytes]]:
+def sender_process(transports: str) -> Iterator[tuple[subprocess.Popen[str], bytes]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", EXPORTER],
+        [sys.executable, "-c", SENDER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -86,9 +88,10 @@ def transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return name
 
 
+@installed
 async def test_pieces_arrive_in_order(transports: str) -> None:
     whole = torch.cat(regions()).numpy().tobytes()
-    with exporter_process(transports) as (_, description):
+    with sender_process(transports) as (_, description):
         assert len(description) < 4096
         async with reading(description) as peer:
             for size, step in ((2048, 3), (6144, 5), (STAGING, 1)):
@@ -103,9 +106,10 @@ async def test_pieces_arrive_in_order(transports: str) -> None:
             assert bytes(await peer.read([])) == b""
 
 
+@installed
 async def test_a_reader_has_many_peers(transports: str) -> None:
     whole = torch.cat(regions()).numpy().tobytes()
-    with exporter_process(transports) as (_, one), exporter_process(transports) as (other_process, other):
+    with sender_process(transports) as (_, one), sender_process(transports) as (other_process, other):
         async with reading(one) as peer:
             second = await peer._reader.connect(other, staging_bytes=100)
             views = await asyncio.gather(peer.read([(9, 50)]), second.read([(7, 60)]))
@@ -126,9 +130,10 @@ async def test_a_reader_has_many_peers(transports: str) -> None:
             assert bytes(await again.read([(9, 50)])) == whole[9:59]
 
 
+@installed
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_lost_peer_is_noticed(transports: str, how: signal.Signals) -> None:
-    with exporter_process(transports) as (process, description):
+    with sender_process(transports) as (process, description):
         async with reading(description) as peer:
             await peer.read([(0, 1)])
             process.send_signal(how)
@@ -145,8 +150,9 @@ async def test_a_lost_peer_is_noticed(transports: str, how: signal.Signals) -> N
             assert time.monotonic() - began < (1 if how is signal.SIGKILL else TIMEOUT + 1)
 
 
+@installed
 async def test_pieces_outside_are_refused() -> None:
-    with exporter_process("all") as (_, description):
+    with sender_process("all") as (_, description):
         async with reading(description) as peer:
             total = sum(SIZES)
             outside = [(total, 1), (total - 1, 2), (SIZES[0] - 1, 2), (0, 0), (2**63, 2**63), (2**64 - 1, 2)]
@@ -158,15 +164,16 @@ async def test_pieces_outside_are_refused() -> None:
             await peer.read([(total - 1, 1)])
 
 
+@installed
 async def test_impossible_descriptions() -> None:
-    with exporter_process("all") as (_, description):
+    with sender_process("all") as (_, description):
         async with reading(description) as peer:
             for wrong in (
                 b"",
                 b"x" * 50,
                 description[:-1],
-                description.replace(b"cpu", b"gpu"),
-                b"\x93\xa3cpu\xc4\x00\x90",
+                b"\x92\xc4\x00\x90",
+                b"\x92\xa0\x91\x93\x01\x01\x00",
             ):
                 with pytest.raises(TransferError):
                     await peer._reader.connect(wrong, staging_bytes=10)
@@ -178,9 +185,10 @@ def busy_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@installed
 async def test_threads_sleep_and_end() -> None:
     before = set(threading.enumerate()), len(os.listdir("/proc/self/task"))
-    with exporter_process("all") as (process, description):
+    with sender_process("all") as (process, description):
         async with reading(description) as peer:
             await peer.read([(SIZES[0], STAGING)])
             busy = busy_seconds(process.pid), busy_seconds(os.getpid())
@@ -203,17 +211,18 @@ def test_tensors_with_holes_are_refused() -> None:
 # --- as a transport ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def prefer_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "fastest", lambda rates: "nixl" if "nixl" in rates else "grpc")
-    monkeypatch.setattr(connect, "CONNECT_WAIT_SECONDS", 8.0)  # two agents begin, on a busy machine
-    monkeypatch.setattr(connect, "RECONNECT_SECONDS", 0.0)
+@pytest.fixture(params=["fake", pytest.param("installed", marks=installed)])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 8.0)  # two agents begin, on a busy machine
+    if request.param == "fake":
+        monkeypatch.setattr(nixl, "available", lambda: True)
+        monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
 
 
 @pytest.mark.parametrize("source_tp", [1, 2])
 @pytest.mark.parametrize(("source_block", "num_cached"), [(8, 0), (16, 21)])
-async def test_ranks_move_kv_cache(source_tp: int, source_block: int, num_cached: int, prefer_nixl: None) -> None:
-    transfer = Transfer(layout_of(4), source_tp, 1, source_block, num_cached, ways=lambda rank: ("nixl",))
+async def test_ranks_move_kv_cache(source_tp: int, source_block: int, num_cached: int, library: None) -> None:
+    transfer = Transfer(layout_of(4), source_tp, 1, source_block, num_cached, transports=lambda rank: ("nixl",))
     (fetched,) = await transfer.run()
     transfer.check()
     moved = span(transfer.targets[0], num_cached, NUM_TOKENS - num_cached)
@@ -221,17 +230,17 @@ async def test_ranks_move_kv_cache(source_tp: int, source_block: int, num_cached
     assert transfer.released == [1]
 
 
-async def test_what_is_larger_than_the_staging_comes_in_parts(
-    prefer_nixl: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "_STAGING_BYTES", SAMPLE_BYTES)
-    layout = replace(layout_of(8), head_dim=1024)
+async def test_what_is_larger_than_the_staging_comes_in_parts(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = 2 * 1024 * 1024
+    monkeypatch.setattr(nixl, "_STAGING_BYTES", staging)
+    layout = KvLayout.uniform(num_layers=2, num_heads=8, num_kv_heads=8, head_dim=1024, dtype="bfloat16", model="m")
     kv = PagedKv(layout, num_blocks=16, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256)
-    ledger = LeaseTable(kv)
-    memory = await remote.RemoteMemory.open(ledger.serve("lo"), kv, devices="lo")
+    context = TransferContext(kv=kv, transports=("nixl",))
+    description = (await NixlConnector.listen(context, "nixl", lambda announcement: None)).description()
+    memory = await NixlConnector.connect(context, "nixl", description)
     blocks, part = (9, 3, 4, 15), span(kv, 5, 50)
-    assert part.size(layout) > SAMPLE_BYTES
+    assert part.size(layout) > staging
     assert await memory.read(blocks, part) == kv.read(blocks, part)
     one_slot = replace(part, first_slot=5, num_slots=1, first_layer=1, num_layers=1)
     views = await asyncio.gather(*(memory.read(blocks, each) for each in (one_slot, part)))  # take turns
@@ -242,24 +251,26 @@ async def test_what_is_larger_than_the_staging_comes_in_parts(
             await memory.read(blocks, replace(part, **change))
     with pytest.raises(ValueError, match="block"):
         await memory.read((9, 3, 4, 16), part)
-    with pytest.raises(ValueError, match="are not"):
-        await remote.RemoteMemory.open(replace(ledger.serve("lo"), num_blocks=15), kv, devices="lo")
+    for change in ({"num_blocks": 15}, {"num_blocks": 0}, {"tp": 2}):
+        with pytest.raises(ValueError, match="are not"):
+            await NixlConnector.connect(context, "nixl", description | change)
     memory.close()
     with pytest.raises(TransportError):
         await memory.read(blocks, part)
+    await context.close()
 
 
-async def withdrawn_at_commit() -> Fetched:
-    transfer = Transfer(layout_of(4), 1, 1, ways=lambda rank: ("nixl",))
-    (exporter,) = transfer.exporters
+async def withdrawn_at_commit() -> FetchResult:
+    transfer = Transfer(layout_of(4), 1, 1, transports=lambda rank: ("nixl",))
+    (sender,) = transfer.senders
 
     async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for frame in frames:
             if isinstance(decode(frame)[1], Commit):
-                exporter.withdraw(1)
+                sender.withdraw(1)
             yield frame
 
-    exporter._frame_hook = hook
+    sender._frame_hook = hook
     try:
         (fetched,) = await transfer.run()
     finally:
@@ -267,50 +278,57 @@ async def withdrawn_at_commit() -> Fetched:
     return fetched
 
 
-async def test_a_copy_of_blocks_that_were_given_away_is_refused(prefer_nixl: None) -> None:
+async def test_a_copy_of_blocks_that_were_freed_is_refused(library: None) -> None:
     with pytest.raises(TransferError, match="withdrawn"):
         await withdrawn_at_commit()
 
 
-async def test_without_the_ledger_it_would_be_taken(prefer_nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_lease_table_it_would_be_taken(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
-    monkeypatch.setattr(remote, "check_line", lambda line, offer: None)
+    monkeypatch.setattr(nixl, "check_entry", lambda content, table: None)
     fetched = await withdrawn_at_commit()
-    assert (fetched.opening.tokens, fetched.transport) == ((42,), "nixl")
+    assert (fetched.first_tokens, fetched.transport) == (FIRST_TOKENS, "nixl")
 
 
-async def test_a_way_that_breaks_costs_nothing_but_time(prefer_nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    transfer = Transfer(layout_of(4), 1, 1, ways=lambda rank: ("nixl",))
+async def test_a_peer_that_is_lost_costs_nothing_but_time(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = Transfer(layout_of(4), 1, 1, transports=lambda rank: ("nixl",))
 
     async def lost(self: NixlPeer, pieces: Any) -> memoryview:
         raise TransportError("KV peer lost")
 
-    true = remote.RemoteMemory.read
-
-    async def read(self: remote.RemoteMemory, *asked: Any) -> memoryview:
-        monkeypatch.setattr(NixlPeer, "read", lost)  # the trial is over
-        return await true(self, *asked)
-
-    monkeypatch.setattr(remote.RemoteMemory, "read", read)
+    monkeypatch.setattr(NixlPeer, "read", lost)
     transfer.complete()
     fetched = await transfer.fetch(0)
     transfer.check()
-    assert transfer.pullers[0].peers == []
+    assert transfer.receivers[0].connections.transports == {}
     await transfer.disconnect()
     assert fetched.transport == "grpc"
 
 
-async def test_an_exporter_that_cannot_open_it_is_asked_in_vain(
-    prefer_nixl: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sender_that_cannot_open_it_is_reached_by_grpc(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **options: object) -> None:
         raise RuntimeError("NIXL: no")
 
-    monkeypatch.setattr(shared, "NixlMemory", fails)
-    transfer = Transfer(layout_of(4), 1, 1, ways=lambda rank: ("nixl",))
+    monkeypatch.setattr(nixl, "NixlMemory", fails)
+    transfer = Transfer(layout_of(4), 1, 1, transports=lambda rank: ("nixl",))
     (fetched,) = await transfer.run()
     transfer.check()
     assert fetched.transport == "grpc"
+
+
+async def test_a_rank_opens_the_library_once(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    true = nixl_agent._Agent.__init__
+
+    def counted(self: Any, **options: Any) -> None:
+        made.append("sends" if options["serves"] else "reads")
+        true(self, **options)
+
+    monkeypatch.setattr(nixl_agent._Agent, "__init__", counted)
+    transfer = Transfer(layout_of(8), 4, 1, transports=lambda rank: ("nixl",))
+    await transfer.run()
+    transfer.check()
+    assert sorted(made) == ["reads", *["sends"] * 4]
 
 
 SERVER = """
@@ -323,59 +341,62 @@ KEYS = [TransferKey(transfer_id=bytes([number]) * 16, epoch=3) for number in ran
 BLOCKS = ((5, 1, 3), (0, 7, 2))  # of each transfer, on both sides
 
 
-def mover(seed: int) -> KvMover:
+def endpoint_of(seed: int) -> KvEndpoint:
     kv = PagedKv(LAYOUT, num_blocks=8, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return KvMover(
-        kv,
+    return KvEndpoint(
+        TransferContext(kv=kv, transports=("nixl",)),
         epoch=3,
         lease_seconds=30,
         stall_seconds=20,
         on_release=lambda sequence_id: None,
-        means=Means(transports=("nixl",)),
     )
 
 
 async def serve() -> None:
     """One cache on offer that is done, and one of which only half will ever be."""
-    there, server = mover(1), peer_server()
+    there, server = endpoint_of(1), peer_server()
     there.serve_on(server)
     for number, (key, blocks) in enumerate(zip(KEYS, BLOCKS, strict=True)):
-        there.exporter.offer(number, key.transfer_id, blocks, NUM_TOKENS, b"hash")
-    there.exporter.progress(0, NUM_TOKENS)
-    there.exporter.complete(0, FirstTokens(tokens=(42,)))
-    there.exporter.progress(1, NUM_TOKENS // 2)
+        there.sender.offer(number, key.transfer_id, blocks, NUM_TOKENS, b"hash")
+    there.sender.progress(0, NUM_TOKENS)
+    there.sender.complete(0, FirstTokens(tokens=(42,)))
+    there.sender.progress(1, NUM_TOKENS // 2)
     print(bind(server, "127.0.0.1", 0), flush=True)
     await server.start()
     await server.wait_for_termination()
 
 
-async def fetch(here: KvMover, endpoint: str, number: int) -> Fetched:
-    target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
-    target.set_result(Target(blocks=BLOCKS[number], num_cached=0))
-    want = Want(key=KEYS[number], num_tokens=NUM_TOKENS, prefix_hash=b"hash")
-    async with here.puller.fetch([endpoint], LAYOUT, want, target) as fetched:
+async def fetch(here: KvEndpoint, address: str, number: int) -> FetchResult:
+    target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
+    target.set_result(FetchTarget(blocks=BLOCKS[number], num_cached=0))
+    request = FetchRequest(
+        key=KEYS[number], endpoints=(address,), layout=LAYOUT.digest, num_tokens=NUM_TOKENS, prefix_hash=b"hash"
+    )
+    async with here.receiver.fetch(request, target) as fetched:
         return fetched
 
 
-async def test_between_processes_until_one_is_killed(transports: str, prefer_nixl: None) -> None:
-    here, expected = mover(2), mover(1).kv
+@installed
+async def test_between_processes_until_one_is_killed(transports: str) -> None:
+    here, expected = endpoint_of(2), endpoint_of(1).context.kv
+    own = here.context.kv
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         endpoint = (await process.stdout.readline()).decode().strip()
         assert (await fetch(here, endpoint, 0)).transport == "nixl"
-        whole, half = span(here.kv, 0, NUM_TOKENS), span(here.kv, 0, NUM_TOKENS // 2)
-        assert here.kv.read(BLOCKS[0], whole) == expected.read(BLOCKS[0], whole)
+        whole, half = span(own, 0, NUM_TOKENS), span(own, 0, NUM_TOKENS // 2)
+        assert own.read(BLOCKS[0], whole) == expected.read(BLOCKS[0], whole)
         fetching = asyncio.create_task(fetch(here, endpoint, 1))
         async with asyncio.timeout(10):
-            while here.kv.read(BLOCKS[1], half) != expected.read(BLOCKS[1], half):
+            while own.read(BLOCKS[1], half) != expected.read(BLOCKS[1], half):
                 await asyncio.sleep(0.002)
         process.kill()
         async with asyncio.timeout(10):  # before the stall's deadline
             with pytest.raises(TransferError):
                 await fetching
-            while here.puller.peers:
+            while here.receiver.connections.transports:
                 await asyncio.sleep(0.002)
     finally:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The receiving side on its own, against an exporter that the test plays."""
+"""The receiving side on its own, against a sender that the test plays."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
-from tandem.workers.transfer.receiver import Fetched, KvReceiver, Target, Want
-from tandem.workers.transfer.transports import Means
-from tandem.workers.transfer.wire import (
+from tandem.workers.transfer.connector import TransferContext
+from tandem.workers.transfer.frames import (
     CONNECT_METHOD,
     Ack,
     Commit,
@@ -27,10 +26,11 @@ from tandem.workers.transfer.wire import (
     decode,
     encode,
 )
+from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget, KvReceiver
 
-LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=1)
-WANT = Want(key=KEY, num_tokens=2, prefix_hash=b"hash")
+REQUEST = FetchRequest(key=KEY, endpoints=(), layout=LAYOUT.digest, num_tokens=2, prefix_hash=b"hash")
 PAYLOAD = bytes(range(128)) * 3
 DATA = Data(
     index=0,
@@ -46,7 +46,7 @@ DATA = Data(
 )
 HALF = replace(DATA, num_slots=1, num_bytes=192)
 COMMIT = Commit(num_frames=1, num_tokens=2, prefix_hash=b"hash", tokens=[42], logprobs=[-0.5])
-OPENING = FirstTokens(tokens=(42,), logprobs=(-0.5,))
+FIRST_TOKENS = FirstTokens(tokens=(42,), logprobs=(-0.5,))
 
 
 class PlayedCall:
@@ -96,7 +96,7 @@ def refused() -> PlayedCall:
 
 
 class Side:
-    """A puller, its memory and one fetch under way from a group of `num_sources` ranks."""
+    """A receiver, its memory and one fetch under way from a group of `num_sources` ranks."""
 
     def __init__(
         self, stall_seconds: float = 30.0, layout: KvLayout = LAYOUT, num_sources: int = 1, *, hold: bool = False
@@ -104,8 +104,9 @@ class Side:
         self.kv = FakeKv(2, 16, LAYOUT)
         self.calls = {f"rank {rank}": PlayedCall() for rank in range(num_sources)}
         self.call = self.calls["rank 0"]
-        self.puller = KvReceiver(self.kv, stall_seconds=stall_seconds, channel=self._channel, means=Means())
-        self.target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+        context = TransferContext(kv=self.kv)
+        self.receiver = KvReceiver(context, stall_seconds=stall_seconds, channel=self._channel)
+        self.target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
         self.inside = asyncio.Event()
         self.leave: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # ends the context
         if not hold:
@@ -115,14 +116,15 @@ class Side:
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         return cast(grpc.aio.Channel, PlayedChannel(self.calls[endpoint]))
 
-    async def _fetch(self, layout: KvLayout) -> Fetched:
-        async with self.puller.fetch(list(self.calls), layout, WANT, self.target) as fetched:
+    async def _fetch(self, layout: KvLayout) -> FetchResult:
+        request = replace(REQUEST, endpoints=tuple(self.calls), layout=layout.digest)
+        async with self.receiver.fetch(request, self.target) as fetched:
             self.inside.set()
             await self.leave
         return fetched
 
     def place(self) -> None:
-        self.target.set_result(Target(blocks=(1,), num_cached=0))
+        self.target.set_result(FetchTarget(blocks=(1,), num_cached=0))
 
     def send(self, message: Message, payload: bytes = b"", key: TransferKey = KEY, rank: int = 0) -> None:
         self.calls[f"rank {rank}"].reads.put_nowait(encode(key, message, payload))
@@ -148,17 +150,17 @@ async def test_a_whole_transfer_is_acknowledged_when_the_context_ends_well() -> 
     await side.inside.wait()
     assert side.written() == PAYLOAD
     await turns()
-    assert (side.num_acks, side.call.half_closed, side.puller.num_closing) == (0, False, 0)
+    assert (side.num_acks, side.call.half_closed, side.receiver.num_closing) == (0, False, 0)
     side.leave.set_result(None)
     fetched = await side.fetch
-    assert (fetched.opening, fetched.num_bytes, fetched.transport) == (OPENING, 384, "grpc")
-    assert side.puller.num_closing == 1
+    assert (fetched.first_tokens, fetched.num_bytes, fetched.transport) == (FIRST_TOKENS, 384, "grpc")
+    assert side.receiver.num_closing == 1
     await turns()
     assert isinstance(side.call.written[-1], Ack)
     assert (side.num_acks, side.call.half_closed) == (1, True)
     side.call.ended.set_result(None)
     async with asyncio.timeout(5):
-        while side.puller.num_closing:
+        while side.receiver.num_closing:
             await asyncio.sleep(0)
     assert not side.call.cancelled
 
@@ -178,7 +180,7 @@ async def test_a_context_that_ends_badly_acknowledges_nothing(how: str) -> None:
     with pytest.raises(asyncio.CancelledError if how == "cancel" else ZeroDivisionError):
         await side.fetch
     await turns()
-    assert (side.num_acks, side.puller.num_closing) == (0, 0)
+    assert (side.num_acks, side.receiver.num_closing) == (0, 0)
     assert all(call.cancelled for call in side.calls.values())
 
 
@@ -190,9 +192,9 @@ async def test_an_ack_that_finds_the_stream_broken_is_no_fault() -> None:
     await side.inside.wait()
     side.call.ended.set_result(None)
     side.leave.set_result(None)
-    assert (await side.fetch).opening == OPENING
+    assert (await side.fetch).first_tokens == FIRST_TOKENS
     await turns()
-    assert (side.num_acks, side.puller.num_closing, side.call.cancelled) == (0, 0, True)
+    assert (side.num_acks, side.receiver.num_closing, side.call.cancelled) == (0, 0, True)
 
 
 async def test_pieces_of_several_ranks_go_to_their_slots_and_rank_0_hears_the_ack() -> None:
@@ -203,19 +205,19 @@ async def test_pieces_of_several_ranks_go_to_their_slots_and_rank_0_hears_the_ac
         side.send(HALF, halves[rank], rank=rank)
         side.send(COMMIT, rank=rank)
     fetched = await side.fetch
-    assert (fetched.opening, fetched.num_bytes, fetched.transport) == (OPENING, 384, "grpc")
+    assert (fetched.first_tokens, fetched.num_bytes, fetched.transport) == (FIRST_TOKENS, 384, "grpc")
     assert side.written() == (bytes([1]) * 16 + bytes([2]) * 16) * 12  # [layer, key or value, token, slot]
-    assert side.puller.num_closing == 2
+    assert side.receiver.num_closing == 2
     await turns()
     first, second = side.calls.values()
     assert [type(message) for message in first.written] == [Open, Pull, Ack]
     assert [type(message) for message in second.written] == [Open, Pull]
     assert (first.half_closed, second.half_closed) == (True, True)
-    assert first.written[1] == second.written[1] == Pull(first_token=0, first_slot=0, num_slots=1)
+    assert first.written[1] == second.written[1] == Pull(first_token=0, group=0, first_slot=0, num_slots=1)
 
 
 @pytest.mark.parametrize("other", [{"tokens": [43]}, {"logprobs": [-0.25]}, {"logprobs": []}, {"tokens": [42, 42]}])
-async def test_streams_that_disagree_on_the_opening_are_of_two_prompts(other: dict[str, list[float]]) -> None:
+async def test_streams_that_disagree_on_the_first_tokens_are_of_two_prompts(other: dict[str, list[float]]) -> None:
     side = Side(num_sources=2)
     side.place()
     commits = [replace(COMMIT, logprobs=[-0.5] * len(other.get("tokens", [42]))), COMMIT]
@@ -277,7 +279,7 @@ async def test_only_silence_of_all_streams_is_a_stall(monkeypatch: pytest.Monkey
     clock = loop.time
     monkeypatch.setattr(loop, "time", lambda: clock() + late)
     side = Side(stall_seconds=1000, num_sources=2)
-    late += 3000  # a puller may queue for blocks
+    late += 3000  # a receiver may wait for blocks
     await turns()
     side.place()
     for token in (0, 1):
@@ -299,7 +301,7 @@ async def test_a_source_that_cannot_be_split_so_is_refused(num_sources: int) -> 
     side = Side()
     side.fetch.cancel()
     with pytest.raises(TransferError, match="layouts differ"):
-        async with side.puller.fetch(["rank 0"] * num_sources, LAYOUT, WANT, side.target):
+        async with side.receiver.fetch(replace(REQUEST, endpoints=("rank 0",) * num_sources), side.target):
             pass
     assert side.call.written == []
 
@@ -349,6 +351,8 @@ async def test_a_stream_that_stalls_or_ends_before_its_turn_fails() -> None:
     broken.call.ended.set_result(None)
     with pytest.raises(TransferError, match="broke"):
         await broken.fetch
-    other = Side(layout=KvLayout(num_layers=9, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake"))
+    other = Side(
+        layout=KvLayout.uniform(num_layers=9, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+    )
     with pytest.raises(TransferError, match="layouts differ"):
         await other.fetch

@@ -1,10 +1,10 @@
-"""The sending side on its own: its order of frames, its lease, and what a puller may and may not say."""
+"""The sending side on its own: its order of frames, its lease, and what a receiver may and may not send."""
 
 import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +12,8 @@ from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
-from tandem.workers.transfer.sender import KvSender
-from tandem.workers.transfer.transports import Means
-from tandem.workers.transfer.wire import (
+from tandem.workers.transfer.connector import KvConnector, TransferContext
+from tandem.workers.transfer.frames import (
     Ack,
     Commit,
     Data,
@@ -26,34 +25,34 @@ from tandem.workers.transfer.wire import (
     decode,
     encode,
 )
+from tandem.workers.transfer.sender import KvSender
 
-LAYOUT = KvLayout(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
-OPEN = Open(layout=asdict(LAYOUT))
-PULL = Pull(first_token=0, first_slot=0, num_slots=2)
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+OPEN = Open(layout=LAYOUT.digest)
+PULL = Pull(first_token=0, group=0, first_slot=0, num_slots=2)
 EPOCH = 7
 
 
 class Side:
-    """An exporter with one finished prefill on offer, and a puller that says what the test says."""
+    """A sender with one prefill on offer, and a receiver that sends what the test says."""
 
     def __init__(self, lease_seconds: float | None = 30.0, stall_seconds: float = 30.0) -> None:
         self.released: list[int] = []
         self.kv = FakeKv(4, 16, LAYOUT)
-        self.exporter = KvSender(
-            self.kv,
+        self.sender = KvSender(
+            TransferContext(kv=self.kv),
             epoch=EPOCH,
             lease_seconds=lease_seconds,
             stall_seconds=stall_seconds,
             on_release=self.released.append,
-            means=Means(),
         )
         self.key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
-        self.exporter.offer(1, self.key.transfer_id, (3, 0), 20, b"hash")
+        self.sender.offer(1, self.key.transfer_id, (3, 0), 20, b"hash")
         self.said: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def finish(self) -> None:
-        self.exporter.progress(1, 20)
-        self.exporter.complete(1, FirstTokens(tokens=(42,)))
+        self.sender.progress(1, 20)
+        self.sender.complete(1, FirstTokens(tokens=(42,)))
 
     def say(self, *messages: Message, key: TransferKey | None = None) -> None:
         for message in messages:
@@ -64,8 +63,8 @@ class Side:
             yield frame
 
     async def answers(self) -> list[Message]:
-        """All that the exporter sends until the stream has ended well."""
-        async with aclosing(self.exporter.serve(self.incoming())) as frames:
+        """All that it sends until the stream has ended well."""
+        async with aclosing(self.sender.serve(self.incoming())) as frames:
             return [decode(frame)[1] async for frame in frames]
 
 
@@ -77,7 +76,7 @@ async def test_an_acknowledged_transfer_is_released_once() -> None:
     assert [type(answer) for answer in answers] == [Data, Commit]
     assert answers[-1] == Commit(num_frames=1, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])
     assert side.released == [1]
-    assert (side.exporter.num_exports, side.exporter.num_streams) == (0, 0)
+    assert (side.sender.num_offers, side.sender.num_streams) == (0, 0)
 
 
 async def test_a_stream_that_ends_without_an_ack_starts_the_lease_again() -> None:
@@ -86,14 +85,14 @@ async def test_a_stream_that_ends_without_an_ack_starts_the_lease_again() -> Non
     side.say(OPEN, PULL)
     side.said.put_nowait(None)
     assert isinstance((await side.answers())[-1], Commit)
-    assert (side.released, side.exporter.num_exports, side.exporter.num_streams) == ([], 1, 0)
+    assert (side.released, side.sender.num_offers, side.sender.num_streams) == ([], 1, 0)
     async with asyncio.timeout(5):
-        while side.exporter.num_exports:
+        while side.sender.num_offers:
             await asyncio.sleep(0.005)
     assert side.released == [1]
 
 
-async def test_without_a_lease_an_export_ends_by_withdraw_alone() -> None:
+async def test_without_a_lease_an_offer_ends_by_withdraw_alone() -> None:
     side = Side(lease_seconds=None)
     side.finish()
     side.say(OPEN, PULL, Ack())
@@ -102,11 +101,11 @@ async def test_without_a_lease_an_export_ends_by_withdraw_alone() -> None:
     side.say(OPEN, PULL)
     side.said.put_nowait(None)
     await side.answers()
-    (export,) = side.exporter._exports.values()
-    assert export.expiry is None
-    assert (side.released, side.exporter.num_exports, side.exporter.num_streams) == ([], 1, 0)
-    side.exporter.withdraw(1)
-    assert (side.released, side.exporter.num_exports) == ([], 0)
+    (offer,) = side.sender._offers.values()
+    assert offer.expiry is None
+    assert (side.released, side.sender.num_offers, side.sender.num_streams) == ([], 1, 0)
+    side.sender.withdraw(1)
+    assert (side.released, side.sender.num_offers) == ([], 0)
 
 
 @pytest.mark.parametrize("slots", [range(1), range(1, 2), range(2)])
@@ -118,7 +117,7 @@ async def test_only_the_slots_that_were_asked_for_are_sent(slots: range) -> None
     first, count = slots.start, len(slots)
     side.say(OPEN, replace(PULL, first_slot=first, num_slots=count))
     side.said.put_nowait(None)
-    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+    async with aclosing(side.sender.serve(side.incoming())) as frames:
         _, data, payload = decode(await anext(frames))
         assert isinstance(data, Data)
         assert (data.first_slot, data.num_slots, data.num_bytes) == (first, count, payload.nbytes)
@@ -128,12 +127,12 @@ async def test_only_the_slots_that_were_asked_for_are_sent(slots: range) -> None
 
 async def test_a_stream_without_slots_brings_the_commit_alone_when_the_prefill_is_done() -> None:
     side = Side()
-    side.exporter.progress(1, 8)
-    side.say(OPEN, Pull(first_token=0, first_slot=2, num_slots=0), Ack())
+    side.sender.progress(1, 8)
+    side.say(OPEN, Pull(first_token=0, group=0, first_slot=2, num_slots=0), Ack())
     stream = asyncio.create_task(side.answers())
     for _ in range(10):
         await asyncio.sleep(0)
-    assert side.exporter.num_streams == 1
+    assert side.sender.num_streams == 1
     side.finish()
     assert await stream == [Commit(num_frames=0, num_tokens=20, prefix_hash=b"hash", tokens=[42], logprobs=[])]
     assert side.released == [1]
@@ -141,9 +140,9 @@ async def test_a_stream_without_slots_brings_the_commit_alone_when_the_prefill_i
 
 async def test_frames_flow_while_the_prefill_runs() -> None:
     side = Side()
-    side.exporter.progress(1, 8)
+    side.sender.progress(1, 8)
     side.say(OPEN, PULL)
-    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+    async with aclosing(side.sender.serve(side.incoming())) as frames:
         first = decode(await anext(frames))[1]
         assert isinstance(first, Data)
         assert (first.first_token, first.num_tokens, first.burst) == (0, 8, 0)
@@ -156,9 +155,9 @@ async def test_frames_flow_while_the_prefill_runs() -> None:
 
 async def test_layers_leave_before_the_chunk_is_through() -> None:
     side = Side()
-    side.exporter.progress(1, 8, num_ahead=16, num_layers=2)
+    side.sender.progress(1, 8, num_ahead=16, num_layers=2)
     side.say(OPEN, PULL)
-    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+    async with aclosing(side.sender.serve(side.incoming())) as frames:
 
         async def next_one() -> tuple[range, range]:
             data = decode(await anext(frames))[1]
@@ -176,7 +175,8 @@ async def test_layers_leave_before_the_chunk_is_through() -> None:
     ("messages", "text"),
     [
         ([PULL], "out of order"),
-        ([Open(layout=asdict(replace(LAYOUT, num_layers=4)))], "layouts differ"),
+        ([Open(layout=replace(LAYOUT, layers=LAYOUT.layers[1:]).digest)], "layouts differ"),
+        ([OPEN, replace(PULL, group=1)], "out of order"),
         ([OPEN, Ack()], "out of order"),
         ([OPEN, replace(PULL, first_token=21)], "out of order"),
         ([OPEN, replace(PULL, num_slots=3)], "out of order"),
@@ -185,14 +185,14 @@ async def test_layers_leave_before_the_chunk_is_through() -> None:
         ([OPEN, PULL, PULL], "out of order"),
     ],
 )
-async def test_a_puller_that_breaks_the_order_gets_nothing(messages: list[Message], text: str) -> None:
+async def test_a_receiver_that_breaks_the_order_gets_nothing(messages: list[Message], text: str) -> None:
     side = Side()
     side.finish()
     side.say(*messages)
     with pytest.raises(TransferError, match=text):
         await side.answers()
     assert side.released == []
-    assert side.exporter.num_streams == 0
+    assert side.sender.num_streams == 0
 
 
 @pytest.mark.parametrize("change", [{"epoch": EPOCH + 1}, {"epoch": 0}, {"transfer_id": b"x" * 16}])
@@ -206,7 +206,7 @@ async def test_another_epoch_or_id_is_gone(change: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("fault", ["flip", "foreign", "end", "silence"])
-async def test_a_fault_in_what_the_puller_says_releases_nothing(position: int, fault: str) -> None:
+async def test_a_fault_in_what_the_receiver_says_releases_nothing(position: int, fault: str) -> None:
     side = Side(stall_seconds=0.05)
     side.finish()
     frames = [encode(side.key, message) for message in (OPEN, PULL, Ack())]
@@ -217,7 +217,7 @@ async def test_a_fault_in_what_the_puller_says_releases_nothing(position: int, f
     else:
         del frames[position:]
         if position == 1 and fault == "silence":
-            frames.append(encode(side.key, PULL))  # a puller may be silent before Pull: it queues
+            frames.append(encode(side.key, PULL))  # a receiver may be silent before Pull: it waits
     for frame in frames:
         side.said.put_nowait(frame)
     if fault == "end":
@@ -226,14 +226,14 @@ async def test_a_fault_in_what_the_puller_says_releases_nothing(position: int, f
     with nullcontext() if (fault, position) == ("end", 2) else pytest.raises(TransferError):
         await side.answers()
     assert side.released == []
-    assert (side.exporter.num_exports, side.exporter.num_streams) == (1, 0)
+    assert (side.sender.num_offers, side.sender.num_streams) == (1, 0)
 
 
 async def test_a_lease_that_nobody_uses_ends() -> None:
     side = Side(lease_seconds=0.02)
     side.finish()
     async with asyncio.timeout(5):
-        while side.exporter.num_exports:
+        while side.sender.num_offers:
             await asyncio.sleep(0.005)
     assert side.released == [1]
     side.say(OPEN)
@@ -247,33 +247,33 @@ async def test_an_open_stream_pins_the_cache_and_its_end_starts_the_lease() -> N
     side.say(OPEN)
     stream = asyncio.create_task(side.answers())
     async with asyncio.timeout(5):
-        while not side.exporter.num_streams:
+        while not side.sender.num_streams:
             await asyncio.sleep(0)
     await asyncio.sleep(0.15)  # three leases long
     assert side.released == []
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
-    assert side.exporter.num_exports == 1
+    assert side.sender.num_offers == 1
     async with asyncio.timeout(5):
-        while side.exporter.num_exports:
+        while side.sender.num_offers:
             await asyncio.sleep(0.005)
     assert side.released == [1]
 
 
 async def test_withdrawn_memory_is_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even between two frames of one burst: the blocks may be somebody else's by then."""
-    monkeypatch.setattr("tandem.workers.transfer.outlets.FRAME_BYTES", 64)
+    monkeypatch.setattr(KvConnector, "frame_bytes", 64)
     side = Side()
     side.finish()
     side.say(OPEN, PULL, Ack())
-    async with aclosing(side.exporter.serve(side.incoming())) as frames:
+    async with aclosing(side.sender.serve(side.incoming())) as frames:
         await anext(frames)
-        side.exporter.withdraw(1)
-        side.exporter.withdraw(1)
+        side.sender.withdraw(1)
+        side.sender.withdraw(1)
         with pytest.raises(TransferError, match="withdrawn"):
             await anext(frames)
     assert side.released == []
-    assert (side.exporter.num_exports, side.exporter.num_streams) == (0, 0)
+    assert (side.sender.num_offers, side.sender.num_streams) == (0, 0)
 
 
 async def test_a_prefill_that_makes_no_progress_ends_the_stream() -> None:
@@ -281,4 +281,4 @@ async def test_a_prefill_that_makes_no_progress_ends_the_stream() -> None:
     side.say(OPEN, PULL)
     with pytest.raises(TransferError, match="no progress"):
         await side.answers()
-    side.exporter.withdraw(1)
+    side.sender.withdraw(1)

@@ -2,8 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,30 +12,29 @@ import pytest
 import torch
 
 from tandem.tests.workers.spans import span
+from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import Calls
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
 from tandem.workers.kv_cache.sharding import kv_heads
 from tandem.workers.model.kv_store import PagedKv
-from tandem.workers.transfer import connect
-from tandem.workers.transfer.nixl import available
-from tandem.workers.transfer.receiver import Fetched, KvReceiver, Target, Want
+from tandem.workers.transfer import connections, nixl_agent
+from tandem.workers.transfer.connector import KvConnector, TransferContext
+from tandem.workers.transfer.frames import Ack, Open, Pull, TransferError, TransferKey
+from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget, KvReceiver
 from tandem.workers.transfer.sender import KvSender
-from tandem.workers.transfer.transports import Means
-from tandem.workers.transfer.wire import Ack, Open, Pull, TransferError, TransferKey
 
 Bytes = npt.NDArray[np.uint8]
 
 LAYERS, HEAD_DIM, NUM_TOKENS, NUM_BLOCKS = 2, 4, 37, 8
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=3)
-WANT = Want(key=KEY, num_tokens=NUM_TOKENS, prefix_hash=b"hash")
-OPENING = FirstTokens(tokens=(42, 7), logprobs=(-0.125, -3.0))
+FIRST_TOKENS = FirstTokens(tokens=(42, 7), logprobs=(-0.125, -3.0))
 SIZES = (1, 2, 4)
 
 
 def layout_of(num_kv_heads: int, num_heads: int = 8) -> KvLayout:
-    return KvLayout(
+    return KvLayout.uniform(
         num_layers=LAYERS,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -53,30 +53,39 @@ class Transfer:
     target_tp: int
     source_block: int = 16
     num_cached: int = 0
-    ways: Callable[[int], tuple[str, ...]] = lambda source_rank: ()  # transports of a source rank
+    transports: Callable[[int], tuple[str, ...]] = lambda source_rank: ()  # of a source rank
     released: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         numbers = np.random.default_rng(1)
-        shape = (LAYERS, 2, NUM_TOKENS, self.layout.num_kv_heads, 2 * HEAD_DIM)
-        self.whole: Bytes = numbers.integers(0, 256, shape, np.uint8)
+        self.whole: list[Bytes] = [  # of each layer: [key or value, token, KV head, bytes of a head]
+            numbers.integers(0, 256, (2, NUM_TOKENS, geometry.num_kv_heads, 2 * geometry.head_dim), np.uint8)
+            for geometry in self.layout.layers
+        ]
         self.sources = [self._store(self.source_tp, rank, self.source_block) for rank in range(self.source_tp)]
-        self.targets = [self._store(self.target_tp, rank, 16, is_target=True) for rank in range(self.target_tp)]
         choose = random.Random(2)
         self.blocks, self.into = (
             tuple(choose.sample(range(NUM_BLOCKS), -(-NUM_TOKENS // size))) for size in (self.source_block, 16)
         )
         for rank, kv in enumerate(self.sources):
-            part = np.ascontiguousarray(self.whole[:, :, :, self._heads(self.source_tp, rank)])
-            kv.write(self.blocks, span(kv, 0, NUM_TOKENS), memoryview(part.tobytes()))
-        self.exporters = [self._exporter(rank) for rank in range(self.source_tp)]
+            for layer, whole in enumerate(self.whole):
+                part = np.ascontiguousarray(whole[:, :, self._heads(layer, self.source_tp, rank)])
+                kv.write(self.blocks, span(kv, 0, NUM_TOKENS, layer, 1), memoryview(part.tobytes()))
+        self.senders = [self._sender(rank) for rank in range(self.source_tp)]
         self.endpoints = [f"rank {rank}" for rank in range(self.source_tp)]
-        self.calls = [Calls(dict(zip(self.endpoints, self.exporters, strict=True))) for _ in self.targets]
-        self.pullers = [
-            KvReceiver(kv, stall_seconds=5, channel=calls.channel, means=Means(transports=("shared", "gloo", "nixl")))
-            for kv, calls in zip(self.targets, self.calls, strict=True)
-        ]
+        self.targets: list[PagedKv] = []
+        self.calls: list[Calls] = []
+        self.receivers: list[KvReceiver] = []
+        for rank in range(self.target_tp):
+            self.add_receiver(self.target_tp, rank)
         self.before = [self.cache(rank) for rank in range(self.target_tp)]
+
+    def add_receiver(self, tp: int, rank: int) -> None:
+        """Adds a rank of the target group, or of another."""
+        self.targets.append(self._store(tp, rank, 16, is_target=True))
+        self.calls.append(Calls(dict(zip(self.endpoints, self.senders, strict=True))))
+        context = TransferContext(kv=self.targets[-1], transports=("shared", "gloo", "nixl"))
+        self.receivers.append(KvReceiver(context, stall_seconds=5, channel=self.calls[-1].channel))
 
     def _store(self, tp: int, rank: int, block_size: int, *, is_target: bool = False) -> PagedKv:
         kv = PagedKv(
@@ -84,48 +93,61 @@ class Transfer:
             num_blocks=NUM_BLOCKS,
             block_size=block_size,
             device=torch.device("cpu"),
-            shared=is_target or not {"shared", "nixl"}.isdisjoint(self.ways(rank)),
+            shared=is_target or not {"shared", "nixl"}.isdisjoint(self.transports(rank)),
             tp=tp,
             rank=rank,
         )
-        kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(rank))
+        for tensor in kv.tensors:
+            tensor.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(rank))
         return kv
 
-    def _exporter(self, rank: int) -> KvSender:
-        exporter = KvSender(
-            self.sources[rank],
+    def _sender(self, rank: int) -> KvSender:
+        sender = KvSender(
+            TransferContext(kv=self.sources[rank], transports=self.transports(rank)),
             epoch=KEY.epoch,
             lease_seconds=None if rank else 30,
             stall_seconds=5,
             on_release=self.released.append,
-            means=Means(transports=self.ways(rank)),
         )
-        exporter.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
-        return exporter
+        sender.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
+        return sender
 
-    def _heads(self, tp: int, rank: int) -> list[int]:
-        return list(kv_heads(self.layout.num_heads, self.layout.num_kv_heads, tp, rank))
+    def _heads(self, layer: int, tp: int, rank: int) -> list[int]:
+        geometry = self.layout.layers[layer]
+        return list(kv_heads(geometry.num_heads, geometry.num_kv_heads, tp, rank))
 
     def progress(self, num_ready: int) -> None:
-        for exporter in self.exporters:
-            exporter.progress(1, num_ready)
+        for sender in self.senders:
+            sender.progress(1, num_ready)
 
     def complete(self) -> None:
-        for exporter in self.exporters:
-            exporter.progress(1, NUM_TOKENS)
-            exporter.complete(1, OPENING)
+        for sender in self.senders:
+            sender.progress(1, NUM_TOKENS)
+            sender.complete(1, FIRST_TOKENS)
 
-    async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> Fetched:
+    def request(self) -> FetchRequest:
+        return FetchRequest(
+            key=KEY,
+            endpoints=tuple(self.endpoints),
+            layout=self.layout.digest,
+            num_tokens=NUM_TOKENS,
+            prefix_hash=b"hash",
+        )
+
+    def target(self) -> asyncio.Future[FetchTarget]:
+        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
+        target.set_result(FetchTarget(blocks=self.into, num_cached=self.num_cached))
+        return target
+
+    async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> FetchResult:
         """As a rank does that hears from its group when all have their part."""
-        target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
-        target.set_result(Target(blocks=self.into, num_cached=self.num_cached))
-        async with self.pullers[rank].fetch(self.endpoints, self.layout, WANT, target) as fetched:
+        async with self.receivers[rank].fetch(self.request(), self.target()) as fetched:
             if arrived:
                 await arrived.wait()
             assert self.num_acks == 0
         return fetched
 
-    async def run(self) -> list[Fetched]:
+    async def run(self) -> list[FetchResult]:
         """The whole of it, with the prefill in two chunks; returns when every stream and connection has ended."""
         arrived = asyncio.Barrier(self.target_tp)
         fetches = [asyncio.create_task(self.fetch(rank, arrived)) for rank in range(self.target_tp)]
@@ -135,33 +157,41 @@ class Transfer:
         self.complete()
         fetched = await asyncio.gather(*fetches)
         async with asyncio.timeout(5):
-            while sum(puller.num_closing for puller in self.pullers):
+            while sum(receiver.num_closing for receiver in self.receivers):
                 await asyncio.sleep(0)
         assert not any(call.cancelled for calls in self.calls for _, call in calls.made)
         await self.disconnect()
         return fetched
 
     async def disconnect(self) -> None:
-        await asyncio.gather(*(puller.close() for puller in self.pullers))
+        await asyncio.gather(*(receiver.connections.close() for receiver in self.receivers))
         await asyncio.gather(*(calls.ended() for calls in self.calls))
 
     @property
     def num_acks(self) -> int:
         return sum(isinstance(message, Ack) for calls in self.calls for _, call in calls.made for message in call.said)
 
-    def cache(self, rank: int) -> Bytes:
-        """What a target rank has: [layer, key or value, token, slot, bytes of a head]."""
-        kv = self.targets[rank]
-        data = np.frombuffer(kv.read(self.into, span(kv, 0, NUM_TOKENS)), np.uint8)
-        return data.reshape(LAYERS, 2, NUM_TOKENS, kv.num_slots, -1)
+    def cache(self, rank: int) -> list[Bytes]:
+        """What a target rank has, of each layer: [key or value, token, slot, bytes of a head]."""
+        kv, found = self.targets[rank], []
+        for layer in range(self.layout.num_layers):
+            data = np.frombuffer(kv.read(self.into, span(kv, 0, NUM_TOKENS, layer, 1)), np.uint8)
+            found.append(data.reshape(2, NUM_TOKENS, kv.num_slots(layer), -1))
+        return found
 
-    def check(self) -> None:
+    def content(self, rank: int) -> bytes:
+        """The same as bytes."""
+        return b"".join(layer.tobytes() for layer in self.cache(rank))
+
+    def check(self, ranks: Iterable[int] | None = None) -> None:
         """Every target rank has the heads of its slots, and what it had cached before."""
-        for rank in range(self.target_tp):
-            found, cached = self.cache(rank), self.num_cached
-            expected = self.whole[:, :, :, self._heads(self.target_tp, rank)]
-            assert (found[:, :, cached:] == expected[:, :, cached:]).all(), f"rank {rank}"
-            assert (found[:, :, :cached] == self.before[rank][:, :, :cached]).all(), f"rank {rank}"
+        for rank in range(self.target_tp) if ranks is None else ranks:
+            kv, cached = self.targets[rank], self.num_cached
+            for layer, found in enumerate(self.cache(rank)):
+                expected = self.whole[layer][:, :, self._heads(layer, kv.tp, kv.rank)]
+                assert (found[:, cached:] == expected[:, cached:]).all(), f"rank {rank}, layer {layer}"
+                if cached:
+                    assert (found[:, :cached] == self.before[rank][layer][:, :cached]).all(), f"rank {rank}"
 
 
 async def turns(count: int = 30) -> None:
@@ -172,8 +202,14 @@ async def turns(count: int = 30) -> None:
 @pytest.fixture(autouse=True)
 def _short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a stream has several."""
-    for name in ("FRAME_BYTES", "SLICE_BYTES"):
-        monkeypatch.setattr(f"tandem.workers.transfer.outlets.{name}", 160)
+    monkeypatch.setattr(KvConnector, "frame_bytes", 160)
+
+
+def use_fake_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library is not installed."""
+    if not nixl_agent.available():
+        monkeypatch.setattr("tandem.workers.transfer.nixl.available", lambda: True)
+        monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
 
 
 SPLITS = ((8, 0), (16, 21), (32, 16))  # block size of the source, tokens that the target has cached
@@ -185,7 +221,7 @@ SPLITS = ((8, 0), (16, 21), (32, 16))  # block size of the source, tokens that t
         ("grpc", SPLITS),
         ("shared", SPLITS),
         ("gloo", SPLITS[1:2]),
-        pytest.param("nixl", SPLITS[1:2], marks=pytest.mark.skipif(not available(), reason="NIXL is not installed")),
+        ("nixl", SPLITS[1:2]),
     ],
     ids=["grpc", "shared", "gloo", "nixl"],
 )
@@ -200,8 +236,8 @@ async def test_every_rank_gets_its_heads(
     splits: Sequence[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connect, "fastest", lambda rates: transport)
-    monkeypatch.setattr(connect, "CONNECT_WAIT_SECONDS", 8.0)  # NIXL takes a second to begin
+    use_fake_nixl(monkeypatch)
+    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 8.0)  # NIXL takes a second to begin
     for source_block, num_cached in splits:
         transfer = Transfer(
             layout_of(num_kv_heads),
@@ -209,17 +245,56 @@ async def test_every_rank_gets_its_heads(
             target_tp,
             source_block,
             num_cached,
-            ways=lambda source_rank: () if transport == "grpc" else (transport,),
+            transports=lambda source_rank: () if transport == "grpc" else (transport,),
         )
         fetched = await transfer.run()
         transfer.check()
         for rank, part in enumerate(fetched):
             moved = span(transfer.targets[rank], num_cached, NUM_TOKENS - num_cached)
-            assert (part.opening, part.num_bytes) == (OPENING, moved.size(transfer.layout))
+            assert (part.first_tokens, part.num_bytes) == (FIRST_TOKENS, moved.size(transfer.layout))
             assert part.transport == transport
         assert (transfer.released, transfer.num_acks) == ([1], 1)
-        assert [exporter.num_exports for exporter in transfer.exporters] == [0] + [1] * (source_tp - 1)
-        assert not any(exporter.num_streams for exporter in transfer.exporters)
+        assert [sender.num_offers for sender in transfer.senders] == [0] + [1] * (source_tp - 1)
+        assert not any(sender.num_streams for sender in transfer.senders)
+
+
+# Layers of several shapes, between each other; the windows differ where the shapes do not.
+WIDE = LayerGeometry(num_heads=4, num_kv_heads=2, head_dim=64)
+MIXED = {
+    "alternating": (WIDE, replace(WIDE, num_kv_heads=1, head_dim=128)) * 2,
+    "runs": (WIDE, replace(WIDE, window=4), WIDE, replace(WIDE, num_kv_heads=4, head_dim=16), WIDE),
+    "other heads": (WIDE, replace(WIDE, num_heads=8, num_kv_heads=8, head_dim=8)),
+}
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared", "gloo", "nixl"])
+@pytest.mark.parametrize("layers", MIXED)
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (1, 2), (2, 1), (4, 2)])
+async def test_layers_of_unequal_geometry_arrive(
+    source_tp: int, target_tp: int, layers: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_fake_nixl(monkeypatch)
+    layout = KvLayout(layers=MIXED[layers], dtype="bfloat16", model="m")
+    for frame_bytes in (160, 4096, 2**20):
+        monkeypatch.setattr(KvConnector, "frame_bytes", frame_bytes)
+        transfer = Transfer(layout, source_tp, target_tp, 8, 21, transports=lambda source_rank: (transport,))
+        fetched = await transfer.run()
+        transfer.check()
+        for kv, part in zip(transfer.targets, fetched, strict=True):
+            sizes = [span(kv, 21, NUM_TOKENS - 21, layer, 1).size(layout) for layer in range(layout.num_layers)]
+            assert (part.num_bytes, part.transport) == (sum(sizes), transport)
+        assert (transfer.released, transfer.num_acks) == ([1], 1)
+
+
+def test_a_span_across_unequal_layers_is_refused() -> None:
+    kv = Transfer(KvLayout(layers=MIXED["runs"], dtype="bfloat16", model="m"), 1, 1).targets[0]
+    for layer, num_layers, good in ((0, 3, True), (2, 2, False), (3, 1, True), (3, 2, False), (0, 5, False)):
+        part = replace(span(kv, 0, 9, layer, num_layers), num_slots=1)
+        if good:
+            assert kv.read((1,), part).nbytes == part.size(kv.layout)
+        else:
+            with pytest.raises(ValueError, match="not within one group of equal layers"):
+                kv.read((1,), part)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "tps"), [(12, 4, (1, 2, 3, 4, 6)), (9, 3, (1, 3))])
@@ -246,7 +321,7 @@ async def test_there_is_a_stream_for_every_piece_and_no_other(
         assert asked == [
             (
                 f"rank {piece.source_rank}",
-                Pull(first_token=0, first_slot=piece.source_slots.start, num_slots=len(piece.source_slots)),
+                Pull(first_token=0, group=0, first_slot=piece.source_slots.start, num_slots=len(piece.source_slots)),
             )
             for piece in pieces
         ]
@@ -254,7 +329,7 @@ async def test_there_is_a_stream_for_every_piece_and_no_other(
 
 async def test_rank_0_pins_the_cache_where_it_reads_nothing() -> None:
     """12 heads over 4, from 6 ranks to 2: rank 1 has the KV heads (0, 1) that rank 0 has not together."""
-    transfer = Transfer(layout_of(4, 12), 6, 2, ways=lambda source_rank: ("shared",))
+    transfer = Transfer(layout_of(4, 12), 6, 2, transports=lambda source_rank: ("shared",))
     assert all(piece.source_rank for piece in plan(12, 4, 6, 2, 0))
     (fetched, _) = await transfer.run()
     transfer.check()
@@ -262,7 +337,7 @@ async def test_rank_0_pins_the_cache_where_it_reads_nothing() -> None:
     endpoint, pin = transfer.calls[0].made[-1]
     assert endpoint == "rank 0"
     assert [type(message) for message in pin.said] == [Open, Pull, Ack]
-    assert pin.said[1] == Pull(first_token=0, first_slot=0, num_slots=0)
+    assert pin.said[1] == Pull(first_token=0, group=0, first_slot=0, num_slots=0)
     assert transfer.released == [1]
     assert all(endpoint != "rank 0" for endpoint, _ in transfer.calls[1].made)
 
@@ -275,21 +350,21 @@ async def test_a_pin_that_fails_ends_the_fetch(fault: str) -> None:
     transfer.progress(20)
     await turns()
     if fault == "withdrawn":
-        transfer.exporters[0].withdraw(1)
+        transfer.senders[0].withdraw(1)
     else:
-        transfer.exporters[0].progress(1, NUM_TOKENS)
-        transfer.exporters[0].complete(1, FirstTokens(tokens=(43,)))  # the others say OPENING
-        for exporter in transfer.exporters[1:]:
-            exporter.progress(1, NUM_TOKENS)
-            exporter.complete(1, OPENING)
+        transfer.senders[0].progress(1, NUM_TOKENS)
+        transfer.senders[0].complete(1, FirstTokens(tokens=(43,)))  # the others say FIRST_TOKENS
+        for sender in transfer.senders[1:]:
+            sender.progress(1, NUM_TOKENS)
+            sender.complete(1, FIRST_TOKENS)
     with pytest.raises(TransferError, match="stream broke" if fault == "withdrawn" else "another prompt"):
         await fetching
     assert all(call.cancelled for _, call in transfer.calls[0].made)
     assert (transfer.num_acks, transfer.released) == (0, [])
 
 
-async def test_ranks_may_go_different_ways() -> None:
-    transfer = Transfer(layout_of(8), 4, 2, ways=lambda source_rank: ("shared",) if source_rank == 0 else ())
+async def test_ranks_may_use_different_transports() -> None:
+    transfer = Transfer(layout_of(8), 4, 2, transports=lambda source_rank: ("shared",) if source_rank == 0 else ())
     assert [part.transport for part in await transfer.run()] == ["grpc+shared", "grpc"]
     transfer.check()
 
@@ -301,16 +376,16 @@ async def test_one_stream_that_fails_ends_the_others(failing: int) -> None:
     await turns()
     transfer.progress(20)
     await turns()
-    assert (transfer.cache(0) != transfer.before[0]).any()
-    transfer.exporters[failing].withdraw(1)
-    transfer.exporters[1 - failing].progress(1, NUM_TOKENS)
+    assert any((now != then).any() for now, then in zip(transfer.cache(0), transfer.before[0], strict=True))
+    transfer.senders[failing].withdraw(1)
+    transfer.senders[1 - failing].progress(1, NUM_TOKENS)
     with pytest.raises(TransferError, match="stream broke"):
         await fetching
-    left = transfer.cache(0)
+    left = transfer.content(0)
     assert all(call.cancelled for _, call in transfer.calls[0].made)
-    transfer.exporters[1 - failing].complete(1, OPENING)
+    transfer.senders[1 - failing].complete(1, FIRST_TOKENS)
     await turns()
-    assert (transfer.cache(0) == left).all()
+    assert transfer.content(0) == left
     assert (transfer.num_acks, transfer.released) == (0, [])
 
 
@@ -321,22 +396,20 @@ async def test_a_cancel_at_any_moment_ends_all_streams(after: int) -> None:
     fetching = asyncio.create_task(transfer.fetch(0, asyncio.Barrier(2)))
     await turns(after)
     fetching.cancel()
-    left = transfer.cache(0)
+    left = transfer.content(0)
     with pytest.raises(asyncio.CancelledError):
         await fetching
     await turns()
-    assert (transfer.cache(0) == left).all()
+    assert transfer.content(0) == left
     assert (transfer.num_acks, transfer.released) == (0, [])
-    assert not any(exporter.num_streams for exporter in transfer.exporters)
+    assert not any(sender.num_streams for sender in transfer.senders)
 
 
 async def test_an_exception_in_the_context_leaves_the_cache_pinned_for_another_reader() -> None:
     transfer = Transfer(layout_of(2), 2, 2)
     transfer.complete()
-    target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
-    target.set_result(Target(blocks=transfer.into, num_cached=0))
     with pytest.raises(ZeroDivisionError):
-        async with transfer.pullers[0].fetch(transfer.endpoints, transfer.layout, WANT, target):
+        async with transfer.receivers[0].fetch(transfer.request(), transfer.target()):
             raise ZeroDivisionError
     await turns()
     assert (transfer.num_acks, transfer.released) == (0, [])
@@ -347,14 +420,14 @@ async def test_an_exception_in_the_context_leaves_the_cache_pinned_for_another_r
 
 async def test_groups_of_different_models_exchange_nothing() -> None:
     transfer = Transfer(layout_of(4), 2, 1)
-    target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
-    for layout, endpoints in (
-        (layout_of(2), transfer.endpoints),
-        (replace(layout_of(4), model="other"), transfer.endpoints),
-        (layout_of(4), ["rank 0"] * 3),  # 3 does not divide 8 heads
-        (layout_of(4), []),
-    ):
+    changes: list[dict[str, Any]] = [
+        {"layout": layout_of(2).digest},
+        {"layout": replace(layout_of(4), model="other").digest},
+        {"endpoints": ("rank 0",) * 3},  # 3 does not divide 8 heads
+        {"endpoints": ()},
+    ]
+    for change in changes:
         with pytest.raises(TransferError, match="layouts differ"):
-            async with transfer.pullers[0].fetch(endpoints, layout, WANT, target):
+            async with transfer.receivers[0].fetch(replace(transfer.request(), **change), transfer.target()):
                 pass
     assert transfer.calls[0].made == []

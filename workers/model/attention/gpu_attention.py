@@ -26,10 +26,10 @@ class GpuAttention:
         self.kv = kv
         self.windows = [window or 0 for window in windows]
         self.device = kv.data.device
-        self.tile_tokens = gpu.tile_tokens(num_heads, kv.num_slots, kv.layout.head_dim)
-        self.partial_shape = (num_heads, kv.layout.head_dim + 2)
+        self.tile_tokens = gpu.tile_tokens(num_heads, kv.num_slots(0), kv.layout.layers[0].head_dim)
+        self.partial_shape = (num_heads, kv.layout.layers[0].head_dim + 2)
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if kv.data.is_cuda else 1
-        self.num_programs = max(1, processors * _PROGRAMS_PER_PROCESSOR // kv.num_slots)
+        self.num_programs = max(1, processors * _PROGRAMS_PER_PROCESSOR // kv.num_slots(0))
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         arrays = _Arrays(spans, self.kv.block_size)

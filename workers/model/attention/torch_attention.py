@@ -134,7 +134,7 @@ class TorchAttention:
         """`native=False` keeps to plain torch."""
         self._kv = kv
         self._windows = tuple(windows)
-        group = num_heads // kv.num_slots
+        group = num_heads // kv.num_slots(0)
         self._native = native and cpu.can_attend(kv.data, group)
         self._native_chunks = native and cpu.can_attend_chunks(kv.data, group)
 
@@ -176,7 +176,7 @@ class _Planner:
         self._native = native
         self._native_chunks = native_chunks
         self._block_size = kv.block_size
-        self._num_kv_heads = kv.num_slots
+        self._num_kv_heads = kv.num_slots(0)
         self._dtype = kv.data.dtype
         self._device = kv.data.device
         self._spans = spans

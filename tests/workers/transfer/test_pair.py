@@ -17,18 +17,19 @@ import msgpack
 import pytest
 import torch
 
+from tandem.workers.transfer import pair as pair_module
 from tandem.workers.transfer.backend import join_store, listen_store, open_group
-from tandem.workers.transfer.collective import Pair
-from tandem.workers.transfer.wire import TransferError
+from tandem.workers.transfer.frames import TransferError
+from tandem.workers.transfer.pair import Pair
 
 SIZES = [1, 3 * 1024, 1024 * 1024, 20 * 1024 * 1024]
 TIMEOUT = 2.0
 
-# A puller in another process, on another interface; it does what its standard input says, a line at a time.
-PULLER = """
+# A joiner in another process, on another interface; it does what its standard input says, a line at a time.
+JOINER = """
 import asyncio, hashlib, json, sys, time
-from tandem.workers.transfer.collective import Pair
-from tandem.workers.transfer.wire import TransferError
+from tandem.workers.transfer.pair import Pair
+from tandem.workers.transfer.frames import TransferError
 async def main():
     print(json.dumps("ready"), flush=True)
     address, timeout = json.loads(sys.stdin.readline())
@@ -49,7 +50,7 @@ asyncio.run(main())
 """
 
 
-class Puller:
+class Joiner:
     """The process, and what it says."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -64,26 +65,26 @@ class Puller:
 
 
 @contextmanager
-def puller_process() -> Iterator[Puller]:
+def joiner_process() -> Iterator[Joiner]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PULLER],
+        [sys.executable, "-c", JOINER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     try:
-        yield Puller(process)
+        yield Joiner(process)
     finally:
         process.kill()
         process.communicate()
 
 
 @contextmanager
-def exporter_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
+def listener_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
     """One that sends nothing, and how to learn its address."""
     code = (
-        "import asyncio; from tandem.workers.transfer.collective import Pair\n"
+        "import asyncio; from tandem.workers.transfer.pair import Pair\n"
         "async def main():\n"
         "    pair = Pair.listen('127.0.0.1', timeout=60); print(pair.address, flush=True); await pair.accept()\n"
         "    await pair.receive(1); await asyncio.sleep(600)\n"
@@ -100,14 +101,14 @@ def exporter_process() -> Iterator[tuple[subprocess.Popen[str], Callable[[], str
 
 
 @asynccontextmanager
-async def connected(timeout: float = TIMEOUT) -> AsyncIterator[tuple[Pair, Puller]]:
-    with puller_process() as puller:
-        assert await puller.heard() == "ready"  # importing torch takes longer than some timeouts
+async def connected(timeout: float = TIMEOUT) -> AsyncIterator[tuple[Pair, Joiner]]:
+    with joiner_process() as joiner:
+        assert await joiner.heard() == "ready"  # importing torch takes longer than some timeouts
         pair = Pair.listen("127.0.0.1", timeout=timeout)
-        puller.tell(pair.address, timeout)
+        joiner.tell(pair.address, timeout)
         try:
             await pair.accept()
-            yield pair, puller
+            yield pair, joiner
         finally:
             await ended(pair)
 
@@ -147,26 +148,26 @@ def listening() -> set[str]:
 
 
 async def test_bytes_arrive_both_ways() -> None:
-    async with connected(timeout=20) as (pair, puller):
+    async with connected(timeout=20) as (pair, joiner):
         data = [os.urandom(size) for size in SIZES]
-        puller.tell("receive", *SIZES)
+        joiner.tell("receive", *SIZES)
         for part, view in zip(data, (bytes, memoryview, bytearray, bytes), strict=True):
             await pair.send(view(part))
-        assert await puller.heard() == [hashlib.sha256(part).hexdigest() for part in data]
-        puller.tell("send", *enumerate(SIZES))
+        assert await joiner.heard() == [hashlib.sha256(part).hexdigest() for part in data]
+        joiner.tell("send", *enumerate(SIZES))
         for value, size in enumerate(SIZES):
             assert await pair.receive(size) == bytes([value]) * size
-        await puller.heard()
+        await joiner.heard()
 
 
 async def test_two_hundred_messages_keep_their_order() -> None:
-    async with connected(timeout=20) as (pair, puller):
+    async with connected(timeout=20) as (pair, joiner):
         sizes = [1 + (7919 * index) % 50_000 for index in range(200)]
         data = [bytes([index % 256]) * size for index, size in enumerate(sizes)]
-        puller.tell("receive", *sizes)
+        joiner.tell("receive", *sizes)
         await asyncio.gather(*(pair.send(part) for part in data))
-        assert await puller.heard() == [hashlib.sha256(part).hexdigest() for part in data]
-        puller.tell("send", *enumerate(sizes))
+        assert await joiner.heard() == [hashlib.sha256(part).hexdigest() for part in data]
+        joiner.tell("send", *enumerate(sizes))
         received = await asyncio.gather(*(pair.receive(size) for size in sizes))
         assert received == data
 
@@ -183,9 +184,9 @@ async def test_tensors_and_empty_messages() -> None:
 
 @pytest.mark.parametrize("verb", ["send", "receive"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_lost_or_silent_puller_is_noticed(how: signal.Signals, verb: str) -> None:
-    async with connected() as (pair, puller):
-        puller.process.send_signal(how)
+async def test_a_lost_or_silent_joiner_is_noticed(how: signal.Signals, verb: str) -> None:
+    async with connected() as (pair, joiner):
+        joiner.process.send_signal(how)
         began = time.monotonic()
         calls = [pair.send(bytes(50_000_000)), pair.send(b"x")] if verb == "send" else [pair.receive(1)] * 1
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -201,8 +202,8 @@ async def test_a_lost_or_silent_puller_is_noticed(how: signal.Signals, verb: str
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_lost_or_silent_exporter_is_noticed(how: signal.Signals) -> None:
-    with exporter_process() as (process, address):
+async def test_a_lost_or_silent_listener_is_noticed(how: signal.Signals) -> None:
+    with listener_process() as (process, address):
         pair = await Pair.join(await asyncio.to_thread(address), host="127.0.0.2", timeout=TIMEOUT)
         await pair.send(b"x")
         process.send_signal(how)
@@ -315,7 +316,7 @@ async def test_only_the_named_interfaces_are_bound() -> None:
 
 def test_a_process_ends_well_with_an_open_pair() -> None:
     code = (
-        "import asyncio; from tandem.workers.transfer.collective import Pair\n"
+        "import asyncio; from tandem.workers.transfer.pair import Pair\n"
         "async def main():\n"
         "    pair = Pair.listen('127.0.0.1', timeout=5); coming = asyncio.create_task(pair.accept())\n"
         "    other = await Pair.join(pair.address, host='127.0.0.1', timeout=5); await coming\n"
@@ -355,3 +356,50 @@ def test_a_backend_that_this_torch_lacks() -> None:
     if not torch.distributed.is_nccl_available():
         with pytest.raises(ValueError, match="'nccl' is not in this build"):
             open_group(store, backend="nccl", rank=0, size=1, host="127.0.0.1", timeout=1)
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
+async def test_nccl_selects_its_thread_s_device_by_index(
+    device: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch does, the mock refuses a device without an index. Gloo and host memory stand for NCCL and the GPU."""
+    selected: list[int] = []
+
+    def set_device(device: Any) -> None:
+        if not isinstance(device, int):
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
+        selected.append(device)
+
+    def open_gloo(store: Any, *, backend: str, **options: Any) -> Any:
+        assert (backend, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("nccl", "0")
+        return open_group(store, backend="gloo", **options)
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(pair_module, "open_group", open_gloo)
+    true_empty, true_to = torch.empty, torch.Tensor.to
+    on_host = {"device": "cpu"}
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: true_empty(*size, **options | on_host))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, place: true_to(tensor, "cpu"))
+    monkeypatch.setattr("torch.distributed.ProcessGroupGloo.abort", lambda group: None, raising=False)
+    pair = Pair.listen("127.0.0.1", backend="nccl", device=device, timeout=TIMEOUT)
+    accepting = asyncio.create_task(pair.accept())
+    other = await Pair.join(pair.address, host="127.0.0.1", backend="nccl", device=device, timeout=TIMEOUT)
+    await accepting
+    sending = asyncio.create_task(pair.send(b"KV cache"))
+    assert bytes(await other.receive(8)) == b"KV cache"
+    await sending
+    assert selected == [index] * 2
+    await ended(pair)
+    await ended(other)
+
+
+async def test_a_device_that_cannot_be_selected_breaks_the_pair_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_device(device: Any) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    pair = Pair.listen("127.0.0.1", backend="nccl", device="cuda:0", timeout=60)
+    with pytest.raises(TransferError, match="broke"):
+        await pair.accept()
+    await ended(pair)

@@ -1,4 +1,4 @@
-"""How a transfer is cut into frames, and that no other sequence of frames passes for it."""
+"""Frames of a transfer: how they are cut, and that no other sequence of frames passes for it."""
 
 import random
 from collections import Counter
@@ -13,15 +13,21 @@ from tandem.tests.workers.spans import span
 from tandem.workers.engine.fake import FakeKv
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.reshard import Piece
-from tandem.workers.transfer.receiver import Assembly, Target, Want
+from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError, TransferKey
+from tandem.workers.transfer.receiver import FetchRequest, FetchTarget, PieceWriter
 from tandem.workers.transfer.sender import plan_frames
-from tandem.workers.transfer.wire import FRAME_BYTES, Commit, Data, TransferError, TransferKey
 
-LAYOUT = KvLayout(num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake")
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake")
 NUM_TOKENS, NUM_CACHED, BLOCK = 44, 16, 16
 BLOCKS = (5, 2, 7)
-WANT = Want(key=TransferKey(transfer_id=b"t", epoch=1), num_tokens=NUM_TOKENS, prefix_hash=b"hash")
-TARGET = Target(blocks=BLOCKS, num_cached=NUM_CACHED)
+REQUEST = FetchRequest(
+    key=TransferKey(transfer_id=b"t", epoch=1),
+    endpoints=("rank 0",),
+    layout=LAYOUT.digest,
+    num_tokens=NUM_TOKENS,
+    prefix_hash=b"hash",
+)
+TARGET = FetchTarget(blocks=BLOCKS, num_cached=NUM_CACHED)
 PIECE = Piece(source_rank=0, source_slots=range(2), target_slots=range(1, 3))
 PIN = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
 COMMIT = Commit(num_frames=0, num_tokens=NUM_TOKENS, prefix_hash=b"hash", tokens=[42], logprobs=[])
@@ -43,8 +49,9 @@ def source() -> FakeKv:
 def cut(kv: FakeKv) -> list[Frame]:
     """The frames of one transfer, in bursts as layers and chunks of a prefill become ready."""
     frames: list[Frame] = []
-    sent = [16, 16, 16]
-    for burst, ready in enumerate([[30, 16, 16], [30, 30, 30], [31, 31, 31], [44, 44, 31], [44, 44, 44]]):
+    sent = dict.fromkeys(range(3), 16)
+    steps = [[30, 16, 16], [30, 30, 30], [31, 31, 31], [44, 44, 31], [44, 44, 44]]
+    for burst, ready in enumerate(dict(enumerate(step)) for step in steps):
         for part in plan_frames(LAYOUT, PIECE.source_slots, sent, ready, 5 * 64):
             payload = kv.read(BLOCKS, part)
             data = Data(index=len(frames), num_bytes=payload.nbytes, burst=burst, age=0.0, **asdict(part))
@@ -57,12 +64,12 @@ SOURCE = source()
 
 
 def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
-    """Lets an assembly take the frames; returns the memory written. Raises TransferError unless all is well."""
+    """Writes the frames; returns the memory written. Raises TransferError unless all of them are right."""
     kv = memory()
-    assembly = Assembly(WANT, TARGET, kv, PIECE)
+    writer = PieceWriter(REQUEST, TARGET, kv, PIECE)
     for frame, payload in frames:
-        assembly.take(frame, payload)
-    assert assembly.finish(commit) == commit.opening
+        writer.write(frame, payload)
+    assert writer.finish(commit) == commit.first_tokens
     return kv
 
 
@@ -96,15 +103,17 @@ def test_a_plan_covers_every_layer_of_every_token_once(
     ready_ahead: tuple[int, int],
 ) -> None:
     """What was sent and what is ready both may reach further in the first layers."""
-    layout = replace(LAYOUT, num_layers=layers, head_dim=head_dim)
+    layout = KvLayout.uniform(
+        num_layers=layers, num_heads=4, num_kv_heads=4, head_dim=head_dim, dtype="float32", model="fake"
+    )
     seen: Counter[tuple[int, int]] = Counter()
-    sent = [start + (sent_ahead[1] if layer < sent_ahead[0] else 0) for layer in range(layers)]
-    ready = [start + count + (ready_ahead[1] if layer < ready_ahead[0] else 0) for layer in range(layers)]
-    ready = [max(pair) for pair in zip(sent, ready, strict=True)]
-    ends = list(sent)
+    sent = {layer: start + (sent_ahead[1] if layer < sent_ahead[0] else 0) for layer in range(layers)}
+    ready = {layer: start + count + (ready_ahead[1] if layer < ready_ahead[0] else 0) for layer in range(layers)}
+    ready = {layer: max(sent[layer], ready[layer]) for layer in range(layers)}
+    ends = dict(sent)
     assume(layers * (count + 300) < 9000)
     for part in plan_frames(layout, slots, sent, ready, FRAME_BYTES):
-        assert part.size(layout) <= max(FRAME_BYTES, len(slots) * layout.bytes_per_slot)
+        assert part.size(layout) <= max(FRAME_BYTES, len(slots) * layout.bytes_per_slot(0))
         assert range(part.first_slot, part.first_slot + part.num_slots) == slots
         for layer in range(part.first_layer, part.first_layer + part.num_layers):
             assert ends[layer] == part.first_token
@@ -114,17 +123,17 @@ def test_a_plan_covers_every_layer_of_every_token_once(
 
 
 def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
-    assert plan_frames(LAYOUT, range(0), [0] * 3, [44] * 3, FRAME_BYTES) == []
+    assert plan_frames(LAYOUT, range(0), dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 44), FRAME_BYTES) == []
     kv = memory()
-    assembly = Assembly(WANT, TARGET, kv, PIN)
+    writer = PieceWriter(REQUEST, TARGET, kv, PIN)
     for frame, payload in cut(SOURCE)[:1]:
         for first_token in (frame.first_token, NUM_TOKENS - frame.num_tokens, NUM_TOKENS):
             for message in (frame, replace(frame, num_slots=0, num_bytes=0)):
                 with pytest.raises(TransferError):
-                    assembly.take(replace(message, first_token=first_token), payload[: message.num_bytes])
-    assert assembly.finish(COMMIT).tokens == (42,)
+                    writer.write(replace(message, first_token=first_token), payload[: message.num_bytes])
+    assert writer.finish(COMMIT).tokens == (42,)
     with pytest.raises(TransferError, match="incomplete"):
-        assembly.finish(replace(COMMIT, num_frames=1))
+        writer.finish(replace(COMMIT, num_frames=1))
 
 
 def test_the_frames_as_cut_are_taken() -> None:

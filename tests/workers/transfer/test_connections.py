@@ -1,0 +1,641 @@
+"""Ranks that connect over real gRPC, gloo and shared memory: they agree on a transport, and need none."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tandem.proto.channel import bind, peer_server
+from tandem.tests.fleet import fleet, token_request
+from tandem.tests.workers.spans import span
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.transfer import connections
+from tandem.workers.transfer.collective import CollectiveConnector
+from tandem.workers.transfer.connections import Connection
+from tandem.workers.transfer.connector import KvConnector, TransferContext
+from tandem.workers.transfer.endpoint import KvEndpoint
+from tandem.workers.transfer.frames import (
+    CONNECTION_LOST,
+    Announce,
+    Handshake,
+    Message,
+    Open,
+    Pull,
+    TransferError,
+    TransferKey,
+    TransportError,
+    checksum_of,
+    decode,
+    encode,
+)
+from tandem.workers.transfer.pair import Pair
+from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget
+from tandem.workers.transfer.registry import capabilities
+from tandem.workers.transfer.shared_memory import SharedMemoryConnector
+
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+NUM_TOKENS, BLOCK, NUM_BLOCKS = 60, 4, 64
+TRANSPORTS = ("shared", "gloo")
+EPOCH = 3
+
+
+def memory(seed: int) -> PagedKv:
+    kv = PagedKv(LAYOUT, num_blocks=NUM_BLOCKS, block_size=BLOCK, device=torch.device("cpu"), shared=True)
+    kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return kv
+
+
+@dataclass
+class Two:
+    """A rank that sends and one that receives from it; transfer n has blocks of its own in either memory."""
+
+    transports: tuple[str, ...] = TRANSPORTS
+    sender_transports: tuple[str, ...] | None = None
+    stall_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        self.source, self.target = memory(1), memory(2)
+        own = self.transports if self.sender_transports is None else self.sender_transports
+        self.sending = self._endpoint(self.source, own)
+        self.receiving = self._endpoint(self.target, self.transports)
+        self.sender, self.receiver = self.sending.sender, self.receiving.receiver
+        self.server = peer_server()
+        self.sending.serve_on(self.server)
+        self.address = bind(self.server, "127.0.0.1", 0)
+
+    def _endpoint(self, kv: PagedKv, transports: tuple[str, ...]) -> KvEndpoint:
+        return KvEndpoint(
+            TransferContext(kv=kv, transports=transports),
+            epoch=EPOCH,
+            lease_seconds=30,
+            stall_seconds=self.stall_seconds,
+            on_release=lambda sequence_id: None,
+        )
+
+    def blocks(self, number: int) -> tuple[int, ...]:
+        return tuple(range(number * 16 + 15, number * 16, -1))
+
+    def offer(self, number: int = 0) -> None:
+        self.sender.offer(number, key(number).transfer_id, self.blocks(number), NUM_TOKENS, b"hash")
+
+    def finish(self, number: int = 0) -> None:
+        self.sender.progress(number, NUM_TOKENS)
+        self.sender.complete(number, FirstTokens(tokens=(42,)))
+
+    def half(self, number: int = 0) -> None:
+        self.sender.progress(number, NUM_TOKENS // 2)
+
+    async def fetch(self, number: int = 0) -> FetchResult:
+        request = FetchRequest(
+            key=key(number),
+            endpoints=(self.address,),
+            layout=LAYOUT.digest,
+            num_tokens=NUM_TOKENS,
+            prefix_hash=b"hash",
+        )
+        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
+        target.set_result(FetchTarget(blocks=self.blocks(number), num_cached=0))
+        async with self.receiver.fetch(request, target) as fetched:
+            return fetched
+
+    async def move(self, number: int = 0) -> FetchResult:
+        """A whole transfer, from the offer to the check of its bytes."""
+        await until(lambda: key(number).transfer_id not in self.sender._offers)
+        self.offer(number)
+        self.finish(number)
+        fetched = await self.fetch(number)
+        assert fetched.first_tokens.tokens == (42,)
+        self.check(number)
+        return fetched
+
+    def check(self, number: int = 0) -> None:
+        assert self.cache(number) == self.whole(number)
+
+    def cache(self, number: int = 0) -> bytes:
+        """What the receiver has."""
+        return bytes(self.target.read(self.blocks(number), span(self.target, 0, NUM_TOKENS)))
+
+    def whole(self, number: int = 0) -> bytes:
+        """What the sender has."""
+        return bytes(self.source.read(self.blocks(number), span(self.source, 0, NUM_TOKENS)))
+
+    async def arriving(self, number: int = 0) -> None:
+        """Returns when the receiver has half of it, and before the rest is sent."""
+        half = span(self.target, 0, NUM_TOKENS // 2)
+        blocks = self.blocks(number)
+        await until(lambda: self.target.read(blocks, half) == self.source.read(blocks, half))
+
+    @property
+    def connection(self) -> Connection:
+        (connection,) = self.receiver.connections._open.values()
+        return connection
+
+    @property
+    def connectors(self) -> tuple[CollectiveConnector, CollectiveConnector]:
+        """The sender's and the receiver's side of the collective transport."""
+        (sending,) = self.sender.connections._connectors.values()
+        receiving = self.connection.connector
+        assert isinstance(sending, CollectiveConnector)
+        assert isinstance(receiving, CollectiveConnector)
+        return sending, receiving
+
+    async def recovers(self, transport: str) -> None:
+        """Checks that the transport comes back: gRPC is taken until it is connected."""
+        assert (await self.move(2)).transport == "grpc"
+        await until(lambda: self.used == [transport])
+        assert (await self.move(3)).transport == transport
+
+    @property
+    def used(self) -> list[str]:
+        return list(self.receiver.connections.transports.values())
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.sender.connections)
+
+
+def key(number: int = 0) -> TransferKey:
+    return TransferKey(transfer_id=bytes([number]) * 16, epoch=EPOCH)
+
+
+@asynccontextmanager
+async def two(**fields: Any) -> AsyncIterator[Two]:
+    pair = Two(**fields)
+    await pair.server.start()
+    try:
+        yield pair
+    finally:
+        await pair.receiving.close()
+        pair.sending.disconnect()
+        await pair.server.stop(0)
+        await pair.sending.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _short_frames_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvConnector, "frame_bytes", 256)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 4.0)  # a test's machine may be busy
+
+
+# --- which transport is taken -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("receiver", "sender", "taken"),
+    [
+        ((), TRANSPORTS, "grpc"),
+        (TRANSPORTS, (), "grpc"),
+        (("gloo",), TRANSPORTS, "gloo"),
+        (TRANSPORTS, ("gloo",), "gloo"),
+        (("shared",), ("gloo",), "grpc"),
+        (TRANSPORTS, TRANSPORTS, "shared"),
+        (("gloo", "shared"), TRANSPORTS, "gloo"),
+    ],
+)
+async def test_the_first_of_the_receiver_s_order_that_both_can_use_is_taken_and_kept(
+    receiver: tuple[str, ...], sender: tuple[str, ...], taken: str
+) -> None:
+    async with two(transports=receiver, sender_transports=sender) as pair:
+        fetched = await pair.move()
+        assert (fetched.transport, fetched.num_bytes) == (taken, len(pair.whole()))
+        await until(lambda: bool(pair.used))
+        assert pair.receiver.connections.transports == {pair.address: taken}
+        connection = pair.connection
+        assert (await pair.move(1)).transport == taken
+        assert pair.connection is connection
+
+
+async def test_a_rank_of_another_host_is_not_reached_by_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = SharedMemoryConnector.capabilities.__func__  # type: ignore[attr-defined]
+    hosts = iter(["here", "there"])
+    other = classmethod(lambda cls, context, name: true(cls, context, name) | {"host": next(hosts)})
+    monkeypatch.setattr(SharedMemoryConnector, "capabilities", other)
+    async with two() as pair:
+        assert (await pair.move()).transport == "gloo"
+
+
+def test_what_this_process_cannot_do_is_not_offered() -> None:
+    context = TransferContext(kv=memory(1), transports=("nccl", "gloo", "shared", "gloo", "smoke"))
+    assert list(capabilities(context)) == ["gloo", "shared"]
+
+
+@pytest.mark.parametrize("side", ["listen", "connect", "run"])
+async def test_a_transport_that_does_not_answer_holds_nobody_up(
+    side: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def never(*args: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(CollectiveConnector, side, never)
+    for module in ("connections", "collective"):
+        monkeypatch.setattr(f"tandem.workers.transfer.{module}.CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "CONNECT_WAIT_SECONDS", 0.1)
+    async with two(transports=("gloo",)) as pair:
+        assert (await pair.move()).transport == "grpc"
+        assert pair.used == []
+        await until(lambda: "no KV transport gloo" in caplog.text or "has ended" in caplog.text)
+        assert (await pair.move(1)).transport == "grpc"
+
+
+async def test_a_transport_that_the_sender_cannot_open_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "listen", lambda *args, **kwargs: no_interface())
+    async with two(transports=("gloo",)) as pair:
+        assert (await pair.move()).transport == "grpc"
+        assert pair.used == ["grpc"]
+
+
+def no_interface() -> None:
+    raise OSError("no such interface")
+
+
+async def test_a_transport_that_cannot_be_connected_is_tried_anew_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    true, tries = CollectiveConnector.connect, 0
+
+    async def connect(*args: Any) -> CollectiveConnector:
+        nonlocal tries
+        tries += 1
+        raise OSError("no")
+
+    monkeypatch.setattr(CollectiveConnector, "connect", connect)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 1000.0)
+    async with two(transports=("gloo",)) as pair:
+        assert [(await pair.move(number)).transport for number in range(3)] == ["grpc"] * 3
+        assert tries == 1
+        monkeypatch.setattr(CollectiveConnector, "connect", true)
+        monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
+        assert (await pair.move()).transport == "grpc"  # a second connection is not waited for
+        await until(lambda: pair.used == ["gloo"])
+        assert (await pair.move(1)).transport == "gloo"
+
+
+# --- transports that break --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver", "stream"])
+async def test_a_pair_that_breaks_in_a_transfer_costs_nothing_but_time(side: str) -> None:
+    async with two(transports=("gloo",)) as pair:
+        assert (await pair.move()).transport == "gloo"
+        pair.offer(1)
+        fetching = asyncio.create_task(pair.fetch(1))
+        await until(lambda: pair.sender.num_streams == 1)
+        pair.half(1)
+        await pair.arriving(1)
+        broken = pair.connection
+        if side == "stream":
+            pair.sending.disconnect()
+        else:
+            pair.connectors[side == "receiver"].pair.close()
+        pair.finish(1)
+        fetched = await fetching
+        assert (fetched.first_tokens.tokens, fetched.transport, fetched.num_bytes) == (
+            (42,),
+            "grpc",
+            len(pair.whole(1)),
+        )
+        pair.check(1)
+        await until(lambda: pair.num_connections == 0)
+        assert (broken.transport, pair.used) == ("", [])
+        await pair.recovers("gloo")
+        assert pair.connection is not broken
+
+
+async def test_a_broken_peer_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 1000.0)
+    async with two(transports=("gloo",)) as pair:
+        await pair.move()
+        pair.sending.disconnect()
+        await until(lambda: pair.used == [])
+        assert (await pair.move(1)).transport == "grpc"
+        assert pair.num_connections == 0
+        monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
+        await pair.recovers("gloo")
+
+
+async def test_a_message_with_a_wrong_checksum_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pair's bytes have no frame around them."""
+    true = CollectiveConnector.offer
+
+    def offer(self: CollectiveConnector, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
+        payload = true(self, stream, blocks, span)
+        self._waiting[-1] = memoryview(bytes(len(self._waiting[-1])))
+        return payload
+
+    async with two(transports=("gloo",)) as pair:
+        await pair.move()
+        monkeypatch.setattr(CollectiveConnector, "offer", offer)
+        assert (await pair.move(1)).transport == "grpc"
+        assert pair.used == []
+
+
+async def test_shared_memory_outlives_its_connection() -> None:
+    """For what has begun."""
+    async with two(transports=("shared",)) as pair:
+        pair.offer()
+        fetching = asyncio.create_task(pair.fetch())
+        await until(lambda: pair.used == ["shared"])
+        pair.half()
+        await pair.arriving()
+        pair.sending.disconnect()
+        await until(lambda: pair.used == [])
+        pair.finish()
+        assert (await fetching).transport == "shared"
+        pair.check()
+
+
+async def test_a_transfer_that_stalls_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two(transports=("gloo",), stall_seconds=0.3) as pair:
+        await pair.move()
+        monkeypatch.setattr(CollectiveConnector, "offer", lambda *args: b"")
+        with pytest.raises(TransferError, match="no progress"):
+            await pair.move(1)
+        assert pair.used == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_connection_that_the_sender_does_not_know_is_dropped(transport: str) -> None:
+    async with two(transports=(transport,)) as pair:
+        await pair.move()
+        pair.connection.key = TransferKey(transfer_id=b"x" * 16, epoch=EPOCH)
+        assert (await pair.move(1)).transport == "grpc"
+        assert pair.used == []
+        await pair.recovers(transport)
+
+
+async def test_an_unknown_connection_ends_the_transfer() -> None:
+    async with two(transports=("shared",)) as pair:
+        await pair.move()
+        pair.offer(1)
+        pair.finish(1)
+        pull = Pull(first_token=0, group=0, first_slot=0, num_slots=2, connection=b"x" * 16)
+        said = [encode(key(1), message) for message in (Open(layout=LAYOUT.digest), pull)]
+        with pytest.raises(TransportError, match=CONNECTION_LOST):
+            await all_of(pair.sender.serve(each(said)))
+        await until(lambda: pair.sender.num_streams == 0)
+
+
+async def each(frames: list[bytes]) -> AsyncIterator[bytes]:
+    for frame in frames:
+        yield frame
+
+
+async def all_of(frames: Any) -> list[Message]:
+    async with aclosing(frames) as answers:
+        return [decode(frame)[1] async for frame in answers]
+
+
+# --- several transfers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_transfer_that_is_cancelled_leaves_the_others_alone(transport: str) -> None:
+    async with two(transports=(transport,)) as pair:
+        for number in range(3):
+            pair.offer(number)
+        fetches = [asyncio.create_task(pair.fetch(number)) for number in range(3)]
+        await until(lambda: pair.sender.num_streams == 3)
+        for number in range(3):
+            pair.half(number)
+        await pair.arriving(1)
+        connection = pair.connection
+        fetches[1].cancel()
+        left = pair.cache(1)
+        for number in range(3):
+            pair.finish(number)
+        results = await asyncio.gather(*fetches, return_exceptions=True)
+        assert isinstance(results[1], asyncio.CancelledError)
+        for number in (0, 2):
+            pair.check(number)
+        assert [result.transport for result in results if isinstance(result, FetchResult)] == [transport, transport]
+        assert pair.cache(1) == left
+        assert pair.connection is connection
+        assert (await pair.move(3)).transport == transport
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_cancel_at_any_moment_writes_nothing_more(transport: str) -> None:
+    async with two(transports=(transport,)) as pair:
+        await pair.move(1)
+        for turns in range(0, 120, 3):
+            pair.sender.withdraw(0)
+            pair.offer()
+            pair.finish()
+            pair.target.data.zero_()
+            fetching = asyncio.create_task(pair.fetch())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            before = pair.cache()
+            if not fetching.cancel():
+                break
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            await asyncio.sleep(0.002)
+            assert pair.cache() == before
+        assert pair.used == [transport]
+        assert (await pair.move(2)).transport == transport
+
+
+@pytest.mark.parametrize("transport", ["grpc", *TRANSPORTS])
+@pytest.mark.parametrize("when", ["between", "waiting"])
+async def test_a_withdrawn_offer_is_never_taken(transport: str, when: str) -> None:
+    """Neither in the middle of the prefill nor with all its frames under transport."""
+    async with two(transports=(transport,)) as pair:
+        await pair.move(1)
+        pair.offer()
+        fetching = asyncio.create_task(pair.fetch())
+        await until(lambda: pair.sender.num_streams == 1)
+        pair.half()
+        await pair.arriving()
+        if when == "waiting":
+            pair.sender.progress(0, NUM_TOKENS)
+            await asyncio.sleep(0)
+        pair.sender.withdraw(0)
+        pair.source.data.zero_()  # it is somebody else's
+        with pytest.raises(TransferError, match="broke"):
+            await fetching
+        assert pair.used == [transport]  # which is not to blame
+
+
+async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
+    announced: list[Announce] = []
+    context = TransferContext(kv=memory(1), transports=("gloo",))
+    connector = await CollectiveConnector.listen(context, "gloo", announced.append)
+    one = span(context.kv, 0, 1)
+    for _ in range(8):
+        await connector.ready()
+        connector.offer(1, (0,), one)
+    waiting = asyncio.create_task(connector.ready())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    connector.close()
+    with pytest.raises(TransportError, match=CONNECTION_LOST):
+        await waiting
+    with pytest.raises(TransportError, match=CONNECTION_LOST):
+        connector.offer(1, (0,), one)
+    assert len(announced) == 8
+
+
+# --- frames out of order ----------------------------------------------------------------------------------------------
+
+HELLO = Handshake(layout=LAYOUT.digest, transports={"gloo": {}})
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "fell silent"),
+        ([Announce(stream=1, num_bytes=1, checksum=1)], "out of order"),
+        ([Handshake(layout=b"", transports={})], "layouts differ"),
+        ([HELLO, HELLO], "out of order"),
+        ([Handshake(layout=LAYOUT.digest, transports={"smoke": 7, "gloo": 7}), HELLO], "out of order"),
+    ],
+)
+async def test_a_receiver_that_breaks_the_order_is_refused(messages: list[Message], text: str) -> None:
+    async with two() as pair:
+        frames = [encode(TransferKey(transfer_id=b"i" * 16, epoch=EPOCH), message) for message in messages]
+        with pytest.raises(TransferError, match=text):
+            await all_of(pair.sender.connections.serve(each(frames)))
+        assert pair.num_connections == 0
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [Announce(stream=1, num_bytes=1, checksum=1)],
+        [Handshake(layout=b"", transports={"smoke": {}})],
+        [Handshake(layout=b"", transports={"shared": 7})],
+        [Handshake(layout=b"", transports={}), Announce(stream=1, num_bytes=1, checksum=1)],
+        [Handshake(layout=b"", transports={}), Handshake(layout=b"", transports={})],
+    ],
+)
+async def test_a_sender_that_breaks_the_order_is_left_alone(
+    messages: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two() as pair:
+
+        async def serve(incoming: Any) -> AsyncIterator[bytes]:
+            hello = await anext(incoming)
+            for message in messages:
+                yield encode(TransferKey(transfer_id=decode(hello)[0].transfer_id, epoch=EPOCH), message)
+
+        monkeypatch.setattr(pair.sender.connections, "serve", serve)
+        other = peer_server()
+        pair.sending.serve_on(other)
+        pair.address = bind(other, "127.0.0.1", 0)
+        await other.start()
+        assert (await pair.move()).transport == "grpc"
+        await until(lambda: not pair.receiver.connections._open)
+        await other.stop(0)
+
+
+async def test_a_message_larger_than_any_frame_is_not_waited_for() -> None:
+    async with two_ends() as (pair, receiving):
+        with pytest.raises(TransferError, match="at most"):
+            await receiving.deliver(Announce(stream=1, num_bytes=2**50, checksum=0))
+        assert not pair.broken
+
+
+@asynccontextmanager
+async def two_ends() -> AsyncIterator[tuple[Pair, CollectiveConnector]]:
+    pair = Pair.listen("127.0.0.1", timeout=5)
+    accepting = asyncio.create_task(pair.accept())
+    context = TransferContext(kv=memory(1), transports=("gloo",))
+    receiving = await CollectiveConnector.connect(context, "gloo", {"address": pair.address})
+    await accepting
+    try:
+        yield pair, receiving
+    finally:
+        pair.close()
+        receiving.close()
+
+
+async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
+    async with two_ends() as (pair, receiving):
+        with receiving.open_stream(1):
+            pass
+        data = [bytes([number]) * (1 + number) for number in range(4)]
+        nothing = cast(Any, None)
+        with receiving.open_stream(2):
+            for number, part in enumerate(data):
+                sending = asyncio.create_task(pair.send(part))
+                stream = (1, 2)[number % 2]
+                await receiving.deliver(Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(part)))
+                await sending
+            assert [await receiving.fetch(2, [], nothing, nothing) for _ in range(2)] == data[1::2]
+            receiving.close()
+            with pytest.raises(TransportError, match="broke"):
+                await receiving.fetch(2, [], nothing, nothing)
+        with receiving.open_stream(3), pytest.raises(TransportError, match="broke"):
+            await receiving.fetch(3, [], nothing, nothing)
+
+
+# --- what is left -----------------------------------------------------------------------------------------------------
+
+
+def held() -> tuple[int, int, int, int]:
+    """Threads, files, maps of KV cache memory, tasks."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("tandem-kv")
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), maps, len(asyncio.all_tasks())
+
+
+@pytest.mark.parametrize("who", ["receiver", "sender"])
+@pytest.mark.parametrize("transport", ["grpc", *TRANSPORTS])
+async def test_connections_that_end_leave_nothing(transport: str, who: str) -> None:
+    async with two(transports=(transport,)) as pair:
+
+        async def connect_and_part() -> None:
+            pair.receiver.connections._failed.clear()  # so that the connection is waited for
+            assert (await pair.move()).transport == transport
+            if who == "receiver":
+                pair.receiver.connections.drop(pair.connection)
+            else:
+                pair.sending.disconnect()
+            await until(lambda: not pair.used and pair.num_connections == 0)
+
+        await connect_and_part()
+        await until(lambda: pair.receiver.num_closing == 0)
+        await settle()
+        before = held()
+        for _ in range(20):
+            await connect_and_part()
+        with suppress(TimeoutError):
+            await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 2)
+        assert all(now <= then for now, then in zip(held(), before, strict=True)), f"{held()} after {before}"
+
+
+async def settle() -> None:
+    """Returns when the pairs' threads have ended."""
+    await until(lambda: not any(thread.name == "kv-pair" for thread in threading.enumerate()))
+
+
+async def test_a_worker_does_not_wait_for_its_connections_to_end() -> None:
+    async with fleet(1, 1) as running:
+        await running.generate(token_request(range(50), 4))
+        prefill, decode = running.workers
+        await until(lambda: list(decode._endpoint.receiver.connections.transports) == [prefill.address])
+        began = time.monotonic()
+        running.workers.remove(prefill)
+        await prefill.stop(grace=20.0)
+        assert time.monotonic() - began < 5
+        await until(lambda: decode._endpoint.receiver.connections.transports == {})

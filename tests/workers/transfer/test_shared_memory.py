@@ -1,0 +1,270 @@
+"""KV cache read out of another worker's memory: byte for byte, and never after its blocks were freed."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.tests.workers.spans import span
+from tandem.tests.workers.transfer.played import Calls
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.transfer import leases, shared_memory
+from tandem.workers.transfer.connector import TransferContext
+from tandem.workers.transfer.frames import BlockTable, Commit, Data, TransferError, TransferKey, decode, encode
+from tandem.workers.transfer.leases import LeaseTable
+from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget, KvReceiver
+from tandem.workers.transfer.sender import FrameHook, KvSender
+from tandem.workers.transfer.shared_memory import SharedMemoryConnector
+
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
+EPOCH = 3
+
+
+def memory(block_size: int = 4, num_blocks: int = 16, seed: int | None = None, *, is_shared: bool = True) -> PagedKv:
+    kv = PagedKv(LAYOUT, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"), shared=is_shared)
+    if seed is not None:
+        kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return kv
+
+
+@dataclass
+class Pair:
+    """A sender and a receiver, and the frames that went between them."""
+
+    source: PagedKv
+    target: PagedKv
+    hook: FrameHook | None = None
+    frames: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.released: list[int] = []
+        self.sender = KvSender(
+            TransferContext(kv=self.source, transports=("shared",)),
+            epoch=EPOCH,
+            lease_seconds=30,
+            stall_seconds=5,
+            on_release=self.released.append,
+            frame_hook=self._spy,
+        )
+        self.calls = Calls({"there": self.sender})
+        context = TransferContext(kv=self.target, transports=("shared",))
+        self.receiver = KvReceiver(context, stall_seconds=5, channel=self.calls.channel)
+
+    async def _spy(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for frame in self.hook(frames) if self.hook else frames:
+            self.frames.append(decode(frame)[1:])
+            yield frame
+
+    async def move(
+        self, blocks: tuple[int, ...], into: tuple[int, ...], num_tokens: int, cached: int = 0, chunk: int = 1000
+    ) -> FetchResult:
+        key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
+        self.sender.offer(1, key.transfer_id, blocks, num_tokens, b"hash")
+        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
+        target.set_result(FetchTarget(blocks=into, num_cached=cached))
+        request = FetchRequest(
+            key=key, endpoints=("there",), layout=LAYOUT.digest, num_tokens=num_tokens, prefix_hash=b"hash"
+        )
+        fetching = asyncio.create_task(self._fetch(request, target))
+        for ready in range(chunk, num_tokens + chunk, chunk):
+            self.sender.progress(1, min(ready, num_tokens))
+            await asyncio.sleep(0)
+        self.sender.complete(1, FirstTokens(tokens=(42,)))
+        try:
+            return await fetching
+        finally:
+            await self.receiver.connections.close()
+            await self.calls.ended()
+
+    async def _fetch(self, request: FetchRequest, target: asyncio.Future[FetchTarget]) -> FetchResult:
+        async with self.receiver.fetch(request, target) as fetched:
+            return fetched
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(len(payload) for message, payload in self.frames if isinstance(message, Data))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([(4, 4), (3, 8), (16, 5), (1, 2)]), st.integers(1, 40), st.data(), st.sampled_from([1000, 7]))
+async def test_what_arrives_is_what_was_there(
+    sizes: tuple[int, int], num_tokens: int, data: st.DataObject, chunk: int
+) -> None:
+    source, target = (memory(size, 64, seed) for size, seed in zip(sizes, (1, 2), strict=True))
+    blocks, into = (
+        tuple(data.draw(st.permutations(range(64)))[: -(-num_tokens // kv.block_size)]) for kv in (source, target)
+    )
+    cached = data.draw(st.integers(0, num_tokens - 1))
+    pair = Pair(source, target)
+    fetched = await pair.move(blocks, into, num_tokens, cached, chunk)
+    assert fetched.first_tokens.tokens == (42,)
+    assert pair.payload_bytes == 0
+    moved = span(source, cached, num_tokens - cached)
+    assert (fetched.num_bytes, fetched.transport) == (moved.size(LAYOUT), "shared")
+    assert target.read(into, moved) == source.read(blocks, moved)
+    if cached:  # is as it was
+        kept = span(target, 0, cached)
+        assert target.read(into, kept) == memory(sizes[1], 64, 2).read(into, kept)
+
+
+async def withdrawn_at_commit() -> FetchResult:
+    """The sender frees the blocks when the Commit is under way already."""
+    pair = Pair(memory(seed=1), memory())
+
+    async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for frame in frames:
+            if isinstance(decode(frame)[1], Commit):
+                pair.sender.withdraw(1)
+            yield frame
+
+    pair.hook = hook
+    return await pair.move((1, 2), (3, 4), 8)
+
+
+async def test_a_copy_of_blocks_that_were_freed_is_refused() -> None:
+    with pytest.raises(TransferError, match="withdrawn"):
+        await withdrawn_at_commit()
+
+
+async def test_without_the_lease_table_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    monkeypatch.setattr(shared_memory, "check_entry", lambda content, table: None)
+    assert (await withdrawn_at_commit()).first_tokens.tokens == (42,)
+
+
+@pytest.mark.parametrize(
+    "why", ["host", "token", "not shared", "no entry", "too small", "other ranks", "no ranks", "no file", "a pipe"]
+)
+async def test_what_cannot_be_mapped_goes_over_the_stream(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = memory(seed=1, is_shared=why != "not shared"), memory()
+    if why == "no entry":
+        monkeypatch.setattr(leases, "_NUM_ENTRIES", 0)
+    ends = os.pipe()
+    changes: dict[str, dict[str, Any]] = {
+        "token": {"token": b"x" * 16},
+        "too small": {"num_blocks": 10**9},
+        "other ranks": {"tp": 3},
+        "no ranks": {"tp": 0},
+        "no file": {"kv_fd": 10**6},
+        "a pipe": {"kv_fd": ends[0]},
+    }
+    pair = Pair(source, target)
+    if why == "host":
+        hosts = iter(["here", "elsewhere"])
+        monkeypatch.setattr(shared_memory, "host_id", lambda: next(hosts))
+    describe(monkeypatch, **changes.get(why, {}))
+    fetched = await pair.move((1, 2), (3, 4), 8)
+    whole = span(source, 0, 8)
+    assert target.read((3, 4), whole) == source.read((1, 2), whole)
+    assert fetched.transport == "grpc"
+    assert pair.payload_bytes == whole.size(LAYOUT)
+    for end in ends:
+        os.close(end)
+
+
+def describe(monkeypatch: pytest.MonkeyPatch, **change: Any) -> None:
+    """Lets senders describe their memory otherwise; a value of None leaves the field out."""
+    true = SharedMemoryConnector.description
+
+    def description(self: SharedMemoryConnector) -> dict[str, Any]:
+        return {name: value for name, value in (true(self) | change).items() if value is not None}
+
+    monkeypatch.setattr(SharedMemoryConnector, "description", description)
+
+
+@pytest.mark.parametrize("change", [{"pid": None}, {"token": 7}, {"kv_fd": -1}, {"pid": "self"}, {"more": 1}])
+async def test_an_impossible_description_is_refused(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(memory(seed=1), memory())
+    describe(monkeypatch, **change)
+    assert (await pair.move((1, 2), (3, 4), 8)).transport == "grpc"
+
+
+@pytest.mark.parametrize("change", [{"entry": 10**6}, {"entry": 2**63}, {"number": 7}])
+async def test_an_impossible_lease_is_a_failed_transfer(change: dict[str, int]) -> None:
+    pair = Pair(memory(seed=1), memory())
+
+    async def hook(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for frame in frames:
+            key, message, payload = decode(frame)
+            yield encode(key, replace(message, **change), payload) if isinstance(message, BlockTable) else frame
+
+    pair.hook = hook
+    with pytest.raises(TransferError):
+        await pair.move((1, 2), (3, 4), 8)
+
+
+@pytest.mark.parametrize("change", [{"tp": 2}, {"block_size": 1}, {"num_blocks": 2}])
+async def test_blocks_that_the_memory_has_not_are_a_failed_transfer(
+    change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(memory(seed=1), memory())
+    describe(monkeypatch, **change)
+    with pytest.raises(TransferError, match="out of bounds"):
+        await pair.move((1, 2), (3, 4), 8)
+
+
+async def connect(context: TransferContext, description: dict[str, Any]) -> SharedMemoryConnector:
+    return await SharedMemoryConnector.connect(context, "shared", description)
+
+
+async def test_an_entry_is_reused_under_another_number() -> None:
+    context = TransferContext(kv=memory(), transports=("shared",))
+    table = context.leases
+    peer = await connect(context, SharedMemoryConnector(context, "shared").description())
+    first = BlockTable(**dict(zip(("entry", "number"), table.open(), strict=True)))
+    await peer.verify(first)
+    table.close(first.entry, first.number)
+    with pytest.raises(TransferError, match="withdrawn"):
+        await peer.verify(first)
+    second = BlockTable(**dict(zip(("entry", "number"), table.open(), strict=True)))
+    assert second.entry == first.entry
+    await peer.verify(second)
+    with pytest.raises(TransferError, match="withdrawn"):
+        await peer.verify(first)
+
+
+def test_a_table_that_nobody_can_map_has_no_entries() -> None:
+    assert LeaseTable(shared=False).open() == (0, 0)
+
+
+@contextmanager
+def sender_process() -> Iterator[tuple[dict[str, Any], BlockTable]]:
+    """A process with KV cache; its memory's description and an open lease."""
+    code = (
+        "from tandem.tests.workers.transfer.test_shared_memory import *; import json, time; "
+        "context = TransferContext(kv=memory(seed=9)); entry, number = context.leases.open(); "
+        "found = SharedMemoryConnector(context, 'shared').description(); found['token'] = found['token'].hex(); "
+        "print(json.dumps([found, entry, number]), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        found, entry, number = json.loads(child.stdout.readline())
+        try:
+            yield found | {"token": bytes.fromhex(found["token"])}, BlockTable(entry=entry, number=number)
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+
+
+async def test_memory_of_another_process_is_readable_and_goes_away_with_it() -> None:
+    own = TransferContext(kv=memory())
+    part, expected_kv = span(own.kv, 1, 10), memory(seed=9)
+    with sender_process() as (found, table):
+        peer = await connect(own, found)
+        await peer.verify(table)
+        assert peer._read((5, 0, 7), part) == expected_kv.read((5, 0, 7), part)
+    assert peer._read((5, 0, 7), part) == expected_kv.read((5, 0, 7), part)  # what is mapped stays until it is unmapped
+    with pytest.raises(OSError, match="No such file"):
+        await connect(own, found)

@@ -1,0 +1,290 @@
+"""Keeps the connections of ranks that transfer KV cache: each two choose one transport when they first meet.
+
+A connection is a stream that lives as long as both ranks do. The choice is static, from the capabilities of both. Where
+the transport cannot be connected or breaks, transfers go over gRPC for RETRY_SECONDS; then it is tried anew. Neither is
+an error of any transfer.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import grpc.aio
+
+from .connector import CONNECT_SECONDS, KvConnector, TransferContext
+from .frames import (
+    CONNECT_METHOD,
+    CONNECTION_LOST,
+    Announce,
+    Handshake,
+    Message,
+    TransferError,
+    TransferKey,
+    TransportError,
+    decode,
+    encode,
+)
+from .registry import capabilities, choose, connector_class
+
+logger = logging.getLogger(__name__)
+
+CONNECT_WAIT_SECONDS: Final = 0.5  # how long transfers wait for a first connection, before they go over gRPC
+RETRY_SECONDS: Final = 10.0  # how long gRPC is taken after a transport has failed
+_FORGET_SECONDS: Final = 600.0  # how long a failure is remembered
+
+KvCall = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class Connection:
+    """A receiver's connection to one sender, which lives as long as its task."""
+
+    def __init__(self, endpoint: str, call: KvCall, context: TransferContext, *, awaited: bool) -> None:
+        self.endpoint = endpoint
+        self.awaited = awaited  # transfers wait for it, for a while
+        self.began = time.monotonic()
+        self.transport = ""  # known once the connection is settled, until its end
+        self.connector: KvConnector | None = None  # None: gRPC
+        self.settled = asyncio.Event()  # the transport is known, or the connection has ended
+        self.key = TransferKey(transfer_id=secrets.token_bytes(16), epoch=0)
+        self._call = call
+        self._context = context
+        self._num_streams = 0
+        self.task = asyncio.create_task(self._run())
+        self.task.add_done_callback(self._end)  # also of one that was dropped before it began
+
+    def next_stream(self) -> int:
+        """Returns a number for a transfer that is about to begin."""
+        self._num_streams += 1
+        return self._num_streams
+
+    async def _run(self) -> None:
+        try:
+            await self._connect()
+            while True:
+                announcement = await self._receive(None)
+                if not isinstance(announcement, Announce) or self.connector is None:
+                    raise TransferError("KV connection out of order")
+                await self.connector.deliver(announcement)
+        except (TransferError, TimeoutError, OSError, ValueError) as error:
+            level = logging.INFO if self.transport else logging.WARNING  # a peer may leave
+            # As text: a record that is kept would keep the exception, and with it the mapped memory.
+            logger.log(level, "the KV connection to %s has ended: %s", self.endpoint, str(error) or "timeout")
+
+    async def _connect(self) -> None:
+        hello = Handshake(layout=self._context.kv.layout.digest, transports=capabilities(self._context))
+        with _grpc_errors():
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await self._call.write(encode(self.key, hello))
+        answer = await self._receive(CONNECT_SECONDS)
+        if not isinstance(answer, Handshake) or not answer.transports.keys() <= hello.transports.keys():
+            raise TransferError("KV connection out of order")
+        for name, description in answer.transports.items():
+            async with asyncio.timeout(CONNECT_SECONDS):
+                self.connector = await connector_class(name).connect(self._context, name, description)
+        self.transport = self.connector.name if self.connector else "grpc"
+        logger.info("KV cache from %s goes over %s", self.endpoint, self.transport)
+        self.settled.set()
+
+    async def _receive(self, timeout: float | None) -> Message:
+        """Returns the sender's next message; the first determines the epoch. Raises TransferError."""
+        with _grpc_errors():
+            async with asyncio.timeout(timeout):  # a read that is cancelled ends the call
+                frame = await self._call.read()
+        if not isinstance(frame, bytes):
+            raise TransferError("KV stream broke")
+        key, message, _ = decode(frame)
+        if self.key.epoch == 0:
+            self.key = TransferKey(transfer_id=self.key.transfer_id, epoch=key.epoch)
+        if key != self.key:
+            raise TransferError("KV frame of another connection")
+        return message
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self.transport = ""
+        self.settled.set()
+        self._call.cancel()
+        if self.connector:
+            self.connector.close()
+
+
+class ReceiverConnections:
+    """The connections of this rank to those from which it pulls, by endpoint."""
+
+    def __init__(self, context: TransferContext, channel: Callable[[str], grpc.aio.Channel]) -> None:
+        self.channel = channel  # to an endpoint
+        self._context = context
+        self._open: dict[str, Connection] = {}
+        self._failed: dict[str, float] = {}  # when the last connection to an endpoint ended
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """The transport to each endpoint that is connected, in the order of the endpoints."""
+        return {endpoint: one.transport for endpoint, one in sorted(self._open.items()) if one.transport}
+
+    def connect(self, endpoint: str) -> None:
+        """Begins to connect, unless there is a connection or it has failed in the last RETRY_SECONDS."""
+        now = time.monotonic()
+        self._failed = {other: failed for other, failed in self._failed.items() if now - failed < _FORGET_SECONDS}
+        if endpoint in self._open or now - self._failed.get(endpoint, -RETRY_SECONDS) < RETRY_SECONDS:
+            return
+        call: KvCall = self.channel(endpoint).stream_stream(CONNECT_METHOD)()
+        connection = Connection(endpoint, call, self._context, awaited=endpoint not in self._failed)
+        self._open[endpoint] = connection
+        connection.task.add_done_callback(lambda task: self.drop(connection))
+        self._tasks.add(connection.task)
+        connection.task.add_done_callback(self._tasks.discard)
+
+    async def get(self, endpoint: str) -> Connection | None:
+        """Returns the connection as soon as its transport is known; None if that is gRPC or not known in time."""
+        connection = self._open.get(endpoint)
+        if connection is None:
+            return None
+        seconds = CONNECT_WAIT_SECONDS - (time.monotonic() - connection.began)
+        if connection.awaited and not connection.settled.is_set() and seconds > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await connection.settled.wait()
+        return connection if connection.transport and connection.connector else None
+
+    def drop(self, connection: Connection) -> None:
+        """Ends a connection that has failed. Idempotent."""
+        if self._open.get(connection.endpoint) is connection:
+            del self._open[connection.endpoint]
+            self._failed[connection.endpoint] = time.monotonic()
+        connection.task.cancel()
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SenderConnections:
+    """The connections of this rank to those that pull from it, by their ids."""
+
+    def __init__(self, context: TransferContext, *, epoch: int) -> None:
+        self._context = context
+        self._epoch = epoch
+        self._connectors: dict[bytes, KvConnector | None] = {}  # None: gRPC
+        self._outboxes: dict[bytes, asyncio.Queue[Announce | None]] = {}  # None: the end
+
+    def __len__(self) -> int:
+        return len(self._connectors)
+
+    def connector(self, connection_id: bytes) -> KvConnector:
+        """Returns the transport of a connection. Raises TransportError if it has ended."""
+        connector = self._connectors.get(connection_id)
+        if connector is None:
+            raise TransportError(CONNECTION_LOST)
+        return connector
+
+    def disconnect(self) -> None:
+        """Ends all connections; the receivers connect anew when they pull again."""
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(None)
+
+    async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+        """Answers one Connect stream for as long as it lives. Raises TransferError for whatever ends it but the
+        receiver."""
+        frames = aiter(incoming)
+        key, hello = await receive_one(frames, CONNECT_SECONDS)
+        if not isinstance(hello, Handshake) or key.transfer_id in self._connectors:
+            raise TransferError("KV connection out of order")
+        if hello.layout != self._context.kv.layout.digest:
+            raise TransferError("KV layouts differ")
+        key = TransferKey(transfer_id=key.transfer_id, epoch=self._epoch)
+        # Bounded by what the transport takes.
+        outbox = self._outboxes[key.transfer_id] = asyncio.Queue()
+        self._connectors[key.transfer_id] = None
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            connector = await self._listen(hello, outbox.put_nowait)
+            self._connectors[key.transfer_id] = connector
+            described = {connector.name: connector.description()} if connector else {}
+            tasks = [asyncio.create_task(_wait_for_end(frames))]
+            if connector:
+                tasks.append(asyncio.create_task(connector.run()))
+            for task in tasks:
+                task.add_done_callback(lambda task: outbox.put_nowait(None))
+            yield encode(key, Handshake(layout=hello.layout, transports=described))
+            while (announcement := await outbox.get()) is not None:
+                yield encode(key, announcement)
+            for task in tasks:
+                _check(task)
+        finally:
+            for task in tasks:
+                task.cancel()
+            del self._outboxes[key.transfer_id]
+            if ended := self._connectors.pop(key.transfer_id):
+                ended.close()
+
+    async def _listen(self, hello: Handshake, announce: Callable[[Announce], None]) -> KvConnector | None:
+        name = choose(self._context, hello.transports)
+        if name is None:
+            return None
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                return await connector_class(name).listen(self._context, name, announce)
+        except (OSError, ValueError, TransferError, TimeoutError) as error:
+            logger.warning("no KV transport %s: %s", name, str(error) or "timeout")
+            return None
+
+
+async def receive(
+    incoming: AsyncIterator[bytes], timeout: float | None, key: TransferKey | None = None
+) -> tuple[TransferKey, Message] | None:
+    """Returns the receiver's next message, which is of this key, if given; None if it has ended the stream. Raises
+    TransferError for what cannot be read, and if nothing comes."""
+    try:
+        async with asyncio.timeout(timeout):
+            # With a default for the end, a cancel of `anext` would come out as RuntimeError.
+            found, message, _ = decode(await anext(incoming))
+    except StopAsyncIteration:
+        return None
+    except TimeoutError as error:
+        raise TransferError("KV receiver fell silent") from error
+    if key is not None and found != key:
+        raise TransferError("KV frame of another transfer")
+    return found, message
+
+
+async def receive_one(
+    incoming: AsyncIterator[bytes], timeout: float | None, key: TransferKey | None = None
+) -> tuple[TransferKey, Message]:
+    """Receives as `receive`. Raises TransferError if the receiver has ended the stream, too."""
+    received = await receive(incoming, timeout, key)
+    if received is None:
+        raise TransferError("KV receiver fell silent")
+    return received
+
+
+async def _wait_for_end(incoming: AsyncIterator[bytes]) -> None:
+    """Returns when the receiver ends the stream. Raises TransferError if it sends anything more."""
+    if await receive(incoming, None) is not None:
+        raise TransferError("KV connection out of order")
+
+
+def _check(task: "asyncio.Task[None]") -> None:
+    """Raises TransferError if the task has failed."""
+    error = task.exception() if task.done() and not task.cancelled() else None
+    if isinstance(error, TransferError):
+        raise error
+    if error is not None:
+        logger.error("a KV connection has failed", exc_info=error)
+        raise TransferError("KV connection failed")
+
+
+@contextmanager
+def _grpc_errors() -> Iterator[None]:
+    """Raises TransferError for the errors of a gRPC call."""
+    try:
+        yield
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        raise TransferError("KV stream broke") from error

@@ -1,0 +1,22 @@
+"""Carries KV cache as payload of the transfer's own frames, over gRPC: always available, the fallback of all others."""
+
+from collections.abc import Sequence
+
+from ..kv_cache.layout import KvSpan
+from .connector import KvConnector, TransferContext
+from .frames import Data
+
+
+class GrpcConnector(KvConnector):
+    """Both sides; there is nothing to connect."""
+
+    def __init__(self, context: TransferContext, name: str = "grpc") -> None:
+        super().__init__(context, name)
+
+    def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        """Returns the span as payload."""
+        return self.context.kv.read(blocks, span)
+
+    async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
+        """Returns the payload."""
+        return payload

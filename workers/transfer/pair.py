@@ -1,0 +1,301 @@
+"""Sends bytes between two ranks over a process group of their own: gloo for host memory, NCCL for GPU memory.
+
+Messages arrive in order, and the receiver must know their lengths. All calls into torch run in a thread of the pair. A
+pair is either whole or broken for good: a call that fails, is cancelled or is not done within the timeout breaks it,
+because then it is not known which message comes next.
+"""
+
+import asyncio
+import atexit
+import hmac
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .backend import Rendezvous, accept_peer, connect_peer, open_group
+from .frames import TransferError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_SECRET_BYTES: Final = 16
+_Future = asyncio.Future[Any]
+
+
+class Pair:
+    """A private connection of two ranks. Made by `listen` and `accept` on one side, `join` on the other; used and
+    closed in the event loop that made it. Closing it, or breaking it, frees its thread and sockets: at once if it is
+    idle, else when the call in progress has ended, after the timeout at the latest (gloo cannot be interrupted)."""
+
+    def __init__(
+        self,
+        make_store: Callable[[], "Store"],
+        secret: str,
+        *,
+        rank: int,
+        host: str,
+        backend: str,
+        device: str,
+        timeout: float,
+        server: socket.socket | None = None,
+    ) -> None:
+        """Use `listen` or `join`. `device` is that of the tensors; `timeout` is in seconds, of every call."""
+        self._make_store = make_store
+        self._server = server
+        self._store: Store | None = None  # outlives the group
+        self._secret = secret
+        self._rank = rank
+        self._host = host
+        self._backend = backend
+        self._device = device
+        self._timeout = timeout
+        self._group: Any = None  # torch's own types know neither send nor recv
+        self._reason = ""  # why it is broken
+        self._loop = asyncio.get_running_loop()
+        self._calls: queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._pending: set[_Future] = set()
+        self.address = ""
+        self._thread = threading.Thread(target=self._work, name="kv-pair", daemon=True)
+        self._thread.start()
+        # A thread that comes out of torch when the interpreter has gone ends the process with a signal.
+        atexit.register(self._leave)
+
+    @classmethod
+    def listen(cls, host: str, *, backend: str = "gloo", device: str = "cpu", timeout: float) -> "Pair":
+        """Opens the first side. `address` is what the other side's `join` needs; it holds a secret. `timeout` is in
+        seconds, of the wait for the other side and of every call. Raises OSError if there is no such interface."""
+        secret = secrets.token_hex(_SECRET_BYTES)
+        server = socket.create_server((host, 0))
+        pair = cls(
+            partial(accept_peer, server, backend, timeout),
+            secret,
+            rank=0,
+            host=host,
+            backend=backend,
+            device=device,
+            timeout=timeout,
+            server=server,
+        )
+        pair.address = f"{host}:{server.getsockname()[1]}/{secret}"
+        return pair
+
+    async def accept(self) -> None:
+        """Returns when the other side has joined and has shown that it knows the address. Raises TransferError, also if
+        torch lacks the backend."""
+        await self._call(self._open)
+
+    @classmethod
+    async def join(
+        cls, address: str, *, host: str, backend: str = "gloo", device: str = "cpu", timeout: float
+    ) -> "Pair":
+        """Opens the other side, which binds `host`; the rest is as in `listen`. Raises TransferError."""
+        place, _, secret = address.partition("/")
+        peer, _, port = place.rpartition(":")
+        if not peer or not port.isdecimal() or int(port) > 65535 or len(secret) != 2 * _SECRET_BYTES:
+            raise TransferError("KV pair with an impossible address")
+        pair = cls(
+            partial(connect_peer, peer, int(port), backend, timeout),
+            secret,
+            rank=1,
+            host=host,
+            backend=backend,
+            device=device,
+            timeout=timeout,
+        )
+        await pair._call(pair._open)
+        return pair
+
+    @property
+    def broken(self) -> bool:
+        return bool(self._reason)
+
+    async def send(self, data: bytes | memoryview) -> None:
+        """Returns when the bytes have left, not when they have arrived; until then, or until the call in progress has
+        ended if this one fails, they must not change. Raises TransferError."""
+        await self.send_tensor(_tensor_over(data))
+
+    async def receive(self, num_bytes: int) -> memoryview:
+        """Returns the other side's next message, which has this length. Raises TransferError."""
+        array: npt.NDArray[np.uint8] = (await self.receive_tensor(num_bytes)).cpu().numpy()
+        return array.data
+
+    async def send_tensor(self, data: torch.Tensor) -> None:
+        """As `send`, of a contiguous uint8 tensor, [num_bytes]; work on it that is queued on the device's current
+        stream is waited for."""
+        if not data.numel():
+            return
+        ready = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+        await self._call(lambda: self._send(data, ready))
+
+    async def receive_tensor(self, num_bytes: int) -> torch.Tensor:  # [num_bytes] uint8, on the pair's device
+        """As `receive`; all work on the tensor is done."""
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        received = await self._call(lambda: self._receive(num_bytes))
+        assert isinstance(received, torch.Tensor)
+        return received
+
+    def close(self) -> None:
+        """Ends the pair: calls under way and later ones raise TransferError. Idempotent."""
+        self._break("KV pair closed")
+
+    async def _call(self, operation: Callable[[], Any]) -> Any:
+        """Runs it in the thread, after those before it."""
+        self._check()
+        future: _Future = self._loop.create_future()
+        self._pending.add(future)
+        self._calls.put((future, operation))
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await future
+        except TimeoutError as error:
+            self._break("KV pair fell silent")
+            raise TransferError(self._reason) from error
+        except (RuntimeError, OSError, ValueError) as error:
+            self._break("KV pair broke")
+            raise TransferError(self._reason) from error
+        except BaseException:
+            self._break("KV pair given up")
+            raise
+        finally:
+            self._pending.discard(future)
+
+    def _check(self) -> None:
+        if self._reason:
+            raise TransferError(self._reason)
+
+    def _break(self, reason: str) -> None:
+        if self._reason:
+            return
+        self._reason = reason
+        self._calls.put(None)
+        if self._server:
+            with suppress(OSError):  # ends the wait for the other side
+                self._server.shutdown(socket.SHUT_RDWR)
+        for future in self._pending:
+            if not future.done():
+                future.set_exception(TransferError(reason))
+        if self._group and self._backend == "nccl":
+            # Takes long, and only from another thread does it free the one that waits.
+            threading.Thread(target=self._group.abort, name="kv-pair-abort", daemon=True).start()
+
+    def _leave(self) -> None:
+        self._calls.put(None)
+        self._thread.join(self._timeout)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, operation = call
+            if self._reason:
+                continue
+            result: Any = None
+            failure: Exception | None = None
+            try:
+                result = operation()
+            except Exception as error:  # raised again where the call is awaited
+                failure = error
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_settle, future, result, failure)
+            del call, future, operation, result, failure
+        # Frees what they hold here, where it may take time.
+        self._close_rendezvous()
+        self._group = self._store = None
+        if self._server:
+            self._server.close()
+        del self._make_store
+        atexit.unregister(self._leave)
+
+    def _open(self) -> None:
+        if self._backend == "nccl":
+            # The thread's device, by its index: torch.cuda.set_device("cuda") raises.
+            index = torch.device(self._device).index
+            torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
+        self._store = self._make_store()
+        with _no_exit_on_errors(self._backend):
+            self._group = open_group(
+                self._store, backend=self._backend, rank=self._rank, size=2, host=self._host, timeout=self._timeout
+            )
+        self._close_rendezvous()
+        # Any process may connect to the interface: each side shows one half of the secret, the joining one first.
+        halves = self._secret[:_SECRET_BYTES].encode(), self._secret[_SECRET_BYTES:].encode()
+        if self._rank == 0:
+            self._expect(halves[0])
+        self._send(_tensor_over(halves[1 - self._rank]), None)
+        if self._rank == 1:
+            self._expect(halves[1])
+
+    def _close_rendezvous(self) -> None:
+        if isinstance(self._store, Rendezvous):
+            self._store.close()
+
+    def _expect(self, secret: bytes) -> None:
+        if not hmac.compare_digest(self._receive(len(secret)).cpu().numpy().tobytes(), secret):
+            raise RuntimeError("the other side does not know the secret")
+
+    def _send(self, data: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+        if ready:
+            ready.wait()
+        data = data.to(self._device)
+        self._wait(self._whole_group.send([data], 1 - self._rank, 0))
+
+    def _receive(self, num_bytes: int) -> torch.Tensor:
+        received = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._wait(self._whole_group.recv([received], 1 - self._rank, 0))
+        return received
+
+    @property
+    def _whole_group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError("not open")
+        return self._group
+
+    def _wait(self, work: Any) -> None:
+        # Without a limit of its own a call of NCCL would only make the stream wait.
+        work.wait(timedelta(seconds=self._timeout))
+
+
+def _settle(future: _Future, result: Any, failure: Exception | None) -> None:
+    if future.done():
+        return
+    if failure:
+        future.set_exception(failure)
+    else:
+        future.set_result(result)
+
+
+def _tensor_over(data: bytes | memoryview) -> torch.Tensor:  # [len(data)] uint8
+    """Shares the bytes, to be read only."""
+    array = np.frombuffer(data, np.uint8)
+    if not array.flags.writeable:
+        # Torch warns of read-only memory: the copy of its description declares it writable and keeps the bytes alive.
+        interface = array.__array_interface__ | {"data": (array.ctypes.data, False)}
+        array = np.asarray(SimpleNamespace(__array_interface__=interface, array=array))
+    return torch.from_numpy(array)
+
+
+@contextmanager
+def _no_exit_on_errors(backend: str) -> Iterator[None]:
+    """Makes the group of NCCL that is created within leave the process alive when a peer is lost. NCCL reads the
+    variable then."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    try:
+        if backend == "nccl":
+            os.environ[name] = "0"
+        yield
+    finally:
+        if backend == "nccl":
+            os.environ.pop(name)
+            os.environ.update({name: before} if before is not None else {})
