@@ -21,8 +21,8 @@ import grpc.aio
 
 from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from ...proto.channel import peer_channel
-from ..model.checkpoint import check_checkpoint
 from ..model.config import CheckpointError
+from ..model.loader import check_checkpoint
 from ..worker import Worker, WorkerConfig
 
 _WAIT_SECONDS = 120.0

@@ -1,63 +1,64 @@
-"""Whole decode steps as CUDA graphs: one launch instead of hundreds, which at small batches is most of a step."""
+"""Replays whole decode steps as CUDA graphs: one launch instead of hundreds, whose cost is most of a small step."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import torch
 
-from .attention.gpu_attention import GpuAttention, StaticDecodes
-from .attention.torch_attention import SequenceSpan, StepAttention
+from .attention.backend import SequenceSpan, StepAttention
+from .attention.triton_backend import StaticDecodes, TritonAttentionBackend
 
 BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """A step is padded to the next of these. Beyond the last it runs without a graph."""
 
 
 class Forward(Protocol):
-    """The model over a flat batch."""
+    """Runs the model over a flat batch."""
 
     def __call__(
         self,
         token_ids: torch.Tensor,  # [num_tokens]
         positions: torch.Tensor,  # [num_tokens]
         attention: StepAttention,
-        sampled_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns logits [num_sampled, vocab_size]."""
+        """Returns the logits of every token, [num_tokens, vocab_size]."""
         ...
 
 
-Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], tuple[Callable[[], object], torch.Tensor]]
+Launch = Callable[[], torch.Tensor]
+Capture = Callable[[Launch], tuple[Callable[[], object], torch.Tensor]]
 
 
 class CudaCapture:
-    """Records what a function launches. The graphs share one pool of memory: only one may run at a time, and what one
-    computed is read before the next runs."""
+    """Captures what a function launches. The graphs share one memory pool: only one may run at a time, and its result
+    is read before the next runs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Run) -> tuple[Callable[[], object], torch.Tensor]:
-        """Returns what replays it, and the tensor that each replay writes."""
-        run()  # Triton compiles and cuBLAS takes its workspace now, which a capture may not
+    def __call__(self, launch: Launch) -> tuple[Callable[[], object], torch.Tensor]:
+        """Returns a function that replays the graph, and the tensor that each replay writes."""
+        launch()  # Triton compiles and cuBLAS takes its workspace now, which a capture may not
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            result = run()
+            result = launch()
         return graph.replay, result
 
 
 class DecodeGraphs:
-    """Steps in which every sequence has one new token."""
+    """Holds the graphs of steps in which every sequence has one new token."""
 
-    def __init__(self, forward: Forward, attention: GpuAttention, capture: Capture, batches: Sequence[int]) -> None:
+    def __init__(
+        self, forward: Forward, backend: TritonAttentionBackend, capture: Capture, batches: Sequence[int]
+    ) -> None:
         """Captures a step of each of `batches`, the largest first, so that the others find memory in its pool."""
         self._batches = sorted(batches)
-        self._static = StaticDecodes(attention, self._batches[-1])
-        self._token_ids = torch.zeros(self._batches[-1], dtype=torch.int64, device=attention.device)
+        self._static = StaticDecodes(backend, self._batches[-1])
+        self._token_ids = torch.zeros(self._batches[-1], dtype=torch.int64, device=backend.device)
         self._captured = {batch: capture(self._step(forward, batch)) for batch in reversed(self._batches)}
 
     def run(self, token_ids: torch.Tensor, spans: Sequence[SequenceSpan]) -> torch.Tensor | None:
-        """token_ids [batch] to logits [batch, vocab_size], good until the next run; None if there is no graph for it.
+        """Maps token_ids [batch] to logits [batch, vocab_size], valid until the next run; None if no graph fits.
 
         Safe to call while earlier runs are still queued on the device."""
         if not self._static.fill(spans):
@@ -67,6 +68,6 @@ class DecodeGraphs:
         replay()
         return logits[: len(spans)]
 
-    def _step(self, forward: Forward, batch: int) -> Run:
+    def _step(self, forward: Forward, batch: int) -> Launch:
         positions, attention = self._static.step(batch)
-        return lambda: forward(self._token_ids[:batch], positions, attention, None)
+        return lambda: forward(self._token_ids[:batch], positions, attention)

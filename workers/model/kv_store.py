@@ -15,10 +15,9 @@ from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.sharding import kv_heads
 from ..kv_cache.store import SAMPLE_BYTES, TAIL_BYTES, SharedMemory
 from .config import ModelConfig
-from .device import indices, to_device
+from .device import DTYPES, indices, to_device
 from .footprint import kv_bytes_per_token
 from .kernels.build import kernel, library
-from .weights import DTYPES
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str, tp: int = 1) -> int:
@@ -31,10 +30,10 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str, tp: int
 def kv_layout(config: ModelConfig, dtype: str, fingerprint: str) -> KvLayout:
     """`config` is of the whole model."""
     return KvLayout(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_layers=len(config.layers),
+        num_heads=config.layers[0].num_heads,
+        num_kv_heads=config.layers[0].num_kv_heads,
+        head_dim=config.layers[0].head_dim,
         dtype=dtype,
         model=fingerprint,
     )
@@ -105,6 +104,20 @@ class PagedKv:
     def attach(self, memory: mmap.mmap, *, num_blocks: int, block_size: int, num_slots: int) -> "PeerKv":
         """See `KvStore.attach`."""
         return PeerKv(self.layout, memory, num_blocks=num_blocks, block_size=block_size, num_slots=num_slots)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds the memory."""
+        return self.data.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        return self.data.dtype
+
+    def clear_after(self, block: int, first_offset: int) -> None:
+        """Zeroes the tokens of a block from `first_offset` on, in all layers."""
+        self.data[:, :, block, :, first_offset:] = 0
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer where they lie: each [num_blocks, num_slots, block_size, head_dim]."""

@@ -86,6 +86,12 @@ class TpGroup:
         self._tensors.allgather([parts], [x.contiguous()]).wait()
         return parts
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Replaces x by rank 0's, in place; of one shape on every rank."""
+        x = x.contiguous()
+        self._tensors.broadcast(x, 0).wait()
+        return x
+
     def tell(self, message: bytes) -> None:
         """From rank 0 to all others, who are to `hear` it. One collective if it is short, else two."""
         head = _LENGTH.pack(len(message)) + message[: _PLAN_BYTES - _LENGTH.size]

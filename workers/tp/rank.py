@@ -11,8 +11,9 @@ import torch
 
 from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
-from ..model.checkpoint import check_checkpoint
+from ..model.device import enter_device
 from ..model.kernels import cpu
+from ..model.loader import open_checkpoint
 from ..model.parallel import Group
 from ..model.runner import ModelRunner, kv_bytes_per_block
 from ..transfer.transports import Means
@@ -73,14 +74,14 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
     holds not even one block or the model cannot be split so, RuntimeError if the group does not meet. Blocks for
     seconds."""
     torch.set_num_threads(config.num_threads)
-    folder = Path(config.model)
-    model = check_checkpoint(folder)
+    checkpoint = open_checkpoint(Path(config.model))
+    model = checkpoint.config
     tp = group.size if group else 1
     num_blocks = config.kv_cache_bytes // kv_bytes_per_block(model, config.block_size, config.dtype, tp)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds not one block of {config.block_size} tokens")
     runner = ModelRunner.load(
-        folder,
+        checkpoint,
         dtype=config.dtype,
         device=config.device,
         num_blocks=num_blocks,
@@ -107,6 +108,7 @@ def load_rank(config: RankConfig, group: MeetingGroup | None = None) -> Rank:
 
 def enter_engine_thread(config: RankConfig) -> None:
     """Call once in the thread that is to run the executor of this process's only rank."""
+    enter_device(config.device)
     if config.device == "cpu" and config.priority:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.priority)
     cpu.bind_threads()

@@ -15,7 +15,7 @@ from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.model.checkpoint import check_checkpoint
+from tandem.workers.model.loader import check_checkpoint, open_checkpoint
 from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
@@ -38,6 +38,14 @@ class ThreadGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.all_gather(x)).sum(0)
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_gather(x)[0]
+
+
+def load_rank(folder: Path, group: ThreadGroup) -> ModelRunner:
+    checkpoint = open_checkpoint(folder)
+    return ModelRunner.load(checkpoint, dtype="float32", device="cpu", num_blocks=128, block_size=16, group=group)
+
 
 def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any]) -> list[Any]:
     """What `work` returns on each rank."""
@@ -45,8 +53,7 @@ def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any]) -> lis
 
     def rank(number: int) -> Any:
         group = ThreadGroup(number, size, barrier, box)
-        runner = ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=128, block_size=16, group=group)
-        return work(runner)
+        return work(load_rank(folder, group))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
@@ -143,4 +150,4 @@ def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
     group = ThreadGroup(0, 3, threading.Barrier(1), [])
     with pytest.raises(ValueError, match=r"3 .*8 query heads"):
-        ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=8, block_size=16, group=group)
+        load_rank(folder, group)

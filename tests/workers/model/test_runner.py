@@ -9,6 +9,7 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=2**64 - 1)
@@ -132,7 +133,7 @@ def test_warmup_leaves_nothing_behind(folder: Path) -> None:
 
 def test_kv_bytes_per_block_is_what_the_pool_takes(folder: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
-        runner = ModelRunner.load(folder, dtype=dtype, device="cpu", num_blocks=9, block_size=5)
+        runner = ModelRunner.load(open_checkpoint(folder), dtype=dtype, device="cpu", num_blocks=9, block_size=5)
         assert 9 * kv_bytes_per_block(runner.config, 5, dtype) == runner.kv.data.nbytes
         assert runner.kv.layout.dtype == dtype
 
