@@ -1,7 +1,7 @@
 """Replays whole decode steps as CUDA graphs: one launch instead of hundreds, whose cost is most of a small step."""
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -12,37 +12,27 @@ BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """A step is padded to the next of these. Beyond the last it runs without a graph."""
 
 
-class Forward(Protocol):
-    """Runs the model over a flat batch."""
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,  # [num_tokens]
-        positions: torch.Tensor,  # [num_tokens]
-        attention: StepAttention,
-    ) -> torch.Tensor:
-        """Returns the logits of every token, [num_tokens, vocab_size]."""
-        ...
-
+Forward = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
+"""Maps token ids and positions [num_tokens] to the logits of every token, [num_tokens, vocab_size]."""
 
 Launch = Callable[[], torch.Tensor]
 Capture = Callable[[Launch], tuple[Callable[[], object], torch.Tensor]]
+"""Captures what a function launches; returns a function that replays it, and the tensor that each replay writes."""
 
 
-class CudaCapture:
-    """Captures what a function launches. The graphs share one memory pool: only one may run at a time, and its result
-    is read before the next runs."""
+def cuda_capture() -> Capture:
+    """Returns what captures CUDA graphs. They share one memory pool: only one may run at a time, and its result is read
+    before the next runs."""
+    pool = torch.cuda.graph_pool_handle()
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, launch: Launch) -> tuple[Callable[[], object], torch.Tensor]:
-        """Returns a function that replays the graph, and the tensor that each replay writes."""
+    def capture(launch: Launch) -> tuple[Callable[[], object], torch.Tensor]:
         launch()  # Triton compiles and cuBLAS takes its workspace now, which a capture may not
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=pool):
             result = launch()
         return graph.replay, result
+
+    return capture
 
 
 class DecodeGraphs:

@@ -11,8 +11,8 @@ import torch
 from .checkpoint import Checkpoint, StoredTensor, check_tokenizer, read_tensors, weights_file
 from .config import CheckpointError, ModelConfig
 from .device import DTYPES
-from .layers.build import BuildOptions
-from .models.causal_lm import CausalLM
+from .layers.linear import BuildOptions
+from .models.family import CausalLM
 from .module import Parameter, WeightSlice, all_parameters
 from .parallel import TensorParallel
 from .registry import find_linear_method, find_model, load_model_config
@@ -32,11 +32,8 @@ def build_model(config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | No
     """Builds a rank's tree, its parameters on `meta`; without `tp` the whole model's.
 
     Raises ValueError if the heads cannot be split over the ranks, CheckpointError if no family has the architecture."""
-    model = find_model(config.architecture)
-    if model is None:
-        raise CheckpointError(f"config.json: architectures: {config.architecture} is not supported")
     options = BuildOptions(dtype=dtype, tp=tp or TensorParallel(), linear_method=find_linear_method(config))
-    return model(config, options)
+    return find_model(config.architecture).build(config, options)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -91,33 +88,25 @@ def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> Non
         module.process_after_load()
 
 
-class CheckpointReader:
-    """Implements `ReadWeight` over the files of a checkpoint, each mapped once. A context manager.
+def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
+    """Returns what reads the weights of a checkpoint, each of whose files it maps once, until it is dropped.
 
-    Maps them itself: pages read through a mapping count as memory of the process until they are released, for which
-    `safetensors.safe_open` has no call."""
+    Does not use `safetensors.safe_open`, which has no call to release the pages that were read: they would count as
+    memory of the process as long as the file is mapped. Reading raises KeyError if the checkpoint has no such tensor,
+    OSError if its file is gone."""
+    maps: dict[Path, mmap.mmap] = {}
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._tensors = checkpoint.tensors
-        self._maps: dict[Path, mmap.mmap] = {}
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._maps.clear()
-
-    def __call__(self, part: WeightSlice, target: torch.Tensor) -> None:
-        """See `ReadWeight`. Raises KeyError if the checkpoint has no such tensor, OSError if its file is gone."""
-        stored = self._tensors[part.name]
-        if stored.file not in self._maps:
+    def read(part: WeightSlice, target: torch.Tensor) -> None:
+        stored = checkpoint.tensors[part.name]
+        if stored.file not in maps:
             with stored.file.open("rb") as file:  # copy-on-write, since torch wants buffers that it could write to
-                self._maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        mapped = self._maps[stored.file]
-        size = math.prod(stored.shape)
-        whole = torch.frombuffer(mapped, dtype=_TORCH_DTYPES[stored.dtype], count=size, offset=stored.begin)
+                maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        dtype, size = _TORCH_DTYPES[stored.dtype], math.prod(stored.shape)
+        whole = torch.frombuffer(maps[stored.file], dtype=dtype, count=size, offset=stored.begin)
         target.copy_(whole.view(stored.shape)[part.slices])
-        mapped.madvise(mmap.MADV_DONTNEED)
+        maps[stored.file].madvise(mmap.MADV_DONTNEED)
+
+    return read
 
 
 def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Finds model families by architecture and linear methods by quantisation format.
 
 What is not built in comes from installed packages: entry points of the groups `tandem.models` (named by architecture,
-a `CausalLM`) and `tandem.linear_methods` (named by quant_method, a `LinearMethod`). So every process finds them.
+a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a `LinearMethod`). So every process finds them.
 """
 
 from dataclasses import replace
@@ -11,28 +11,30 @@ from pathlib import Path
 from typing import Any, Final
 
 from .config import CheckpointError, Fields, ModelConfig, read_eos_token_ids, read_fields
-from .models.causal_lm import CausalLM
-from .models.llama import LlamaForCausalLM
-from .models.mistral import MistralForCausalLM
-from .models.qwen2 import Qwen2ForCausalLM
-from .models.qwen3 import Qwen3ForCausalLM
+from .models.family import ModelFamily
+from .models.llama import LlamaForCausalLM, parse_llama_config
+from .models.mistral import parse_mistral_config
+from .models.qwen import build_qwen3, parse_qwen2_config, parse_qwen3_config
 from .quant.base import LinearMethod, LinearMethodOf
 from .quant.unquantized import UnquantizedLinearMethod
 
-MODELS: Final[dict[str, type[CausalLM]]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+MODELS: Final[dict[str, ModelFamily]] = {
+    "LlamaForCausalLM": ModelFamily(parse_llama_config, LlamaForCausalLM),
+    "MistralForCausalLM": ModelFamily(parse_mistral_config, LlamaForCausalLM),
+    "Qwen2ForCausalLM": ModelFamily(parse_qwen2_config, LlamaForCausalLM),
+    "Qwen3ForCausalLM": ModelFamily(parse_qwen3_config, build_qwen3),
 }
 LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {}
 """By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
 
 
-def find_model(architecture: str) -> type[CausalLM] | None:
-    """Returns the family of an architecture, None if there is none."""
-    model: type[CausalLM] | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
-    return model
+def find_model(architecture: str) -> ModelFamily:
+    """Returns the family of an architecture. Raises CheckpointError if there is none."""
+    family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
+    if family is None:
+        supported = ", ".join(MODELS)
+        raise CheckpointError(f"config.json: architectures: {architecture!r} is not supported, only {supported}")
+    return family
 
 
 def find_linear_method(config: ModelConfig) -> LinearMethodOf:
@@ -59,10 +61,9 @@ def load_model_config(folder: Path) -> ModelConfig:
 def parse_model_config(fields: Fields) -> ModelConfig:
     """Lets the family of the fields' architecture parse them. Raises CheckpointError as `load_model_config`."""
     names = fields.texts("architectures")
-    model = find_model(names[0]) if len(names) == 1 else None
-    if model is None:
-        raise fields.error("architectures", f"{names!r:.60} is not supported, only {', '.join(MODELS)}")
-    config = model.parse_config(fields)
+    if len(names) != 1:
+        raise fields.error("architectures", f"must be one name, is {names!r:.60}")
+    config = find_model(names[0]).parse_config(fields)
     find_linear_method(config)
     return config
 

@@ -18,8 +18,8 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .device import DTYPES, copy_to_device, enter_device, to_host
 from .kv_store import PagedKv, kv_bytes_per_block, kv_layout
-from .loader import CheckpointReader, build_model, load_weights
-from .models.causal_lm import CausalLM, StepBatch
+from .loader import build_model, checkpoint_reader, load_weights
+from .models.family import CausalLM
 from .parallel import Group, TensorParallel
 from .sampling.grammar import GrammarCache
 from .sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
@@ -92,8 +92,7 @@ class ModelRunner(Executor):
         config, target = checkpoint.config, torch.device(device)
         tp = TensorParallel(group)
         model = build_model(config, DTYPES[dtype], tp)
-        with CheckpointReader(checkpoint) as reader:
-            load_weights(model, reader, target)
+        load_weights(model, checkpoint_reader(checkpoint), target)
         kv = PagedKv(
             kv_layout(config, dtype, checkpoint.fingerprint()),
             num_blocks=num_blocks,
@@ -152,9 +151,9 @@ class ModelRunner(Executor):
             self.execute(_warmup_plan(self.kv.block_size, 1, sampling))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
         if self.launches_ahead and not self._attention.reads_whole_blocks:
-            from .graphs import BATCHES, CudaCapture
+            from .graphs import BATCHES, cuda_capture
 
-            self.capture_graphs(CudaCapture(), BATCHES)
+            self.capture_graphs(cuda_capture(), BATCHES)
 
     @torch.inference_mode()
     def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:
@@ -212,8 +211,7 @@ class ModelRunner(Executor):
         attention = self._attention.plan(spans)
         self._on_stage("model")
         rows = None if num_sampled == len(token_ids) else rows_device
-        batch = StepBatch(token_ids=token_ids, positions=positions_device, attention=attention)
-        hidden = self._model(batch, on_layers)
+        hidden = self._model(token_ids, positions_device, attention, on_layers)
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
             prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
@@ -232,8 +230,7 @@ class ModelRunner(Executor):
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
         """Implements `graphs.Forward`."""
-        batch = StepBatch(token_ids=token_ids, positions=positions, attention=attention)
-        return self._model.compute_logits(self._model(batch))
+        return self._model.compute_logits(self._model(token_ids, positions, attention))
 
 
 def _collect(

@@ -1,15 +1,26 @@
-"""Linear layers, each with its rank's part of the maps that the checkpoint has apart.
+"""Linear layers and the token embedding, each with its rank's part of what the checkpoint has.
 
 Column parallel layers split their outputs over the ranks, row parallel layers their inputs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ...kv_cache.layout import LayerGeometry
-from ..module import Module
-from ..quant.base import LinearPartition
-from .build import BuildOptions
+from ..module import Module, Parameter, WeightSlice
+from ..parallel import TensorParallel
+from ..quant.base import LinearMethodOf, LinearPartition
+from ..quant.unquantized import UnquantizedLinearMethod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """Says how a model's tree is built."""
+
+    dtype: torch.dtype  # that the model computes in
+    tp: TensorParallel
+    linear_method: LinearMethodOf
 
 
 class ColumnParallelLinear(Module):
@@ -19,10 +30,10 @@ class ColumnParallelLinear(Module):
         self,
         outputs: Sequence[tuple[str, int, slice]],  # name in the checkpoint, outputs of the whole, outputs kept
         num_inputs: int,
-        *,
-        bias: bool,
         build: BuildOptions,
-        gated: bool = False,
+        *,
+        bias: bool = False,
+        gated: bool = False,  # the maps are gate and up; see `LinearMethod.apply_gated`
     ) -> None:
         self.method = build.linear_method(outputs[0][0])
         partition = LinearPartition(outputs=tuple(outputs), num_inputs=num_inputs, has_bias=bias, gated=gated)
@@ -33,52 +44,70 @@ class ColumnParallelLinear(Module):
         return self.method.apply(x)
 
 
-class QKVParallelLinear(ColumnParallelLinear):
-    """Computes the rank's query heads, and the keys and the values of its KV slots."""
-
-    def __init__(self, prefix: str, hidden_size: int, layer: LayerGeometry, *, bias: bool, build: BuildOptions) -> None:
-        """Raises ValueError if the heads cannot be split over the ranks."""
-        dim, tp = layer.head_dim, build.tp
-        heads = tp.query_heads(layer)
-        query = (f"{prefix}.q_proj", layer.num_heads * dim, slice(heads.start * dim, heads.stop * dim))
-        keys_values = [
-            (f"{prefix}.{name}", layer.num_kv_heads * dim, slice(head * dim, (head + 1) * dim))
-            for name in ("k_proj", "v_proj")
-            for head in tp.kv_heads(layer)
-        ]
-        super().__init__([query, *keys_values], hidden_size, bias=bias, build=build)
-
-
-class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Computes the rank's part of a gated MLP's inner activations from the two maps gate and up."""
-
-    def __init__(self, gate: str, up: str, hidden_size: int, size: int, *, bias: bool, build: BuildOptions) -> None:
-        outputs = [(name, size, build.tp.part(size)) for name in (gate, up)]
-        super().__init__(outputs, hidden_size, bias=bias, build=build, gated=True)
-
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps [num_tokens, hidden] to silu(gate(x)) * up(x), [num_tokens, the rank's part of size]."""
-        return self.method.apply_gated(x)
+def qkv_outputs(prefix: str, layer: LayerGeometry, tp: TensorParallel) -> list[tuple[str, int, slice]]:
+    """Returns the outputs of a layer's query, key and value maps that a rank keeps: its query heads, and the keys and
+    the values of its KV slots. Raises ValueError as `check_split`."""
+    dim, heads = layer.head_dim, tp.query_heads(layer)
+    keys_values = [
+        (f"{prefix}.{name}", layer.num_kv_heads * dim, slice(head * dim, (head + 1) * dim))
+        for name in ("k_proj", "v_proj")
+        for head in tp.kv_heads(layer)
+    ]
+    return [(f"{prefix}.q_proj", layer.num_heads * dim, slice(heads.start * dim, heads.stop * dim)), *keys_values]
 
 
 class RowParallelLinear(Module):
     """Maps the rank's part of the inputs to a summand of the output, and sums these over the ranks."""
 
     def __init__(
-        self, name: str, num_inputs: int, num_outputs: int, *, inputs: slice, bias: bool, build: BuildOptions
+        self, name: str, num_outputs: int, num_inputs: int, inputs: slice, build: BuildOptions, *, bias: bool
     ) -> None:
         """`inputs` are those that the rank has; rank 0 adds the bias."""
         self._tp = build.tp
         self.method = build.linear_method(name)
-        partition = LinearPartition(
-            outputs=((name, num_outputs, slice(None)),),
-            num_inputs=num_inputs,
-            inputs=inputs,
-            has_bias=bias and build.tp.rank == 0,
-        )
+        outputs = ((name, num_outputs, slice(None)),)
+        has_bias = bias and build.tp.rank == 0
+        partition = LinearPartition(outputs=outputs, num_inputs=num_inputs, inputs=inputs, has_bias=has_bias)
         self.method.create_weights(partition, build.dtype)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which may be
         overwritten."""
         return self._tp.all_reduce(self.method.apply(x, residual if self._tp.rank == 0 else None))
+
+
+class VocabParallelEmbedding(Module):
+    """Looks up token embeddings; each rank has the rows of its part of the vocabulary."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, build: BuildOptions) -> None:
+        self._tp = build.tp
+        self._vocab = build.tp.part(vocab_size)
+        rows = WeightSlice(f"{name}.weight", (vocab_size, hidden_size), (self._vocab,))
+        self.weight = Parameter(rows, dtype=build.dtype)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Maps token_ids [num_tokens] to [num_tokens, hidden]."""
+        table = self.weight.data  # [the rank's part of the vocabulary, hidden]
+        if self._tp.group is None:
+            return table[token_ids]
+        local = token_ids - self._vocab.start
+        is_local = (local >= 0) & (local < len(table))
+        return self._tp.all_reduce(table[local.where(is_local, 0)] * is_local[:, None])
+
+
+class ParallelLMHead(Module):
+    """Computes logits; each rank those of its part of the vocabulary."""
+
+    def __init__(self, name: str, size: tuple[int, int], build: BuildOptions, tied: Parameter | None = None) -> None:
+        """`size` is vocabulary and hidden size; `tied` is the embedding's weight if that is the head's, too."""
+        self._tp, self._vocab_size = build.tp, size[0]
+        self.method = UnquantizedLinearMethod() if tied else build.linear_method(name)
+        if isinstance(self.method, UnquantizedLinearMethod) and tied:
+            self.method.weight = tied
+        else:
+            outputs = ((name, size[0], build.tp.part(size[0])),)
+            self.method.create_weights(LinearPartition(outputs=outputs, num_inputs=size[1]), build.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [num_rows, hidden] to the logits [num_rows, vocab_size], gathered from all ranks."""
+        return self._tp.gather_logits(self.method.apply(x), self._vocab_size)
