@@ -69,7 +69,9 @@ def _gemm_seconds(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
     weight = torch.randn(rows, columns, device=device).to(dtype)
     x = torch.randn(GEMM_ROWS, columns, device=device).to(dtype)
     method = UnquantizedLinearMethod.from_tensors(weight)
-    return min(best_seconds(lambda: functional.linear(x, weight), device), best_seconds(lambda: method.apply(x), device))
+    return min(
+        best_seconds(lambda: functional.linear(x, weight), device), best_seconds(lambda: method.apply(x), device)
+    )
 
 
 def best_seconds(function: Callable[[], object], device: torch.device) -> float:

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -24,27 +25,11 @@ from .floor import synchronize
 BLOCK_SIZE: Final = 16
 WARMUP_STEPS: Final = 4
 PARTS: Final = ("schedule", "prepare", "model", "sample", "emit")
+"""Of one engine step: `schedule` makes the plan, `prepare` builds the flat batch from it, `model` ends with the logits,
+`sample` with the tokens on the host, `emit` updates sequences and makes the events. Where steps overlap, those that are
+collected are the step before's, and only the sum is meaningful."""
 _PREFILL_SECONDS: Final = 2.0  # prompts are repeated for about so long,
 _PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Where the seconds of one engine step went.
-
-    `schedule` makes the plan, `prepare` builds the flat batch from it, `model` ends with the logits, `sample` with the
-    tokens on the host, `emit` updates sequences and makes the events. Where steps overlap, those that are collected are
-    the step before's, and only the sum is meaningful."""
-
-    schedule: float
-    prepare: float
-    model: float
-    sample: float
-    emit: float
-
-    @property
-    def total(self) -> float:
-        return self.schedule + self.prepare + self.model + self.sample + self.emit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +38,7 @@ class DecodeRun:
 
     batch: int
     context: float  # positions that a token sees, in the mean over the steps
-    steps: list[StepTime]
+    steps: list[dict[str, float]]  # seconds of each of PARTS
     plans: list[StepPlan]  # from the warm-up on
     sampled: list[list[int]]  # of each plan
 
@@ -74,8 +59,8 @@ class BenchRunner(Executor):
         chunk: int,
         exact: bool,
     ) -> None:
-        """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: StepTime is true then, but
-        steps are slower and do not overlap."""
+        """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the parts are true then,
+        but the steps slower, and they do not overlap."""
         self._chunk, self._exact, self._device = chunk, exact, device
         self._marks: dict[str, float] = {}
         model = build_model(config, DTYPES[dtype])
@@ -179,19 +164,13 @@ class BenchRunner(Executor):
         )
         return Engine(self, config)
 
-    def _step(self, engine: Engine) -> StepTime:
+    def _step(self, engine: Engine) -> dict[str, float]:
         begin = time.perf_counter()
         engine.step()
         end = time.perf_counter()
-        marks = self._marks
-        emit = marks.get("emit", end)  # the first of steps that overlap collects nothing
-        return StepTime(
-            schedule=marks["prepare"] - begin,
-            prepare=marks["model"] - marks["prepare"],
-            model=marks["sample"] - marks["model"],
-            sample=emit - marks["sample"],
-            emit=end - emit,
-        )
+        marks = {"emit": end} | self._marks  # the first of steps that overlap collects nothing
+        times = [begin, *(marks[name] for name in PARTS[1:]), end]
+        return {name: after - before for name, (before, after) in zip(PARTS, pairwise(times), strict=True)}
 
     def _mark(self, name: str) -> None:
         if self._exact:

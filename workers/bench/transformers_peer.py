@@ -24,9 +24,7 @@ class TransformersPeer:
     """transformers on the very weights that the engine ran on. `method` is which of its functions is measured:
     generate_batch, else generate on a padded batch, where this version or device has no generate_batch that works."""
 
-    def __init__(
-        self, config: PretrainedConfig, read: ReadWeight, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, read: ReadWeight, *, dtype: torch.dtype, device: torch.device) -> None:
         self._vocab_size: int = config.vocab_size
         self._device = device
         with device:

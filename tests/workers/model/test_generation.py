@@ -257,4 +257,4 @@ def test_without_features_nothing_is_kept(folder: Path) -> None:
     assert not processors._matchers._matchers
     assert not processors._matchers._num_read
     for feature in (processors._penalties, processors._bad_words):
-        assert not feature._slots._held
+        assert not feature._pool._allocated

@@ -140,10 +140,10 @@ def test_sequences_come_and_go_and_come_anew() -> None:
             scores = processors.apply(logits, [decode_step(sequence_id, [*history, turn + 1], 1)])
             check(scores[0], expected_scores(logits[0], params, [*history, turn + 1], 1))
         processors.release(turn % 5)
-        assert turn % 5 not in shaping
+        assert turn % 5 not in processors
         assert processors.rows([decode_step(turn % 5, history, 1)]) == []
     processors.admit(decode_step(2, [9], 1), SamplingParams(temperature=0.5))
-    assert 2 not in shaping
+    assert 2 not in processors
 
 
 @torch.inference_mode()
@@ -158,7 +158,7 @@ def test_a_stop_id_is_free_again_at_min_length() -> None:
         banned = (processors.apply(logits, [step])[0] < LEAST_SCORE).nonzero().flatten()
         assert banned.tolist() == list(STOPS)
     assert processors.rows([decode_step(1, [5] * 6, 4)]) == []
-    assert 1 not in shaping
+    assert 1 not in processors
 
 
 @torch.inference_mode()

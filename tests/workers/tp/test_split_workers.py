@@ -125,13 +125,13 @@ async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch
         temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1, presence_penalty=0.7
     )
     reads: list[GrammarCache] = []
-    read = GrammarCache._read
+    read = GrammarCache._read_tokenizer
 
     def counted(grammars: GrammarCache) -> LLTokenizer:
         reads.append(grammars)
         return read(grammars)
 
-    monkeypatch.setattr(GrammarCache, "_read", counted)
+    monkeypatch.setattr(GrammarCache, "_read_tokenizer", counted)
     made = []
     for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
         reads.clear()
