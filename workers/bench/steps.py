@@ -64,8 +64,7 @@ class BenchRunner(Executor):
         self._chunk, self._exact, self._device = chunk, exact, device
         self._marks: dict[str, float] = {}
         model = build_model(config, DTYPES[dtype])
-        with torch.inference_mode():
-            load_weights(model, read, device)
+        load_weights(model, read, device)
         kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
         generator = torch.Generator(device).manual_seed(0)
         for layer in range(len(config.layers)):

@@ -196,7 +196,7 @@ from pathlib import Path
 from tandem.proto import limits
 from tandem.tests.tiny import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS, longest
-from tandem.workers.model.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar import GrammarCache
 
 threading.stack_size(2**19)  # less than any thread has that steps an engine or computes masks
 grammars = GrammarCache(Path(sys.argv[1]), 512, (EOS_ID,))
@@ -236,7 +236,7 @@ import sys, time
 from pathlib import Path
 from tandem.tests.tiny import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS
-from tandem.workers.model.grammar import GrammarCache
+from tandem.workers.model.sampling.grammar import GrammarCache
 
 grammars = GrammarCache(Path(sys.argv[1]), 512, (EOS_ID,))
 grammars.load('start: "the tokenizer is read now"')

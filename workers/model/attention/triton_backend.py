@@ -9,11 +9,13 @@ import torch
 
 from ...kv_cache.layout import LayerGeometry
 from ..device import Ints, copy_to_device, to_device
-from ..kernels import gpu
+from ..kernels.gpu import store_kv
+from ..kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
+from ..kernels.gpu_decode import DecodeWork, decode_attention, num_splits
 from ..kv_store import PagedKv
 from .backend import SequenceSpan, StepAttention
 
-_MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of gpu.SPLIT_TOKENS keys
+_MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of gpu_decode.SPLIT_TOKENS keys
 _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
 _PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
 
@@ -42,7 +44,7 @@ class TritonAttentionBackend:
         self.launches = [
             _LayerLaunch(
                 window=layer.window or 0,
-                tile_tokens=gpu.tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim),
+                tile_tokens=tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim),
                 partial_shape=(layer.num_heads, layer.head_dim + 2),
                 num_programs=max(1, processors * _PROGRAMS_PER_PROCESSOR // layer.num_kv_heads),
             )
@@ -55,13 +57,13 @@ class TritonAttentionBackend:
         arrays = _Arrays(spans, self.kv.block_size)
         tiles = [array for size in self._tile_sizes for array in arrays.tiles(size)]
         slots, tables, *rest = copy_to_device([*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device)
-        decode = gpu.DecodeWork(tables=tables, **dict(zip(_DECODE_FIELDS, rest, strict=False)))
-        chunks: dict[int, gpu.ChunkWork] = {}
+        decode = DecodeWork(tables=tables, **dict(zip(_DECODE_FIELDS, rest, strict=False)))
+        chunks: dict[int, ChunkWork] = {}
         for number, size in enumerate(self._tile_sizes):
             first = len(_DECODE_FIELDS) + number * len(_TILE_FIELDS)
             fields = dict(zip(_TILE_FIELDS, rest[first : first + len(_TILE_FIELDS)], strict=True))
             if len(fields["tile_rows"]):
-                chunks[size] = gpu.ChunkWork(tables=tables, **fields)
+                chunks[size] = ChunkWork(tables=tables, **fields)
         partials = self.make_partials(len(decode.item_splits))
         return TritonStep(self, slots, decode if len(decode.rows) else None, chunks, partials)
 
@@ -82,20 +84,20 @@ class TritonStep:
 
     backend: TritonAttentionBackend
     slots: torch.Tensor  # [num_tokens] int32, block * block_size + offset, or -1
-    decode: gpu.DecodeWork | None
-    chunks: dict[int, gpu.ChunkWork]  # by tile_tokens; empty if no sequence has several tokens
+    decode: DecodeWork | None
+    chunks: dict[int, ChunkWork]  # by tile_tokens; empty if no sequence has several tokens
     partials: dict[tuple[int, int], torch.Tensor]  # by partial_shape
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = self.backend.kv.layer(layer)
         launch = self.backend.launches[layer]
-        gpu.store_kv(key, value, keys, values, self.slots)
+        store_kv(key, value, keys, values, self.slots)
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if self.decode:
             partial = self.partials[launch.partial_shape]
-            gpu.decode_attention(query, keys, values, self.decode, launch.window, partial, out, launch.num_programs)
+            decode_attention(query, keys, values, self.decode, launch.window, partial, out, launch.num_programs)
         if self.chunks:
-            gpu.chunk_attention(query, keys, values, self.chunks[launch.tile_tokens], launch.window, out)
+            chunk_attention(query, keys, values, self.chunks[launch.tile_tokens], launch.window, out)
         return out
 
 
@@ -115,7 +117,7 @@ class StaticDecodes:
         empty."""
         slots, *work, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
         rows, last_keys, offsets, first_items = (part[:batch] for part in work)
-        decode = gpu.DecodeWork(
+        decode = DecodeWork(
             rows=rows,
             last_keys=last_keys,
             offsets=offsets,
@@ -167,9 +169,9 @@ class _Arrays:
         """Returns _DECODE_FIELDS of the sequences with one token."""
         which = np.flatnonzero(self._counts == 1)
         last_keys = self._starts[which]
-        num_splits = gpu.num_splits(last_keys)
-        first_items = num_splits.cumsum() - num_splits
-        sequences = np.repeat(np.arange(len(which)), num_splits)
+        counts = num_splits(last_keys)
+        first_items = counts.cumsum() - counts
+        sequences = np.repeat(np.arange(len(which)), counts)
         splits = np.arange(len(sequences)) - first_items[sequences]
         rows, offsets = self._first_rows[which], self._offsets[which]
         return rows, last_keys, offsets, first_items, np.array([len(splits)]), sequences, splits
