@@ -12,7 +12,8 @@ from rich.text import Text
 from ..proto.errors import TandemError
 from ..router.client.client import AsyncClient
 from ..router.client.types import Completion
-from ..workers.model.checkpoint import CheckpointError, check_checkpoint
+from ..workers.model.config import CheckpointError
+from ..workers.model.loader import check_checkpoint
 from .config import load_config
 from .environment import prepare_ray_environment
 from .signals import stopped_by_signals

@@ -14,7 +14,7 @@ from ..router.frontend.prepare import ServedModel
 from ..router.frontend.tokenizer import Tokenizer
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
-from ..workers.model.config import load_model_config
+from ..workers.model.config import read_context_tokens
 from .config import TandemConfig
 
 
@@ -40,7 +40,7 @@ class RouterRuntime:
             max_queue_seconds=router.max_queue_seconds,
         )
         dispatcher = Dispatcher(view, admission)
-        longest = load_model_config(folder).max_position_embeddings
+        longest = read_context_tokens(folder)
         model = ServedModel(
             name=config.served_name,
             tokenizer=Tokenizer.load(folder),

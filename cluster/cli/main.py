@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import InvalidArgument, NotFound, TandemError
-from ...workers.kv_cache.sharding import check_split
-from ...workers.model.checkpoint import CheckpointError, check_checkpoint
+from ...workers.model.config import CheckpointError
+from ...workers.model.footprint import check_config_split
 from ..config import ConfigError, PoolConfig, TandemConfig, load_config
 from ..environment import prepare_ray_environment
 from ..store.store import resolve_model
@@ -108,13 +108,15 @@ def checked_folder(config: TandemConfig) -> Path:
     """The model's folder, fetched if it has to be, after the check that it can be served, and split as configured.
 
     Raises CheckpointError, or ConfigError for a `tp` that does not divide the model's heads."""
+    from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
+
     folder = resolve_model(config.model, progress=True)
     model = check_checkpoint(folder)
     wrong = []
     for role in ("prefill", "decode"):
         pool: PoolConfig = getattr(config, role)
         try:
-            check_split(model.num_heads, model.num_kv_heads, pool.tp)
+            check_config_split(model, pool.tp)
         except ValueError as error:
             wrong.append(f"{role}.{error}")
     if wrong:

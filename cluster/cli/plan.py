@@ -1,4 +1,4 @@
-"""`tandem plan memory`: what a model takes on each rank, before anything is started. Imports neither torch nor Ray."""
+"""`tandem plan memory`: computes what a model takes on each rank, before anything is started. Imports no Ray."""
 
 import sys
 from collections.abc import Sequence
@@ -11,10 +11,8 @@ from rich.table import Table
 
 from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
-from ...workers.kv_cache.sharding import check_split
-from ...workers.model.checkpoint import check_checkpoint
 from ...workers.model.config import ModelConfig
-from ...workers.model.footprint import kv_bytes_per_token, weight_bytes
+from ...workers.model.footprint import check_config_split, kv_bytes_per_token
 from ..store.store import resolve_model
 from ..timeline import TABLE_CHARACTERS
 
@@ -26,7 +24,7 @@ plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """The memory of one rank, and how its KV cache is cut."""
+    """Holds the memory of one rank, and how its KV cache is divided."""
 
     num_bytes: int  # that the rank may use for weights and KV cache
     block_size: int  # tokens
@@ -35,23 +33,23 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What each of `tp` ranks holds, in bytes."""
+    """Holds what each of `tp` ranks keeps, in bytes."""
 
     tp: int
     weights: int
     kv_per_token: int
-    num_copies: int  # in how many places of all ranks together a KV head's cache lies
+    num_copies: int  # of a KV head's cache, on all ranks together
 
     def kv_cache(self, budget: MemoryBudget) -> int:
-        """What the weights leave; negative if they do not fit."""
+        """Returns the bytes that the weights leave; negative if they do not fit."""
         return budget.num_bytes - self.weights
 
     def num_tokens(self, budget: MemoryBudget) -> int:
-        """Tokens that whole blocks of the rest hold; every rank holds its heads of each."""
+        """Returns the tokens that whole blocks of the rest hold; every rank holds its heads of each."""
         return self._num_blocks(budget) * budget.block_size
 
     def num_sequences(self, budget: MemoryBudget) -> int:
-        """Sequences of the full context that fit at once."""
+        """Returns how many sequences of the full context fit at once."""
         return self._num_blocks(budget) // -(-budget.context_tokens // budget.block_size)
 
     def _num_blocks(self, budget: MemoryBudget) -> int:
@@ -59,9 +57,11 @@ class RankMemory:
 
 
 def rank_memory(config: ModelConfig, tp: int, dtype: str) -> RankMemory:
-    """Raises InvalidArgument if the model's heads cannot be split so."""
+    """Computes what each rank keeps. Raises InvalidArgument if the model's heads cannot be split so."""
+    from ...workers.model.loader import weight_bytes  # with torch, which takes a second
+
     try:
-        check_split(config.num_heads, config.num_kv_heads, tp)
+        check_config_split(config, tp)
     except ValueError as error:
         raise InvalidArgument(f"--{error}") from None
     per_rank, whole = (kv_bytes_per_token(config, ranks, dtype) for ranks in (tp, 1))
@@ -79,7 +79,7 @@ def memory_command(
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
     context_tokens: Annotated[int | None, typer.Option(help="Of a sequence; the model's own if that is less.")] = None,
 ) -> None:
-    """What MODEL takes on each of its ranks: weights, KV cache per token, tokens that fit.
+    """Show what MODEL takes on each of its ranks: weights, KV cache per token, tokens that fit.
 
     Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. In bfloat16 on CPUs a model whose head is
     tied to its embedding holds the latter twice, and the figure here has it once.
@@ -90,15 +90,17 @@ def memory_command(
     _check("--utilization", utilization, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
     _check("--context-tokens", context_tokens, 2, 1_048_576)
+    from ...workers.model.loader import check_checkpoint
+
     config = check_checkpoint(resolve_model(model, progress=True))
-    rows = [rank_memory(config, each, dtype) for each in tp or (n for n in DEFAULT_TPS if config.num_heads % n == 0)]
+    rows = [rank_memory(config, each, dtype) for each in tp or (n for n in DEFAULT_TPS if _divides(n, config))]
     budget = None
     if gpu_memory_gb is not None:
         context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)
         num_bytes = int(gpu_memory_gb * GIB * utilization)
         budget = MemoryBudget(num_bytes=num_bytes, block_size=block_size, context_tokens=context)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
-    typer.echo(f"{model}, {dtype}: {config.num_heads} query heads, {config.num_kv_heads} KV heads; on each rank:")
+    typer.echo(f"{model}, {dtype}: {_heads(config)}; on each rank:")
     console.print(memory_table(rows, budget))
     for row in rows:
         if budget and row.kv_cache(budget) < 0:
@@ -106,7 +108,7 @@ def memory_command(
 
 
 def memory_table(rows: Sequence[RankMemory], budget: MemoryBudget | None) -> Table:
-    """One line for each number of ranks; what fits is shown if there is a budget."""
+    """Returns one line for each number of ranks; what fits is shown if there is a budget."""
     table = Table(header_style="bold")
     columns = ["tp", "weights", "KV a token", "on all ranks", "copies of KV"]
     if budget:
@@ -122,6 +124,16 @@ def memory_table(rows: Sequence[RankMemory], budget: MemoryBudget | None) -> Tab
             cells.append(f"{row.num_sequences(budget):,}")
         table.add_row(*cells)
     return table
+
+
+def _divides(tp: int, config: ModelConfig) -> bool:
+    return all(layer.num_heads % tp == 0 for layer in config.layers)
+
+
+def _heads(config: ModelConfig) -> str:
+    """Names the head counts, and if layers differ, each of them."""
+    counts = dict.fromkeys((layer.num_heads, layer.num_kv_heads) for layer in config.layers)
+    return " or ".join(f"{heads} query heads, {kv_heads} KV heads" for heads, kv_heads in counts)
 
 
 def _size(num_bytes: int) -> str:

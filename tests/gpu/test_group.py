@@ -7,6 +7,7 @@ import torch
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, prompt
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 from tandem.workers.tp.process_group import TpGroup
 
@@ -41,9 +42,10 @@ def test_collectives_can_be_captured() -> None:
 
 def test_a_split_model_runs_over_nccl(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=2, hidden_size=128)
+    checkpoint = open_checkpoint(folder)
     made = []
     for group in (None, lonely_group()):
-        runner = ModelRunner.load(folder, dtype="float32", device="cuda", num_blocks=64, block_size=16, group=group)
+        runner = ModelRunner.load(checkpoint, dtype="float32", device="cuda", num_blocks=64, block_size=16, group=group)
         runner.warmup()
         made.append(Driver(runner).generate(1, prompt(40), 12))
     assert made[0] == made[1]

@@ -1,4 +1,4 @@
-"""`python -m tandem.workers.bench`: how fast the engine runs on this device, beside what the device could do.
+"""`python -m tandem.workers.bench`: measures how fast the engine runs on this device, beside what the device could do.
 
 Needs no service and no Ray, and with --random-weights no checkpoint.
 """
@@ -7,22 +7,22 @@ import gc
 import json
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 import psutil
 import torch
 
-from ..model.checkpoint import check_checkpoint
-from ..model.config import CheckpointError, ModelConfig, load_model_config
+from ..model.config import CheckpointError, ModelConfig
+from ..model.device import DTYPES, enter_device
 from ..model.kv_store import kv_bytes_per_block
-from ..model.weights import DTYPES, Weights
+from ..model.loader import ReadWeight, check_checkpoint, checkpoint_reader, open_checkpoint
+from ..model.registry import load_model_config
 from .floor import BUFFER_BYTES, Floors, measure_floors
 from .options import SWEEP_BATCHES, SWEEP_CONTEXT_BATCH, SWEEP_CONTEXTS, EngineBenchOptions, parse
-from .plot import plot
-from .report import DecodeFigure, PrefillFigure, Report, decode_figure
-from .shapes import SHAPES, BenchError, RandomWeights, decode_cost, prefill_cost, weight_bytes
-from .steps import BLOCK_SIZE, BenchRunner, blocks_for
+from .report import DecodeFigure, PrefillFigure, Report, plot
+from .shapes import HF_CONFIGS, SHAPES, BenchError, decode_cost, loaded_bytes, prefill_cost, random_weight
+from .steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = measure(options)
         if options.json:
-            options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+            options.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
     except (BenchError, CheckpointError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -45,27 +45,36 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: EngineBenchOptions) -> Report:
     """Runs everything that was asked for. Raises BenchError or CheckpointError, before anything is loaded, if it
     cannot."""
-    config = _config(options)
+    if options.model is None:
+        config = SHAPES[options.shape or ""]
+    else:
+        config = load_model_config(options.model) if options.random_weights else check_checkpoint(options.model)
     num_blocks = _check(options, config)
     if options.threads:
         torch.set_num_threads(options.threads)
+    enter_device(options.device)
     report = _measure_engine(options, config, num_blocks)
     if options.plot:
         title = f"{report.shape}, {report.dtype}, {report.device}: one decode step"
         plot(options.plot, title, report.sweep_batch, report.sweep_context)
-    return _with_transformers(options, config, report) if options.transformers else report
+    return _with_transformers(options, report) if options.transformers else report
 
 
 def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -> Report:
     """Holds the model for no longer than the call: transformers needs the memory."""
     floors = measure_floors(config, DTYPES[options.dtype], options.device)
-    weights = _weights(options, config)
-    bed = BenchRunner(
-        config, weights, dtype=options.dtype, num_blocks=num_blocks, chunk=options.chunk, exact=options.profile
+    runner = BenchRunner(
+        config,
+        _weights(options),
+        dtype=options.dtype,
+        device=options.device,
+        num_blocks=num_blocks,
+        chunk=options.chunk,
+        exact=options.profile,
     )
 
     def decode(batch: int, context: int) -> DecodeFigure:
-        return _decode(options, config, floors, bed, batch, context)
+        return _decode(options, config, floors, runner, batch, context)
 
     sweeps = options.plot is not None
     return Report(
@@ -77,23 +86,16 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         floors=floors,
         decode=tuple(decode(batch, options.context) for batch in options.batches),
-        prefill=tuple(_prefill(options, config, floors, bed, prompt) for prompt in options.prompts),
+        prefill=tuple(_prefill(options, config, floors, runner, prompt) for prompt in options.prompts),
         sweep_batch=tuple(decode(batch, options.context) for batch in SWEEP_BATCHES if sweeps),
         sweep_context=tuple(decode(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS if sweeps),
     )
 
 
-def _config(options: EngineBenchOptions) -> ModelConfig:
-    if options.model is None:
-        return SHAPES[options.shape or ""]
-    return load_model_config(options.model) if options.random_weights else check_checkpoint(options.model)
-
-
-def _weights(options: EngineBenchOptions, config: ModelConfig) -> Weights:
-    dtype = DTYPES[options.dtype]
+def _weights(options: EngineBenchOptions) -> ReadWeight:
     if options.random_weights or options.model is None:
-        return RandomWeights(config, dtype=dtype, device=options.device)
-    return Weights(options.model, dtype=dtype, device=options.device)
+        return random_weight
+    return checkpoint_reader(open_checkpoint(options.model))
 
 
 def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
@@ -105,7 +107,7 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
             raise BenchError(f"{option}: {context} tokens need {reach} positions, {options.name} has {longest}")
     decode_blocks = [blocks_for(batch, context, options.steps) for batch, context in options.decodes]
     num_blocks = max([*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)])
-    weights = weight_bytes(config, options.dtype, options.device)
+    weights = loaded_bytes(config, options.dtype, options.device)
     kv = num_blocks * kv_bytes_per_block(config, BLOCK_SIZE, options.dtype)
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
     beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)  # logits and activations, in float32 twice
@@ -120,29 +122,44 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _decode(
-    options: EngineBenchOptions, config: ModelConfig, floors: Floors, bed: BenchRunner, batch: int, context: int
+    options: EngineBenchOptions, config: ModelConfig, floors: Floors, runner: BenchRunner, batch: int, context: int
 ) -> DecodeFigure:
-    run = bed.decode(batch, context, options.steps)
+    run = runner.decode(batch, context, options.steps)
     cost = decode_cost(config, options.dtype, batch, run.context)
-    figure = decode_figure(run, context=context, cost=cost, floors=floors, has_split=options.has_split)
-    _tell(f"decode, batch {batch}, context {context}: {figure.step_ms:.3f} ms/step")
-    if not options.raw:
-        return figure
-    seconds, sampled = bed.replay(run)
-    return replace(figure, raw_ms=statistics.median(seconds) * 1e3, raw_same_tokens=sampled == run.sampled)
+    totals = [sum(step.values()) for step in run.steps]
+    seconds = statistics.median(totals)
+    has_split = options.profile or options.device.type == "cpu"
+    overheads = [1 - step["model"] / total for step, total in zip(run.steps, totals, strict=True)]
+    _print_progress(f"decode, batch {batch}, context {context}: {seconds * 1e3:.3f} ms/step")
+    raw, sampled = runner.replay(run) if options.raw else ([], [])
+    return DecodeFigure(
+        batch=batch,
+        context=context,
+        step_ms=seconds * 1e3,
+        p90_ms=statistics.quantiles(totals, n=10, method="inclusive")[-1] * 1e3,
+        tokens_per_s=batch / seconds,
+        floor_ms=floors.seconds(cost) * 1e3,
+        roofline_share=floors.seconds(cost) / seconds,
+        bandwidth_share=cost.num_bytes / floors.bytes_per_s / seconds,
+        matmul_share=cost.flops / floors.matmul_flops_per_s / seconds,
+        split_ms={part: statistics.median(step[part] for step in run.steps) * 1e3 for part in PARTS}
+        if has_split
+        else None,
+        overhead_share=statistics.median(overheads) if has_split else None,
+        raw_ms=statistics.median(raw) * 1e3 if raw else None,
+        raw_same_tokens=sampled == run.sampled if raw else None,
+    )
 
 
 def _prefill(
-    options: EngineBenchOptions, config: ModelConfig, floors: Floors, bed: BenchRunner, prompt: int
+    options: EngineBenchOptions, config: ModelConfig, floors: Floors, runner: BenchRunner, prompt: int
 ) -> PrefillFigure:
-    seconds, token = bed.prefill(prompt)
-    _tell(f"prefill of {prompt}: {seconds:.3f} s")
+    seconds, token = runner.prefill(prompt)
+    _print_progress(f"prefill of {prompt}: {seconds:.3f} s")
     flops = prefill_cost(config, options.dtype, prompt).flops
     return PrefillFigure(
         prompt=prompt,
@@ -153,35 +170,33 @@ def _prefill(
     )
 
 
-def _with_transformers(options: EngineBenchOptions, config: ModelConfig, report: Report) -> Report:
-    from .transformers_peer import TransformersPeer  # seconds of import that nothing else needs
+def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
+    from transformers import AutoConfig  # seconds of import that nothing else needs
+
+    from .transformers_peer import TransformersPeer
 
     gc.collect()
     if options.device.type == "cuda":
         torch.cuda.empty_cache()
-    peer = TransformersPeer(config, _weights(options, config), folder=options.model)
-
-    def decode(figure: DecodeFigure) -> DecodeFigure:
-        seconds = peer.decode_seconds(figure.batch, figure.context, options.steps)
-        _tell(f"transformers' decode, batch {figure.batch}, context {figure.context}: {seconds * 1e3:.3f} ms/step")
-        return replace(figure, transformers_ms=seconds * 1e3)
-
-    def prefill(figure: PrefillFigure) -> PrefillFigure:
-        seconds = peer.prefill_seconds(figure.prompt)
-        _tell(f"transformers' prefill of {figure.prompt}: {seconds:.3f} s")
-        return replace(figure, transformers_tokens_per_s=figure.prompt / seconds)
-
-    return replace(
-        report,
-        transformers=peer.method,
-        decode=tuple(decode(figure) for figure in report.decode),
-        prefill=tuple(prefill(figure) for figure in report.prefill),
-    )
+    fields = dict(HF_CONFIGS[options.shape]) if options.shape else {}
+    config = AutoConfig.from_pretrained(options.model) if options.model else AutoConfig.for_model(**fields)
+    peer = TransformersPeer(config, _weights(options), dtype=DTYPES[options.dtype], device=options.device)
+    decode, prefill = [], []
+    for decoded in report.decode:
+        seconds = peer.decode_seconds(decoded.batch, decoded.context, options.steps)
+        name = f"transformers' decode, batch {decoded.batch}, context {decoded.context}"
+        _print_progress(f"{name}: {seconds * 1e3:.3f} ms/step")
+        decode.append(replace(decoded, transformers_ms=seconds * 1e3))
+    for prefilled in report.prefill:
+        seconds = peer.prefill_seconds(prefilled.prompt)
+        _print_progress(f"transformers' prefill of {prefilled.prompt}: {seconds:.3f} s")
+        prefill.append(replace(prefilled, transformers_tokens_per_s=prefilled.prompt / seconds))
+    return replace(report, transformers=peer.method, decode=tuple(decode), prefill=tuple(prefill))
 
 
-def _tell(progress: str) -> None:
+def _print_progress(text: str) -> None:
     """A large model or a slow peer takes minutes, and may be cut short."""
-    print(f"bench: {progress}", file=sys.stderr, flush=True)
+    print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

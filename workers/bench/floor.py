@@ -1,5 +1,6 @@
-"""The floors under a step, measured on the device at hand: memory bandwidth and the rate of matrix products."""
+"""Measures the floors under a step on the device at hand: memory bandwidth and the rate of matrix products."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,18 +10,19 @@ import torch
 from torch.nn import functional
 
 from ..model.config import ModelConfig
-from ..model.layers.linear import Linear
+from ..model.quant.unquantized import UnquantizedLinearMethod
 from .shapes import StepCost
 
 BUFFER_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 31}  # several times the largest cache
 GEMM_ROWS: Final = 512  # tokens of a prefill chunk
-_LEAST_RUNS: Final = 10
-_LEAST_SECONDS: Final = 0.1
+_MIN_TIMINGS: Final = 10
+_MIN_SECONDS: Final = 0.1
+_TIMED_SECONDS: Final = 2e-3  # of calls between two synchronisations, each of which costs a GPU some 10 us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Best of several runs."""
+    """Holds the best of several timings."""
 
     read_bytes_per_s: float  # sum of a large tensor
     copy_bytes_per_s: float  # read and written bytes of a large copy
@@ -31,12 +33,12 @@ class Floors:
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
     def seconds(self, cost: StepCost) -> float:
-        """The roofline: the longer of moving the bytes and computing the products."""
+        """Returns the roofline: the longer of moving the bytes and computing the products."""
         return max(cost.num_bytes / self.bytes_per_s, cost.flops / self.matmul_flops_per_s)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Waits until the device has done what was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -48,38 +50,45 @@ def measure_floors(config: ModelConfig, dtype: torch.dtype, device: torch.device
     target = torch.empty_like(source)
     num_bytes = source.numel() * source.element_size()
     return Floors(
-        read_bytes_per_s=num_bytes / _best_seconds(source.sum, device),
-        copy_bytes_per_s=2 * num_bytes / _best_seconds(lambda: target.copy_(source), device),
+        read_bytes_per_s=num_bytes / best_seconds(source.sum, device),
+        copy_bytes_per_s=2 * num_bytes / best_seconds(lambda: target.copy_(source), device),
         matmul_flops_per_s=_matmul_rate(config, dtype, device),
     )
 
 
 def _matmul_rate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> float:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    seconds, flops = 0.0, 0
-    for rows, columns in ((query + 2 * kv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)):
-        seconds += _gemm_seconds(rows, columns, dtype, device)
-        flops += 2 * GEMM_ROWS * rows * columns
-    return flops / seconds
+    hidden, inner, layer = config.hidden_size, config.intermediate_size, config.layers[0]
+    query, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    shapes = ((query + 2 * kv, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner))
+    seconds = sum(_gemm_seconds(rows, columns, dtype, device) for rows, columns in shapes)
+    return sum(2 * GEMM_ROWS * rows * columns for rows, columns in shapes) / seconds
 
 
 def _gemm_seconds(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The faster of torch's linear map and the model's own, which may keep another form of the weight."""
+    """Times the faster of torch's linear map and the model's own, which may keep another form of the weight."""
     weight = torch.randn(rows, columns, device=device).to(dtype)
     x = torch.randn(GEMM_ROWS, columns, device=device).to(dtype)
-    linear = Linear(weight)
-    return min(_best_seconds(lambda: functional.linear(x, weight), device), _best_seconds(lambda: linear(x), device))
+    method = UnquantizedLinearMethod.from_tensors(weight)
+    return min(
+        best_seconds(lambda: functional.linear(x, weight), device), best_seconds(lambda: method.apply(x), device)
+    )
 
 
-def _best_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Repeats a short function for longer: on a shared machine its best time is rare."""
-    best, runs, until = float("inf"), 0, time.perf_counter() + _LEAST_SECONDS
-    while runs < _LEAST_RUNS or time.perf_counter() < until:
-        runs += 1
-        synchronize(device)
-        begin = time.perf_counter()
-        function()
-        synchronize(device)
-        best = min(best, time.perf_counter() - begin)
+def best_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Returns the least seconds of a call, of many timings: on a shared machine the best time is rare. Short calls are
+    timed several together, so that what a launch or a synchronisation costs does not count."""
+    num_calls = math.ceil(_TIMED_SECONDS / max(_seconds(function, device, 1), 1e-6))
+    best, timings, until = math.inf, 0, time.perf_counter() + _MIN_SECONDS
+    while timings < _MIN_TIMINGS or time.perf_counter() < until:
+        timings += 1
+        best = min(best, _seconds(function, device, num_calls))
     return best
+
+
+def _seconds(function: Callable[[], object], device: torch.device, num_calls: int) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(num_calls):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - begin) / num_calls

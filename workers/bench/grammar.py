@@ -1,7 +1,7 @@
-"""`python -m tandem.workers.bench.grammar`: what a decode step costs when every sequence keeps to a JSON schema.
+"""`python -m tandem.workers.bench.grammar`: measures a decode step in which every sequence is under a JSON schema.
 
 Two batches of one model take steps in turns, one under the schema and one free, so that whatever else the machine does
-meets both.
+affects both.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import torch
 from ..engine.plan import SamplingParams, SequenceStep, StepPlan
 from ..malloc import keep_freed_memory
 from ..model.config import CheckpointError
+from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
 from .floor import synchronize
+from .steps import BLOCK_SIZE, WARMUP_STEPS
 
-BLOCK_SIZE: Final = 16
-WARMUP_STEPS: Final = 4
 _PERSON: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
@@ -48,54 +48,50 @@ class Batch:
         self._runner = runner
         self._ids = [first_block + row for row in range(size)]
         rng = random.Random(0)
-        prompts = [tuple(rng.choices(range(runner.config.vocab_size), k=BLOCK_SIZE)) for _ in self._ids]
-        self._length = BLOCK_SIZE
-        steps = [
-            SequenceStep(
+        steps = []
+        for row, sequence_id in enumerate(self._ids):
+            prompt = tuple(rng.choices(range(runner.config.vocab_size), k=BLOCK_SIZE))
+            begin = first_block + row * num_blocks
+            step = SequenceStep(
                 sequence_id=sequence_id,
                 token_ids=prompt,
                 start=0,
-                new_blocks=tuple(range(first_block + row * num_blocks, first_block + (row + 1) * num_blocks)),
+                new_blocks=tuple(range(begin, begin + num_blocks)),
                 sampling=SamplingParams(temperature=0.8, seed=row, grammar=grammar),
                 num_samples=1,
                 history=prompt,
                 num_prompt=BLOCK_SIZE,
             )
-            for row, (sequence_id, prompt) in enumerate(zip(self._ids, prompts, strict=True))
-        ]
-        self.tokens = [self._run(steps)]  # of each step
+            steps.append(step)
+        self._length = BLOCK_SIZE
+        self.tokens = [runner.execute(StepPlan(sequences=tuple(steps), dropped=()))]  # of each step
 
     def step(self) -> float:
         """Decodes a token of each sequence; returns seconds."""
-        steps = [
-            SequenceStep(
-                sequence_id=sequence_id,
-                token_ids=(token,),
-                start=self._length,
-                new_blocks=(),
-                sampling=None,
-                num_samples=1,
-            )
+        fields: dict[str, Any] = {"start": self._length, "new_blocks": (), "sampling": None, "num_samples": 1}
+        steps = tuple(
+            SequenceStep(sequence_id=sequence_id, token_ids=(token,), **fields)
             for sequence_id, token in zip(self._ids, self.tokens[-1], strict=True)
-        ]
+        )
         begin = time.perf_counter()
-        self.tokens.append(self._run(steps))
+        self.tokens.append(self._runner.execute(StepPlan(sequences=steps, dropped=())))
         self._length += 1
         return time.perf_counter() - begin
 
-    def _run(self, steps: list[SequenceStep]) -> list[int]:
-        return self._runner.execute(StepPlan(sequences=tuple(steps), dropped=()))
-
 
 def measure(options: argparse.Namespace) -> str:
-    """Returns the lines to print. Raises CheckpointError or ValueError if the model does not serve."""
+    """Returns the lines to print. Raises CheckpointError or ValueError if the model cannot be used."""
     if options.threads:
         torch.set_num_threads(options.threads)
     keep_freed_memory()
     per_sequence = -(-(BLOCK_SIZE + WARMUP_STEPS + options.steps) // BLOCK_SIZE)
     half = options.batch * per_sequence
     runner = ModelRunner.load(
-        options.model, dtype=options.dtype, device=options.device, num_blocks=2 * half, block_size=BLOCK_SIZE
+        open_checkpoint(options.model),
+        dtype=options.dtype,
+        device=options.device,
+        num_blocks=2 * half,
+        block_size=BLOCK_SIZE,
     )
     runner.warmup()
     grammar = json.dumps({"grammars": [{"json_schema": SCHEMA}]})
@@ -103,8 +99,8 @@ def measure(options: argparse.Namespace) -> str:
     runner.load_grammar(grammar)
     compiled = time.perf_counter() - began
     bound, free = (
-        Batch(runner, size=options.batch, first_block=place * half, num_blocks=per_sequence, grammar=text)
-        for place, text in enumerate((grammar, ""))
+        Batch(runner, size=options.batch, first_block=index * half, num_blocks=per_sequence, grammar=text)
+        for index, text in enumerate((grammar, ""))
     )
     times: dict[Batch, list[float]] = {bound: [], free: []}
     for number in range(WARMUP_STEPS + options.steps):
@@ -122,7 +118,7 @@ def measure(options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints. Returns 0, or 2 after one line on stderr if the model is not good."""
+    """Measures and prints. Returns 0, or 2 after one line on stderr if the model cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.grammar", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--batch", type=int, default=8)

@@ -1,4 +1,4 @@
-"""What `python -m tandem.workers.bench` is told, checked field by field."""
+"""Parses the arguments of `python -m tandem.workers.bench`, checked field by field."""
 
 import argparse
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from typing import Final, NoReturn
 import torch
 
 from ..engine.config import default_chunk_tokens
-from ..model.weights import DTYPES
+from ..model.device import DTYPES
 from .floor import BUFFER_BYTES
-from .plot import check_plot
+from .report import check_plot
 from .shapes import SHAPES, BenchError
 
 SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -32,7 +32,7 @@ between the parts, which makes the steps slower: take the step times from a run 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBenchOptions:
-    """What was asked for, checked field by field but not yet against the model or the machine."""
+    """The arguments, checked one by one but not yet against the model or the machine."""
 
     shape: str | None
     model: Path | None
@@ -64,10 +64,6 @@ class EngineBenchOptions:
             wanted += [(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS]
         return wanted
 
-    @property
-    def has_split(self) -> bool:
-        return self.profile or self.device.type == "cpu"
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -75,18 +71,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: list[str] | None) -> EngineBenchOptions:
-    """Exits with 2 after one line on stderr if an argument is not good."""
+    """Returns the options; exits with 2 after one line on stderr if an argument is not valid."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))
     values["chunk"] = values["chunk"] or default_chunk_tokens(values["device"].type)
+    options = EngineBenchOptions(**values)
+    if options.model is None and not options.random_weights:
+        parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch finds no CUDA device here")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: {options.json.parent} is no folder")
     try:
-        options = EngineBenchOptions(**values)
-        if options.model is None and not options.random_weights:
-            raise BenchError(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
-        if options.device.type == "cuda" and not torch.cuda.is_available():
-            raise BenchError(f"--device {options.device}: torch finds no CUDA device here")
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise BenchError(f"--json: {options.json.parent} is no folder")
         if options.plot:
             check_plot(options.plot)
     except BenchError as error:

@@ -22,8 +22,8 @@ import grpc.aio
 from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from ...proto.channel import peer_channel
 from ..engine.config import Budgets
-from ..model.checkpoint import check_checkpoint
 from ..model.config import CheckpointError
+from ..model.loader import check_checkpoint
 from ..tp.rank import RankConfig
 from ..worker import Worker, WorkerConfig
 

@@ -1,13 +1,14 @@
-"""The benchmark's figures, as JSON and as tables."""
+"""Presents the benchmark's figures as tables and as a picture."""
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from .floor import Floors
-from .shapes import StepCost
-from .steps import PARTS, DecodeRun
+from .shapes import BenchError
+from .steps import PARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +56,12 @@ class Report:
     floors: Floors
     decode: tuple[DecodeFigure, ...]
     prefill: tuple[PrefillFigure, ...]
-    sweep_batch: tuple[DecodeFigure, ...] = ()  # what --plot draws
+    sweep_batch: tuple[DecodeFigure, ...] = ()  # for --plot
     sweep_context: tuple[DecodeFigure, ...] = ()
     transformers: str | None = None  # the method measured
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def as_text(self) -> str:
-        """Tables, and the line that says how they were made."""
+        """Returns the tables below a line that says how they were made."""
         floors = self.floors
         parts = [
             f"{self.shape}, {self.dtype}, {self.device}, {self.threads} threads, torch {self.torch}, {self.date}",
@@ -83,69 +81,82 @@ class Report:
             yield _table("prefill", _PREFILL_COLUMNS, self.prefill)
 
 
-def decode_figure(run: DecodeRun, *, context: int, cost: StepCost, floors: Floors, has_split: bool) -> DecodeFigure:
-    """Summarises a run whose steps cost `cost` at the least."""
-    totals = [step.total for step in run.steps]
-    step = statistics.median(totals)
-    medians = {part: statistics.median(getattr(step, part) for step in run.steps) * 1e3 for part in PARTS}
-    overhead = statistics.median(1 - step.model / step.total for step in run.steps)
-    return DecodeFigure(
-        batch=run.batch,
-        context=context,
-        step_ms=step * 1e3,
-        p90_ms=statistics.quantiles(totals, n=10, method="inclusive")[-1] * 1e3,
-        tokens_per_s=run.batch / step,
-        floor_ms=floors.seconds(cost) * 1e3,
-        roofline_share=floors.seconds(cost) / step,
-        bandwidth_share=cost.num_bytes / floors.bytes_per_s / step,
-        matmul_share=cost.flops / floors.matmul_flops_per_s / step,
-        split_ms=medians if has_split else None,
-        overhead_share=overhead if has_split else None,
-    )
+def check_plot(path: Path) -> None:
+    """Raises BenchError if a picture could not be drawn into `path`."""
+    if find_spec("matplotlib") is None:
+        raise BenchError("--plot: matplotlib is not installed (pip install 'tandem-llm[bench]')")
+    if path.suffix.lower() != ".png":
+        raise BenchError(f"--plot: {path} must end in .png")
+    if not path.absolute().parent.is_dir():
+        raise BenchError(f"--plot: {path.parent} is no folder")
+
+
+def plot(path: Path, title: str, by_batch: Sequence[DecodeFigure], by_context: Sequence[DecodeFigure]) -> None:
+    """Writes a PNG of two panels. Both sequences are in ascending order and not empty."""
+    from matplotlib.figure import Figure  # only --plot needs it, and it is an extra
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _panel(left, [each.batch for each in by_batch], by_batch, f"batch, at context {by_batch[0].context:,}")
+    _panel(right, [each.context for each in by_context], by_context, f"context, at batch {by_context[0].batch}")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Any, x: list[int], figures: Sequence[DecodeFigure], label: str) -> None:
+    axes.plot(x, [each.step_ms for each in figures], marker="o", label="step, median")
+    axes.fill_between(x, [each.step_ms for each in figures], [each.p90_ms for each in figures], alpha=0.2, label="p90")
+    axes.plot(x, [each.floor_ms for each in figures], linestyle="--", color="black", label="floor")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [f"{value:,}" for value in x])
+    axes.set(xlabel=label, ylabel="milliseconds")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 _Column = tuple[str, Callable[[Any], str | None]]
 
 
-def _maybe(value: float | None, form: str) -> str | None:
-    return None if value is None else format(value, form)
-
-
-def _ratio(above: float | None, below: float) -> str | None:
-    return None if above is None else f"{above / below:.2f}x"
+def _formatted(name: str, form: str) -> Callable[[Any], str | None]:
+    """Returns what formats a field of a figure; None for one that is None."""
+    return lambda figure: None if (value := getattr(figure, name)) is None else format(value, form)
 
 
 _DECODE_COLUMNS: tuple[_Column, ...] = (
-    ("batch", lambda f: str(f.batch)),
-    ("context", lambda f: str(f.context)),
-    ("ms/step", lambda f: f"{f.step_ms:.3f}"),
-    ("p90", lambda f: f"{f.p90_ms:.3f}"),
-    ("raw", lambda f: _maybe(f.raw_ms, ".3f")),
-    ("tokens/s", lambda f: f"{f.tokens_per_s:,.0f}"),
-    ("floor", lambda f: f"{f.floor_ms:.3f}"),
-    ("roofline", lambda f: f"{f.roofline_share:.1%}"),
-    ("bandwidth", lambda f: f"{f.bandwidth_share:.1%}"),
-    ("matmul", lambda f: f"{f.matmul_share:.1%}"),
-    ("transformers", lambda f: _maybe(f.transformers_ms, ".3f")),
-    ("ahead by", lambda f: _ratio(f.transformers_ms, f.step_ms)),
+    ("batch", _formatted("batch", "")),
+    ("context", _formatted("context", "")),
+    ("ms/step", _formatted("step_ms", ".3f")),
+    ("p90", _formatted("p90_ms", ".3f")),
+    ("raw", _formatted("raw_ms", ".3f")),
+    ("tokens/s", _formatted("tokens_per_s", ",.0f")),
+    ("floor", _formatted("floor_ms", ".3f")),
+    ("roofline", _formatted("roofline_share", ".1%")),
+    ("bandwidth", _formatted("bandwidth_share", ".1%")),
+    ("matmul", _formatted("matmul_share", ".1%")),
+    ("transformers", _formatted("transformers_ms", ".3f")),
+    ("ahead by", lambda f: f.transformers_ms and f"{f.transformers_ms / f.step_ms:.2f}x"),
 )
 _SPLIT_COLUMNS: tuple[_Column, ...] = (
-    ("batch", lambda f: str(f.batch)),
+    ("batch", _formatted("batch", "")),
     *((part, lambda f, part=part: f"{f.split_ms[part]:.3f}") for part in PARTS),
-    ("outside the model", lambda f: f"{f.overhead_share:.1%}"),
+    ("outside the model", _formatted("overhead_share", ".1%")),
 )
 _PREFILL_COLUMNS: tuple[_Column, ...] = (
-    ("prompt", lambda f: str(f.prompt)),
-    ("seconds", lambda f: f"{f.seconds:.3f}"),
-    ("tokens/s", lambda f: f"{f.tokens_per_s:,.0f}"),
-    ("matmul", lambda f: f"{f.matmul_share:.1%}"),
-    ("transformers", lambda f: _maybe(f.transformers_tokens_per_s, ",.0f")),
-    ("ahead by", lambda f: f.transformers_tokens_per_s and _ratio(f.tokens_per_s, f.transformers_tokens_per_s)),
+    ("prompt", _formatted("prompt", "")),
+    ("seconds", _formatted("seconds", ".3f")),
+    ("tokens/s", _formatted("tokens_per_s", ",.0f")),
+    ("matmul", _formatted("matmul_share", ".1%")),
+    ("transformers", _formatted("transformers_tokens_per_s", ",.0f")),
+    (
+        "ahead by",
+        lambda f: f.transformers_tokens_per_s and f"{f.tokens_per_s / f.transformers_tokens_per_s:.2f}x",
+    ),
 )
 
 
 def _table(title: str, columns: Sequence[_Column], figures: Sequence[object]) -> str:
-    """Right-aligned text; a column that has nothing to say is left out."""
+    """Returns right-aligned text; an empty column is left out."""
     cells = [[name, *(show(figure) for figure in figures)] for name, show in columns]
     shown = [[cell or "" for cell in column] for column in cells if any(column[1:])]
     widths = [max(len(cell) for cell in column) for column in shown]

@@ -1,10 +1,11 @@
-"""Engines on one loaded model, step by step under a stopwatch."""
+"""Times engines on one loaded model, step by step."""
 
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -15,37 +16,20 @@ from ..engine.events import Event, NewTokens
 from ..engine.plan import Executor, FirstTokens, OnLayers, Samples, SamplingParams, StepPlan
 from ..engine.sequence import SequenceSpec, Task
 from ..model.config import ModelConfig
-from ..model.decoder import Decoder
+from ..model.device import DTYPES
 from ..model.kv_store import PagedKv, kv_layout
+from ..model.loader import ReadWeight, build_model, load_weights
 from ..model.runner import ModelRunner
-from ..model.weights import Weights
 from .floor import synchronize
 
 BLOCK_SIZE: Final = 16
 WARMUP_STEPS: Final = 4
 PARTS: Final = ("schedule", "prepare", "model", "sample", "emit")
-_GREEDY: Final = SamplingParams(temperature=0.0)
-_PREFILL_SECONDS: Final = 2.0  # repeated for about so long,
+"""Of one engine step: `schedule` makes the plan, `prepare` builds the flat batch from it, `model` ends with the logits,
+`sample` with the tokens on the host, `emit` updates sequences and makes the events. Where steps overlap, those that are
+collected are the step before's, and only the sum is meaningful."""
+_PREFILL_SECONDS: Final = 2.0  # prompts are repeated for about so long,
 _PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """Where the seconds of one engine step went.
-
-    `schedule` decides the plan, `prepare` builds the flat batch from it, `model` ends with the logits, `sample` with
-    the tokens on the host, `emit` books them and makes the events. Where steps overlap, those that are collected are
-    the step before's, and only the sum says something."""
-
-    schedule: float
-    prepare: float
-    model: float
-    sample: float
-    emit: float
-
-    @property
-    def total(self) -> float:
-        return self.schedule + self.prepare + self.model + self.sample + self.emit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,43 +38,42 @@ class DecodeRun:
 
     batch: int
     context: float  # positions that a token sees, in the mean over the steps
-    steps: list[StepTime]
+    steps: list[dict[str, float]]  # seconds of each of PARTS
     plans: list[StepPlan]  # from the warm-up on
     sampled: list[list[int]]  # of each plan
-
-
-class StepTimer:
-    """The last step's marks. If `exact`, each waits for the device, else only the host's time is known."""
-
-    def __init__(self, device: torch.device, *, exact: bool) -> None:
-        self._device = device
-        self._exact = exact and device.type == "cuda"
-        self.marks: dict[str, float] = {}
-
-    def mark(self, name: str) -> None:
-        if self._exact:
-            synchronize(self._device)
-        self.marks[name] = time.perf_counter()
 
 
 class BenchRunner(Executor):
     """A model with KV memory, on which engines run here, one after the other.
 
-    The KV memory holds noise, so that a decode can begin at any context without a prefill: as on a decode worker, the
-    cache was imported."""
+    The KV memory holds noise, so that a decode can begin at any context without a prefill, as after a KV transfer."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, *, dtype: str, num_blocks: int, chunk: int, exact: bool
+        self,
+        config: ModelConfig,
+        read: ReadWeight,
+        *,
+        dtype: str,
+        device: torch.device,
+        num_blocks: int,
+        chunk: int,
+        exact: bool,
     ) -> None:
-        """`chunk` bounds the tokens of a prefill step. `exact` makes StepTime true on a GPU, and its steps slower, for
-        then they neither overlap nor run ahead of the host."""
-        self._chunk = chunk
-        self._exact = exact
-        self._watch = StepTimer(weights.device, exact=exact)
-        kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=weights.device)
-        kv.data[0].normal_(generator=torch.Generator(weights.device).manual_seed(0))
-        kv.data[1:] = kv.data[:1]
-        self.runner = ModelRunner(config, Decoder(config, weights), kv, on_stage=self._watch.mark)
+        """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the parts are true then,
+        but the steps slower, and they do not overlap."""
+        self._chunk, self._exact, self._device = chunk, exact, device
+        self._marks: dict[str, float] = {}
+        model = build_model(config, DTYPES[dtype])
+        load_weights(model, read, device)
+        kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+        generator = torch.Generator(device).manual_seed(0)
+        for layer in range(len(config.layers)):
+            for part, first in zip(kv.layer(layer), kv.layer(0), strict=True):
+                if part.shape == first.shape and layer:
+                    part.copy_(first)
+                else:
+                    part.normal_(generator=generator)
+        self.runner = ModelRunner(config, model, kv, on_stage=self._mark)
         self.runner.warmup()
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks
@@ -99,8 +82,8 @@ class BenchRunner(Executor):
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`."""
-        self._watch.marks = {}
-        self._watch.mark("prepare")
+        self._marks = {}
+        self._mark("prepare")
         wait = self.runner.launch(plan, on_layers)
         if not plan.sequences:
             return wait
@@ -108,14 +91,14 @@ class BenchRunner(Executor):
 
         def collect() -> Samples:
             samples = wait()
-            self._watch.mark("emit")
+            self._mark("emit")
             self._sampled.append(samples.tokens)
             return samples
 
         return collect
 
     def prompt(self, num_tokens: int, seed: int) -> tuple[int, ...]:
-        """Random tokens; no two seeds share a prefix block."""
+        """Returns random tokens; no two seeds share a prefix block."""
         return tuple(random.Random(f"{num_tokens} {seed}").choices(range(self._vocab_size), k=num_tokens))
 
     def decode(self, batch: int, context: int, steps: int) -> DecodeRun:
@@ -123,9 +106,8 @@ class BenchRunner(Executor):
         engine = self._engine(batch)
         self._plans, self._sampled = [], []
         for index in range(batch):
-            prompt = self.prompt(context, index)
-            engine.submit(self._spec(index, Task.DECODE, prompt, max_tokens=WARMUP_STEPS + steps + 2))
-        engine.step()  # admits them, as imports
+            engine.submit(_spec(index, Task.DECODE, self.prompt(context, index), WARMUP_STEPS + steps + 2))
+        engine.step()  # admits them, as after a KV transfer
         for index in range(batch):
             engine.commit_import(index, FirstTokens(tokens=(index % self._vocab_size,)))
         times = [self._step(engine) for _ in range(WARMUP_STEPS + steps)]
@@ -133,16 +115,14 @@ class BenchRunner(Executor):
             engine.cancel(index)
         while engine.has_work:
             engine.step()
+        seen = context + WARMUP_STEPS + (steps + 1) / 2
         return DecodeRun(
-            batch=batch,
-            context=context + WARMUP_STEPS + (steps + 1) / 2,
-            steps=times[WARMUP_STEPS:],
-            plans=self._plans,
-            sampled=self._sampled,
+            batch=batch, context=seen, steps=times[WARMUP_STEPS:], plans=self._plans, sampled=self._sampled
         )
 
     def replay(self, run: DecodeRun) -> tuple[list[float], list[list[int]]]:
-        """The same plans through the ModelRunner alone: seconds of each step after the warm-up, and all tokens."""
+        """Runs the same plans through the ModelRunner alone; returns seconds of each step after the warm-up, and all
+        tokens."""
         seconds: list[float] = []
         sampled: list[list[int]] = []
         for plan in run.plans:
@@ -153,8 +133,8 @@ class BenchRunner(Executor):
         return seconds[WARMUP_STEPS:], sampled
 
     def prefill(self, num_tokens: int) -> tuple[float, int]:
-        """Seconds from a lone prompt's submission to its first token, median of several prompts, and that token (of
-        the first prompt)."""
+        """Returns the seconds from a lone prompt's submission to its first token, median of several prompts, and that
+        token (of the first prompt)."""
         self._prefill(min(num_tokens, 2 * self._chunk), seed=-1)  # warm-up
         seconds: list[float] = []
         tokens: list[int] = []
@@ -167,7 +147,7 @@ class BenchRunner(Executor):
 
     def _prefill(self, num_tokens: int, seed: int) -> int:
         engine = self._engine(1)
-        engine.submit(self._spec(0, Task.WHOLE, self.prompt(num_tokens, seed), max_tokens=1))
+        engine.submit(_spec(0, Task.WHOLE, self.prompt(num_tokens, seed), 1))
         events: list[Event] = []
         while engine.has_work:
             events += engine.step()
@@ -182,24 +162,25 @@ class BenchRunner(Executor):
         )
         return Engine(self, config)
 
-    def _spec(self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
-        return SequenceSpec(id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=_GREEDY)
-
-    def _step(self, engine: Engine) -> StepTime:
+    def _step(self, engine: Engine) -> dict[str, float]:
         begin = time.perf_counter()
         engine.step()
         end = time.perf_counter()
-        marks = self._watch.marks
-        emit = marks.get("emit", end)  # the first of steps that overlap collects nothing
-        return StepTime(
-            schedule=marks["prepare"] - begin,
-            prepare=marks["model"] - marks["prepare"],
-            model=marks["sample"] - marks["model"],
-            sample=emit - marks["sample"],
-            emit=end - emit,
-        )
+        marks = {"emit": end} | self._marks  # the first of steps that overlap collects nothing
+        times = [begin, *(marks[name] for name in PARTS[1:]), end]
+        return {name: after - before for name, (before, after) in zip(PARTS, pairwise(times), strict=True)}
+
+    def _mark(self, name: str) -> None:
+        if self._exact:
+            synchronize(self._device)
+        self._marks[name] = time.perf_counter()
 
 
 def blocks_for(batch: int, context: int, steps: int) -> int:
-    """KV blocks that `Bed.decode` takes."""
+    """Returns the KV blocks that `BenchRunner.decode` takes."""
     return batch * -(-(context + WARMUP_STEPS + steps + 2) // BLOCK_SIZE)
+
+
+def _spec(index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
+    greedy = SamplingParams(temperature=0.0)
+    return SequenceSpec(id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=greedy)

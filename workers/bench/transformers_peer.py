@@ -1,20 +1,17 @@
-"""The same figures of transformers, whose continuous batching is the peer on a machine that runs no other server."""
+"""Measures the same figures of transformers, whose continuous batching is the peer where no other server runs."""
 
 import random
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from ..model.config import ModelConfig
-from ..model.weights import Weights
+from ..model.loader import ReadWeight
+from ..model.module import WeightSlice
 from .floor import synchronize
 
 _PAGE: Final = 256  # tokens of a page, transformers' default
@@ -24,23 +21,21 @@ _PREFILL_RUNS: Final = 2  # the first warms up
 
 
 class TransformersPeer:
-    """transformers on the very weights that the engine ran on. `method` says which of its two ways is measured:
+    """transformers on the very weights that the engine ran on. `method` is which of its functions is measured:
     generate_batch, else generate on a padded batch, where this version or device has no generate_batch that works."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, folder: Path | None) -> None:
-        """The config comes from `folder` where one is given, else from the shape."""
-        self._vocab_size = config.vocab_size
-        self._device = weights.device
-        peer_config = AutoConfig.from_pretrained(folder) if folder else _config(config)
-        with weights.device:
-            self._model = AutoModelForCausalLM.from_config(peer_config, dtype=weights.dtype).eval()  # type: ignore[no-untyped-call]
+    def __init__(self, config: PretrainedConfig, read: ReadWeight, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._vocab_size: int = config.vocab_size
+        self._device = device
+        with device:
+            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.copy_(weights.take(name))
+                read(WeightSlice(name, tuple(parameter.shape)), parameter)
         self.method = "generate_batch" if self._has_continuous_batching() else "generate"
 
     def decode_seconds(self, batch: int, context: int, steps: int) -> float:
-        """Median seconds of a step that decodes `batch` sequences of `context` tokens and more."""
+        """Returns the median seconds of a step that decodes `batch` sequences of `context` tokens and more."""
         prompts = self._prompts(batch, context)
         if self.method == "generate":
             first = self._generate(prompts, 1)
@@ -54,7 +49,7 @@ class TransformersPeer:
         return float(statistics.median(after - before for before, after in pairwise(times)))
 
     def prefill_seconds(self, num_tokens: int) -> float:
-        """Seconds from a lone prompt's start to its first token."""
+        """Returns the seconds from a lone prompt's start to its first token."""
         prompts = self._prompts(1, num_tokens)
         return min(self._prefill(prompts) for _ in range(_PREFILL_RUNS))
 
@@ -67,7 +62,7 @@ class TransformersPeer:
     def _has_continuous_batching(self) -> bool:
         if not hasattr(self._model, "generate_batch") or not hasattr(transformers, "ContinuousBatchingConfig"):
             return False
-        # It logs what goes wrong and returns what it has.
+        # It logs errors and returns what it has.
         results = self._generate_batch(self._prompts(1, 4), 2)
         return len(results) == 1 and results[0].error is None and bool(results[0].timestamps)
 
@@ -86,11 +81,11 @@ class TransformersPeer:
 
     def _generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         ids = torch.tensor(prompts, device=self._device)
-
-        def run() -> None:
-            self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=_greedy(num_tokens))
-
-        return _seconds(run, self._device)
+        synchronize(self._device)
+        begin = time.perf_counter()
+        self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=_greedy(num_tokens))
+        synchronize(self._device)
+        return time.perf_counter() - begin
 
     def _prompts(self, batch: int, num_tokens: int) -> list[list[int]]:
         chooser = random.Random(f"{batch} {num_tokens}")
@@ -100,29 +95,4 @@ class TransformersPeer:
 def _greedy(num_tokens: int) -> Any:
     return GenerationConfig(  # type: ignore[no-untyped-call]  # no token ends it
         do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0
-    )
-
-
-def _seconds(function: Callable[[], None], device: torch.device) -> float:
-    synchronize(device)
-    begin = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - begin
-
-
-def _config(config: ModelConfig) -> Any:
-    kept = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps")
-    fields = asdict(config)
-    return AutoConfig.for_model(
-        config.architecture.removesuffix("ForCausalLM").lower(),
-        **{name: fields[name] for name in (*kept, "tie_word_embeddings")},
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-        sliding_window=config.windows[0],
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )

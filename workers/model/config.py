@@ -1,13 +1,16 @@
-"""What config.json says about a model, checked field by field. Imports no torch; knows nothing of the weights.
+"""Describes a model as config.json does, checked field by field; the families' parsers share what is here.
 
-Reads LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM as transformers 4 and 5 write them.
+Reads what transformers 4 and 5 write. Imports no torch and knows nothing of the weights.
 """
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from ..kv_cache.layout import LayerGeometry
 
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
 _MAX_LAYERS: Final = 1_000
@@ -42,59 +45,74 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerGeometry, ...]
     max_position_embeddings: int  # tokens of the longest sequence
     rms_norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
-    qk_norm: bool
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # per layer: a token sees this many tokens, itself included; None sees all
-    eos_token_ids: tuple[int, ...]
-    dtype: str  # of the stored weights: float32, bfloat16 or float16
+    dtype: str  # that the checkpoint declares: float32, bfloat16 or float16
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config; empty is none
+    eos_token_ids: tuple[int, ...] = ()
 
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
-
-    Raises CheckpointError if the folder or a field is missing, ill-typed, out of bounds or not supported."""
+def read_fields(folder: Path) -> "Fields":
+    """Reads config.json. Raises CheckpointError if the folder or the file is missing or not a JSON object."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    fields = Fields("config.json", read_json(folder / "config.json"))
-    architecture = _architecture(fields)
+    return Fields("config.json", read_json(folder / "config.json"))
+
+
+def read_context_tokens(folder: Path) -> int:
+    """Reads the tokens of the model's longest sequence, whatever the family. Raises CheckpointError."""
+    return read_fields(folder).integer("max_position_embeddings")
+
+
+def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple[int, ...]:
+    """Reads the end-of-sequence tokens as transformers' `generate` does: of generation_config.json, else of `fields`.
+    Raises CheckpointError."""
+    path = folder / "generation_config.json"
+    generation = Fields(path.name, read_json(path) if path.exists() else {})
+    return generation.token_ids("eos_token_id", vocab_size) or fields.token_ids("eos_token_id", vocab_size)
+
+
+def parse_decoder_config(
+    fields: "Fields",
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    window: Callable[[int], int | None] = lambda index: None,
+) -> ModelConfig:
+    """Parses what Llama and its kin call by the same names; `window` gives the sliding window of each layer.
+
+    Raises CheckpointError if a field is missing, ill-typed, out of bounds or not supported."""
     if (activation := fields.text("hidden_act", "silu")) != "silu":
         raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu'")
-    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     max_position = fields.integer("max_position_embeddings")
-    vocab_size = fields.integer("vocab_size")
-    attention_bias = fields.boolean("attention_bias", False) if architecture in ("Llama", "Qwen3") else False
+    num_kv_heads, head_dim = _num_kv_heads(fields, num_heads), _head_dim(fields, hidden_size, num_heads)
     return ModelConfig(
-        architecture=f"{architecture}ForCausalLM",
-        vocab_size=vocab_size,
+        architecture=fields.texts("architectures")[0],
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, num_heads),
-        head_dim=_head_dim(fields, hidden_size, num_heads),
+        layers=tuple(
+            LayerGeometry(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window(index))
+            for index in range(fields.integer("num_hidden_layers", maximum=_MAX_LAYERS))
+        ),
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=attention_bias or architecture == "Qwen2",
-        output_bias=attention_bias,
-        mlp_bias=fields.boolean("mlp_bias", False) if architecture == "Llama" else False,
-        qk_norm=architecture == "Qwen3",
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
         rope=_rope(fields, max_position),
-        windows=_windows(fields, architecture, num_layers),
-        eos_token_ids=_eos_token_ids(folder, fields, vocab_size),
         dtype=_dtype(fields),
+        quantization=fields.mapping("quantization_config"),
     )
 
 
@@ -133,8 +151,8 @@ class Fields:
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def names_null(self, name: str) -> bool:
-        """Whether the field is there and null, where that means something else than missing."""
+    def is_null(self, name: str) -> bool:
+        """Returns whether the field is there and null, where that means something else than missing."""
         return name in self._values and self._values[name] is None
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_SIZE) -> int:
@@ -167,11 +185,16 @@ class Fields:
             raise self.error(name, f"must be a list of strings, is {_shown(value)}")
         return value
 
-    def nested(self, name: str) -> "Fields":
-        value = self._value(name, None)
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Returns an object as it is; empty if missing."""
+        value = self._value(name, {})
         if not isinstance(value, dict):
             raise self.error(name, f"must be an object, is {_shown(value)}")
-        return Fields(self._file, value, f"{self._prefix}{name}.")
+        return value
+
+    def nested(self, name: str) -> "Fields":
+        """Returns the fields of an object; none if it is missing."""
+        return Fields(self._file, dict(self.mapping(name)), f"{self._prefix}{name}.")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One id or a list of ids, as a tuple; empty if missing."""
@@ -194,16 +217,6 @@ class Fields:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _architecture(fields: Fields) -> str:
-    names = fields.texts("architectures")
-    supported = ("Llama", "Mistral", "Qwen2", "Qwen3")
-    for family in supported:
-        if names == [f"{family}ForCausalLM"]:
-            return family
-    listed = ", ".join(f"{family}ForCausalLM" for family in supported)
-    raise fields.error("architectures", f"{_shown(names)} is not supported, only {listed}")
 
 
 def _dtype(fields: Fields) -> str:
@@ -230,36 +243,10 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    if architecture == "Llama":
-        return (None,) * num_layers
-    if architecture == "Mistral":
-        # transformers: null is no window, a missing field is 4096.
-        window = None if fields.names_null("sliding_window") else fields.integer("sliding_window", 4096)
-        return (window,) * num_layers
-    if not fields.boolean("use_sliding_window", False) or fields.names_null("sliding_window"):
-        return (None,) * num_layers
-    window = fields.integer("sliding_window", 4096)
-    if not fields.has("layer_types"):
-        first = fields.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    kinds = fields.texts("layer_types")
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise fields.error("layer_types", f"must be {num_layers} times full_attention or sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """As transformers' `generate`: generation_config.json's, else config.json's."""
-    path = folder / "generation_config.json"
-    generation = Fields(path.name, read_json(path) if path.exists() else {})
-    return generation.token_ids("eos_token_id", vocab_size) or fields.token_ids("eos_token_id", vocab_size)
-
-
 def _rope(fields: Fields, max_position: int) -> RopeConfig:
     """transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
     name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
-    rope = fields.nested(name) if fields.has(name) else Fields("config.json", {}, "rope_parameters.")
+    rope = fields.nested(name)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
         raise rope.error("partial_rotary_factor", "is not supported")

@@ -1,22 +1,33 @@
-"""Host memory to device memory and back, in the order of the device's work and without waiting for it."""
+"""Copies host memory to device memory and back, in the order of the device's work and without waiting for it."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of weights, activations and KV cache, by the names that configs use."""
+
 Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]  # one-dimensional
 
 
+def enter_device(device: torch.device | str) -> None:
+    """Makes a GPU the calling thread's current device, without which what the thread allocates or launches goes to
+    GPU 0. Call it in each thread that uses the device; without an index or on CPUs it does nothing."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device. A copy to a GPU is queued behind what runs there: a plain one would wait for it."""
+    """Returns the tensor on the device. A copy to a GPU is queued behind what runs there: a plain one would wait."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def ship(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
-    """Integer arrays to int32 tensors on the device, in one copy."""
+def copy_to_device(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
+    """Copies integer arrays to int32 tensors on the device, in one transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays]
     # Each begins at a multiple of 16 bytes: for pointers that do not, Triton would compile its kernels anew.
@@ -29,18 +40,18 @@ def ship(arrays: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
 
 
 def column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """[num_rows, 1], float32, where `like` is."""
+    """Returns float32 [num_rows, 1] on the device of `like`."""
     return to_device(torch.tensor(values, dtype=torch.float32), like.device)[:, None]
 
 
 def indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [len(values)]."""
+    """Returns int64 [len(values)] on the device."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
 def to_host(*tensors: torch.Tensor) -> Callable[[], list[Any]]:
-    """Queues the copy of tensors; the result waits for it, and for all work queued before it, and gives them as lists
-    of numbers."""
+    """Queues the copy of tensors to the host. The result, when called, waits for it and for all work queued before it,
+    and returns them as lists of numbers."""
     if not tensors[0].is_cuda:
         return lambda: [tensor.tolist() for tensor in tensors]
     hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]

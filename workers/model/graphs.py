@@ -1,63 +1,54 @@
-"""Whole decode steps as CUDA graphs: one launch instead of hundreds, which at small batches is most of a step."""
+"""Replays whole decode steps as CUDA graphs: one launch instead of hundreds, whose cost is most of a small step."""
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
-from .attention.gpu_attention import GpuAttention, StaticDecodes
-from .attention.torch_attention import SequenceSpan, StepAttention
+from .attention.backend import SequenceSpan, StepAttention
+from .attention.triton_backend import StaticDecodes, TritonAttentionBackend
 
 BATCHES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """A step is padded to the next of these. Beyond the last it runs without a graph."""
 
 
-class Forward(Protocol):
-    """The model over a flat batch."""
+Forward = Callable[[torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
+"""Maps token ids and positions [num_tokens] to the logits of every token, [num_tokens, vocab_size]."""
 
-    def __call__(
-        self,
-        token_ids: torch.Tensor,  # [num_tokens]
-        positions: torch.Tensor,  # [num_tokens]
-        attention: StepAttention,
-        sampled_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Returns logits [num_sampled, vocab_size]."""
-        ...
+Launch = Callable[[], torch.Tensor]
+Capture = Callable[[Launch], tuple[Callable[[], object], torch.Tensor]]
+"""Captures what a function launches; returns a function that replays it, and the tensor that each replay writes."""
 
 
-Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], tuple[Callable[[], object], torch.Tensor]]
+def cuda_capture() -> Capture:
+    """Returns what captures CUDA graphs. They share one memory pool: only one may run at a time, and its result is read
+    before the next runs."""
+    pool = torch.cuda.graph_pool_handle()
 
-
-class CudaCapture:
-    """Records what a function launches. The graphs share one pool of memory: only one may run at a time, and what one
-    computed is read before the next runs."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Run) -> tuple[Callable[[], object], torch.Tensor]:
-        """Returns what replays it, and the tensor that each replay writes."""
-        run()  # Triton compiles and cuBLAS takes its workspace now, which a capture may not
+    def capture(launch: Launch) -> tuple[Callable[[], object], torch.Tensor]:
+        launch()  # Triton compiles and cuBLAS takes its workspace now, which a capture may not
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = run()
+        with torch.cuda.graph(graph, pool=pool):
+            result = launch()
         return graph.replay, result
+
+    return capture
 
 
 class DecodeGraphs:
-    """Steps in which every sequence has one new token."""
+    """Holds the graphs of steps in which every sequence has one new token."""
 
-    def __init__(self, forward: Forward, attention: GpuAttention, capture: Capture, batches: Sequence[int]) -> None:
+    def __init__(
+        self, forward: Forward, backend: TritonAttentionBackend, capture: Capture, batches: Sequence[int]
+    ) -> None:
         """Captures a step of each of `batches`, the largest first, so that the others find memory in its pool."""
         self._batches = sorted(batches)
-        self._static = StaticDecodes(attention, self._batches[-1])
-        self._token_ids = torch.zeros(self._batches[-1], dtype=torch.int64, device=attention.device)
+        self._static = StaticDecodes(backend, self._batches[-1])
+        self._token_ids = torch.zeros(self._batches[-1], dtype=torch.int64, device=backend.device)
         self._captured = {batch: capture(self._step(forward, batch)) for batch in reversed(self._batches)}
 
     def run(self, token_ids: torch.Tensor, spans: Sequence[SequenceSpan]) -> torch.Tensor | None:
-        """token_ids [batch] to logits [batch, vocab_size], good until the next run; None if there is no graph for it.
+        """Maps token_ids [batch] to logits [batch, vocab_size], valid until the next run; None if no graph fits.
 
         Safe to call while earlier runs are still queued on the device."""
         if not self._static.fill(spans):
@@ -67,6 +58,6 @@ class DecodeGraphs:
         replay()
         return logits[: len(spans)]
 
-    def _step(self, forward: Forward, batch: int) -> Run:
+    def _step(self, forward: Forward, batch: int) -> Launch:
         positions, attention = self._static.step(batch)
-        return lambda: forward(self._token_ids[:batch], positions, attention, None)
+        return lambda: forward(self._token_ids[:batch], positions, attention)

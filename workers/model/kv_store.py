@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kv_cache.layout import KvLayout, KvSpan, LayerGeometry
+from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import KvRead, paged_shapes
 from .config import ModelConfig
 from .device import indices, to_device
@@ -32,13 +32,7 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str, tp: int
 
 def kv_layout(config: ModelConfig, dtype: str, fingerprint: str) -> KvLayout:
     """Returns the layout of a model's KV cache; `config` is of the whole model."""
-    layers = tuple(
-        LayerGeometry(
-            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window
-        )
-        for window in config.windows
-    )
-    return KvLayout(layers=layers, dtype=dtype, model=fingerprint)
+    return KvLayout(layers=config.layers, dtype=dtype, model=fingerprint)
 
 
 class PagedKv:

@@ -1,76 +1,72 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): which part of each weight a rank holds, and how ranks add up.
+"""Splits a model over tensor parallel ranks (Megatron-LM, arXiv 1909.08053).
 
-Query heads, the MLP's intermediate dimension and the vocabulary are split; what a rank computes from its part is a
-summand of the layer's output, or some columns of the logits. Norms are everybody's.
+Query heads, the MLP's intermediate size and the vocabulary are split; a rank computes a summand of a layer's output, or
+some columns of the logits. Norms are replicated.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from ..kv_cache.sharding import kv_heads, part
-from .config import ModelConfig
+from ..kv_cache.layout import LayerGeometry
+from ..kv_cache.sharding import kv_heads, part, query_heads
 
 
 class Group(Protocol):
-    """The ranks of one model. Every rank makes the same calls in the same order."""
+    """The collectives of the ranks of one model. Every rank makes the same calls in the same order."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, on each; x may be overwritten."""
+        """Returns the sum of x over the ranks; x may be overwritten."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's x, of one shape, on each."""
+        """Returns every rank's x, all of one shape."""
+        ...
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns rank 0's x, of the same shape on every rank; x may be overwritten."""
         ...
 
 
-class Shard:
-    """A rank's part of a model. `config` has its own head counts, and everything else of the whole model."""
+class TensorParallel:
+    """Holds a rank's place among the ranks of a model, and splits and joins tensors accordingly."""
 
-    def __init__(self, config: ModelConfig, group: Group | None = None) -> None:
-        """No group is the whole model. Raises ValueError if the model's heads cannot be split so."""
-        self._group = group
-        tp, rank = (group.size, group.rank) if group else (1, 0)
-        heads = kv_heads(config.num_heads, config.num_kv_heads, tp, rank)
-        self.config = replace(config, num_heads=config.num_heads // tp, num_kv_heads=len(heads))
-        self.is_first = rank == 0
-        dim = config.head_dim
-        self.query_rows = _rows(part(config.num_heads, tp, rank), dim)
-        self.kv_rows = [_rows(range(head, head + 1), dim) for head in heads]
-        self.mlp_rows = _rows(part(config.intermediate_size, tp, rank))
-        self.vocab = part(config.vocab_size, tp, rank)
-        self._vocab_sizes = [len(part(config.vocab_size, tp, each)) for each in range(tp)]
+    def __init__(self, group: Group | None = None, *, rank: int = 0, size: int = 1) -> None:
+        """Without a group the tree can be built for any `rank` of `size`, but only a single rank can run."""
+        self.group = group
+        self.rank, self.size = (group.rank, group.size) if group else (rank, size)
 
-    def add_up(self, summand: torch.Tensor) -> torch.Tensor:
-        """The sum of what the ranks have computed; `summand` may be overwritten."""
-        return self._group.all_reduce(summand) if self._group else summand
+    def part(self, size: int) -> slice:
+        """Returns the rank's part of a dimension."""
+        mine = part(size, self.size, self.rank)
+        return slice(mine.start, mine.stop)
 
-    def residual(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x on the one rank that adds it to its summand."""
-        return x if self.is_first else None
+    def query_heads(self, layer: LayerGeometry) -> slice:
+        """Returns the rank's query heads. Raises ValueError as `check_split`."""
+        heads = query_heads(layer.num_heads, self.size, self.rank)
+        return slice(heads.start, heads.stop)
 
-    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """table [len(vocab), hidden], the rank's rows; token_ids [num_tokens]. Returns [num_tokens, hidden]."""
-        if self._group is None:
-            return table[token_ids]
-        local = token_ids - self.vocab.start
-        mine = (local >= 0) & (local < len(self.vocab))
-        return self._group.all_reduce(table[local.where(mine, 0)] * mine[:, None])
+    def kv_heads(self, layer: LayerGeometry) -> tuple[int, ...]:
+        """Returns the KV head of each of the rank's KV slots. Raises ValueError as `check_split`."""
+        return kv_heads(layer.num_heads, layer.num_kv_heads, self.size, self.rank)
 
-    def join(self, logits: torch.Tensor) -> torch.Tensor:
-        """The rank's columns [num_rows, len(vocab)] to all [num_rows, vocab_size]."""
-        if self._group is None:
+    def local_geometry(self, layer: LayerGeometry) -> LayerGeometry:
+        """Returns the layer with the head counts of this rank. Raises ValueError as `check_split`."""
+        return replace(layer, num_heads=layer.num_heads // self.size, num_kv_heads=len(self.kv_heads(layer)))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of x over the ranks; x may be overwritten."""
+        return self.group.all_reduce(x) if self.group else x
+
+    def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Joins the ranks' columns [num_rows, len(part(vocab_size))] to [num_rows, vocab_size]."""
+        if self.group is None:
             return logits
-        padded = torch.nn.functional.pad(logits, (0, max(self._vocab_sizes) - logits.shape[1]))
-        parts = zip(self._group.all_gather(padded), self._vocab_sizes, strict=True)
+        sizes = [len(part(vocab_size, self.size, rank)) for rank in range(self.size)]
+        padded = torch.nn.functional.pad(logits, (0, max(sizes) - logits.shape[1]))
+        parts = zip(self.group.all_gather(padded), sizes, strict=True)
         return torch.cat([columns[:, :size] for columns, size in parts], dim=1)
-
-
-def _rows(units: Sequence[int], size: int = 1) -> slice:
-    """The rows of contiguous units that have `size` rows each."""
-    return slice(units[0] * size, (units[-1] + 1) * size)

@@ -1,4 +1,4 @@
-"""Carries out step plans on one device: keeps the block tables, builds the flat batch, runs the decoder, samples."""
+"""Carries out step plans on one device: keeps block tables, builds the flat batch, runs the model, samples."""
 
 import itertools
 from array import array
@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..engine.config import default_chunk_tokens
 from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
 from . import kernels
-from .attention.torch_attention import AttentionBackend, SequenceSpan, StepAttention, TorchAttention
-from .checkpoint import check_checkpoint, fingerprint
+from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
+from .attention.torch_backend import TorchAttentionBackend
+from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .decoder import Decoder, StepBatch
-from .device import ship, to_host
+from .device import DTYPES, copy_to_device, enter_device, to_host
 from .kv_store import PagedKv, kv_bytes_per_block, kv_layout
-from .layers.rotary import RotaryTable
-from .parallel import Group, Shard
-from .sampling.grammar import Grammars
-from .sampling.logprobs import Measured, following, measure_prompts
+from .loader import build_model, checkpoint_reader, load_weights
+from .models.family import CausalLM
+from .parallel import Group, TensorParallel
+from .sampling.grammar import GrammarCache
+from .sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
 from .sampling.sampler import Sampler
-from .weights import DTYPES, Weights
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs
@@ -39,34 +40,42 @@ class ModelRunner(Executor):
     def __init__(
         self,
         config: ModelConfig,
-        decoder: Decoder,
+        model: CausalLM,
         kv: PagedKv,
+        *,
         on_stage: Callable[[str], None] | None = None,
         folder: Path | None = None,
-        leads: bool = True,
+        group: Group | None = None,
     ) -> None:
-        """`on_stage` hears when a step comes to "model" and to "sample"; benchmarks listen there. `folder` is the
-        model's, without which there are no grammars. `leads`: what this rank draws is what counts, of a group."""
+        """`model` is loaded and this rank's, `config` the whole model's. `on_stage` is called with "model" and "sample"
+        when a step comes to it, for benchmarks. `folder` is the model's, without which there are no grammars."""
         self.config = config
         self.kv = kv
-        self._decoder = decoder
+        self._model = model
         self._on_stage = on_stage or (lambda stage: None)
-        self._device = kv.data.device
-        self._rotary = RotaryTable(config.rope, config.head_dim, dtype=kv.data.dtype, device=self._device)
-        self._attention = _attention(kv, config)
+        self._device = kv.device
+        tp = TensorParallel(group)
+        self._attention = _attention_backend(kv, config, tp)
         self._graphs: DecodeGraphs | None = None
         self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
-        self._grammars = Grammars(folder, config.vocab_size, config.eos_token_ids)
-        followed = self._grammars if leads else None
-        self._sampler = Sampler(config.vocab_size, config.eos_token_ids, followed, self._device)
+        self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
+        # Where a step starts before the tokens of the last are known on the host, ranks take rank 0's on the device:
+        # their own may differ at near ties. Elsewhere the next plan brings rank 0's.
+        self._sampler = Sampler(
+            config.vocab_size,
+            config.eos_token_ids,
+            self._grammars if tp.rank == 0 else None,
+            self._device,
+            broadcast=group.broadcast if group and self.launches_ahead else None,
+        )
         self._num_top: dict[int, int] = {}  # alternatives of each prompt token, where they are wanted, by sequence
-        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # what the last step drew,
-        self._last_draws: dict[int, int] = {}  # and where, by sequence
+        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # that the last step sampled,
+        self._last_rows: dict[int, int] = {}  # and in which row, by sequence
 
     @classmethod
     def load(
         cls,
-        folder: Path,
+        checkpoint: Checkpoint,
         *,
         dtype: str,
         device: str,
@@ -75,29 +84,35 @@ class ModelRunner(Executor):
         shared: bool = False,
         group: Group | None = None,
     ) -> "ModelRunner":
-        """Loads a model folder. `dtype` is float32, bfloat16 or float16; `device` is what torch.device takes; `shared`
-        as in `PagedKv`; of a group's model only the own part is read.
+        """Loads a checked model folder; of a group's model only this rank's part is read.
 
-        Raises CheckpointError if the folder does not hold a model that can be served."""
-        config = check_checkpoint(folder)
-        shard = Shard(config, group)
-        place = torch.device(device)
-        decoder = Decoder(config, Weights(folder, dtype=DTYPES[dtype], device=place), shard)
-        layout = kv_layout(config, dtype, fingerprint(folder))
-        tp, rank = (group.size, group.rank) if group else (1, 0)
+        `dtype` is float32, bfloat16 or float16; `device` is what torch.device takes, and becomes the calling thread's;
+        `shared` as in `PagedKv`. Raises ValueError if the model's heads cannot be split over the group."""
+        enter_device(device)
+        config, target = checkpoint.config, torch.device(device)
+        tp = TensorParallel(group)
+        model = build_model(config, DTYPES[dtype], tp)
+        load_weights(model, checkpoint_reader(checkpoint), target)
         kv = PagedKv(
-            layout, num_blocks=num_blocks, block_size=block_size, device=place, shared=shared, tp=tp, rank=rank
+            kv_layout(config, dtype, checkpoint.fingerprint()),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=target,
+            shared=shared,
+            tp=tp.size,
+            rank=tp.rank,
         )
-        return cls(shard.config, decoder, kv, folder=folder, leads=rank == 0)
+        return cls(config, model, kv, folder=checkpoint.folder, group=group)
 
     @property
     def launches_ahead(self) -> bool:
         """Whether `launch` returns before the step has run."""
-        return self.kv.data.is_cuda
+        return self._device.type == "cuda"
 
     def load_grammar(self, grammar: str) -> object:
-        """Compiles a grammar of `SamplingParams`, which sequences find compiled as long as somebody holds the result.
-        Raises ValueError if it cannot be followed. From any thread; may take seconds."""
+        """Compiles a grammar of `SamplingParams`; sequences find it compiled as long as the result is held.
+
+        Raises ValueError if it cannot be compiled. May be called from any thread; may take seconds."""
         return self._grammars.load(grammar)
 
     @torch.inference_mode()
@@ -113,44 +128,41 @@ class ModelRunner(Executor):
         on_layers = None if self.launches_ahead else on_layers
         logits, prompts = self._logits(plan, on_layers) if plan.sequences else (None, None)
         if logits is None or not sampled:
-            return _collect(
-                self._last_tokens[:0], None, prompts, {}
-            )  # no token, but its end is to be waited for all the same
+            # No token, but the result waits for the step's end all the same.
+            return _collect(self._last_tokens[:0], None, prompts, {})
         self._on_stage("sample")
-        drawn = self._sampler(logits, sampled)
-        self._last_tokens = drawn.tokens
-        self._last_draws = drawn.places
-        return _collect(drawn.tokens, drawn.logprobs, prompts, drawn.failed)
+        result = self._sampler(logits, sampled)
+        self._last_tokens, self._last_rows = result.tokens, result.rows
+        return _collect(result.tokens, result.logprobs, prompts, result.failed)
 
     def warmup(self) -> None:
-        """Runs small steps, so that the first request does not pay for first-use set-up, and captures graphs on a GPU.
+        """Runs steps like those to come, so that the first request does not pay for first-use set-up, and captures
+        graphs on a GPU.
 
-        Overwrites the KV cache of block 0: call it before the first plan."""
-        block = self.kv.block_size
-        for num_tokens, temperature in ((min(block, 16), 0.0), (1, 1.0)):
-            step = SequenceStep(
-                sequence_id=-1,
-                token_ids=(0,) * num_tokens,
-                start=0,
-                new_blocks=(0,),
-                sampling=SamplingParams(temperature=temperature),
-                num_samples=1,
-            )
-            self.execute(StepPlan(sequences=(step,), dropped=()))
+        On a GPU the largest step is a full chunk: kernels are compiled and libraries and the allocator take memory by
+        the size of the step. Overwrites the KV cache: call it before the first plan."""
+        capacity = self.kv.num_blocks * self.kv.block_size
+        size = default_chunk_tokens("cuda") if self.launches_ahead else min(self.kv.block_size, 16)
+        size = min(size, capacity)
+        kinds = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=2, top_p=0.9, min_p=0.01))
+        for sampling in kinds if self.launches_ahead else kinds[:2]:
+            # Single tokens take other kernels than chunks.
+            self.execute(_warmup_plan(self.kv.block_size, size, sampling))
+            self.execute(_warmup_plan(self.kv.block_size, 1, sampling))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
-        if self.kv.device.type == "cuda" and not self._attention.reads_whole_blocks:
-            from .graphs import BATCHES, CudaCapture
+        if self.launches_ahead and not self._attention.reads_whole_blocks:
+            from .graphs import BATCHES, cuda_capture
 
-            self.capture_graphs(CudaCapture(), BATCHES)
+            self.capture_graphs(cuda_capture(), BATCHES)
 
     @torch.inference_mode()
     def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:
-        """From now on decode steps of up to the largest of `batches` sequences are replayed. Only with `GpuAttention`;
-        call it before the first plan."""
-        from .attention.gpu_attention import GpuAttention
+        """Makes decode steps of up to the largest of `batches` sequences replay graphs. Only with
+        `TritonAttentionBackend`; call it before the first plan."""
+        from .attention.triton_backend import TritonAttentionBackend
         from .graphs import DecodeGraphs  # with Triton, which is not everywhere and takes a second
 
-        assert isinstance(self._attention, GpuAttention)
+        assert isinstance(self._attention, TritonAttentionBackend)
         self._graphs = DecodeGraphs(self._forward, self._attention, capture, batches)
 
     def _release(self, sequence_id: int) -> None:
@@ -160,7 +172,7 @@ class ModelRunner(Executor):
 
     def _admit(self, step: SequenceStep) -> None:
         if step.sampling is not None:
-            self._introduce(step, step.sampling)
+            self._add(step, step.sampling)
         blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
         # A mask hides any number but no NaN or infinity that the block's last owner may have left, so where attention
@@ -170,15 +182,15 @@ class ModelRunner(Executor):
         if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
             self.kv.clear_after(blocks[last], first_in_last)
 
-    def _introduce(self, step: SequenceStep, params: SamplingParams) -> None:
+    def _add(self, step: SequenceStep, params: SamplingParams) -> None:
         self._release(step.sequence_id)
         self._tables[step.sequence_id] = array("i")
         if params.prompt_logprobs is not None:
             self._num_top[step.sequence_id] = params.prompt_logprobs
         self._sampler.admit(step, params)
 
-    def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> tuple[torch.Tensor, Measured | None]:
-        """[num_sampled, vocab_size], and what is wanted of prompts."""
+    def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Returns logits [num_sampled, vocab_size], and the log probabilities that are wanted of prompts."""
         spans = [
             SequenceSpan(blocks=self._tables[step.sequence_id], start=step.start, num_tokens=len(step.token_ids))
             for step in plan.sequences
@@ -195,77 +207,71 @@ class ModelRunner(Executor):
         firsts = np.array([span.start for span in spans]) - ends + counts
         positions = np.arange(ends[-1]) + firsts.repeat(counts)
         sampled_rows = ends[[step.num_samples > 0 for step in plan.sequences]] - 1
-        positions_there, rows_there = ship([positions, sampled_rows], self._device)
+        positions_device, rows_device = copy_to_device([positions, sampled_rows], self._device)
         attention = self._attention.plan(spans)
         self._on_stage("model")
-        rows = None if num_sampled == len(token_ids) else rows_there
-        if not self._num_top or not any(
-            step.sequence_id in self._num_top and following(step) for step in plan.sequences
-        ):
-            return self._forward(token_ids, positions_there, attention, rows, on_layers), None
-        hidden = self._decoder.hidden(self._batch(token_ids, positions_there, attention, rows), on_layers)
-        prompts = measure_prompts(hidden, self._decoder.logits, plan.sequences, self._num_top)
-        return self._decoder.logits(hidden if rows is None else hidden[rows]), prompts
+        rows = None if num_sampled == len(token_ids) else rows_device
+        hidden = self._model(token_ids, positions_device, attention, on_layers)
+        prompts = None
+        if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
+            prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
+        return self._model.compute_logits(hidden if rows is None else hidden[rows]), prompts
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
-        """The step's tokens on the device, [num_tokens]; those that the step before samples never leave it."""
+        """Returns the step's tokens on the device, [num_tokens]; those that the last step sampled never leave it."""
         known = np.fromiter(itertools.chain.from_iterable(step.token_ids for step in plan.sequences), np.int32)
         if PENDING_TOKEN not in known:
-            return ship([known], self._device)[0]
+            return copy_to_device([known], self._device)[0]
         index = np.arange(len(known)) + len(self._last_tokens)
-        places = np.flatnonzero(known == PENDING_TOKEN)
         pending = [step.sequence_id for step in plan.sequences if step.token_ids[0] == PENDING_TOKEN]
-        index[places] = [self._last_draws[sequence_id] for sequence_id in pending]
-        known_there, index_there = ship([known, index], self._device)
-        return torch.cat((self._last_tokens, known_there)).index_select(0, index_there)
+        index[known == PENDING_TOKEN] = [self._last_rows[sequence_id] for sequence_id in pending]
+        known_device, index_device = copy_to_device([known, index], self._device)
+        return torch.cat((self._last_tokens, known_device)).index_select(0, index_device)
 
-    def _forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: StepAttention,
-        sampled_rows: torch.Tensor | None,
-        on_layers: OnLayers | None = None,
-    ) -> torch.Tensor:
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
         """Implements `graphs.Forward`."""
-        return self._decoder(self._batch(token_ids, positions, attention, sampled_rows), on_layers)
-
-    def _batch(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: StepAttention,
-        sampled_rows: torch.Tensor | None,
-    ) -> StepBatch:
-        cos, sin = self._rotary(positions)
-        return StepBatch(token_ids=token_ids, cos=cos, sin=sin, attention=attention, sampled_rows=sampled_rows)
+        return self._model.compute_logits(self._model(token_ids, positions, attention))
 
 
 def _collect(
-    tokens: torch.Tensor, logprobs: Measured | None, prompts: Measured | None, failed: dict[int, str]
+    tokens: torch.Tensor, logprobs: LogprobsTensors | None, prompts: LogprobsTensors | None, failed: dict[int, str]
 ) -> Callable[[], Samples]:
-    """tokens [num_draws]"""
-    measured = [each for each in (logprobs, prompts) if each is not None]
-    wait = to_host(tokens, *(tensor for each in measured for tensor in each.tensors))
-    if not measured:
+    """Queues the copy of tokens [num_samples] and log probabilities to the host; the result waits for it."""
+    computed = [each for each in (logprobs, prompts) if each is not None]
+    wait = to_host(tokens, *(tensor for each in computed for tensor in each.tensors))
+    if not computed:
         return lambda: Samples(tokens=wait()[0], failed=failed)
 
     def collect() -> Samples:
-        drawn, *rest = wait()
-        read = iter(each.read(*rest[3 * place : 3 * place + 3]) for place, each in enumerate(measured))
+        sampled, *rest = wait()
+        by_sequence = iter(each.to_lists(*rest[3 * index : 3 * index + 3]) for index, each in enumerate(computed))
         return Samples(
-            tokens=drawn,
-            logprobs=next(read) if logprobs is not None else {},
-            prompt_logprobs=next(read) if prompts is not None else {},
+            tokens=sampled,
+            logprobs=next(by_sequence) if logprobs is not None else {},
+            prompt_logprobs=next(by_sequence) if prompts is not None else {},
             failed=failed,
         )
 
     return collect
 
 
-def _attention(kv: PagedKv, config: ModelConfig) -> AttentionBackend:
-    if kernels.on_gpu(kv.data):
-        from .attention.gpu_attention import GpuAttention  # with Triton
+def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> StepPlan:
+    """Returns a step of one sequence, -1, with a prompt of `num_tokens`, from block 0 on."""
+    step = SequenceStep(
+        sequence_id=-1,
+        token_ids=(0,) * num_tokens,
+        start=0,
+        new_blocks=tuple(range(-(-num_tokens // block_size))),
+        sampling=sampling,
+        num_samples=1,
+    )
+    return StepPlan(sequences=(step,), dropped=())
 
-        return GpuAttention(kv, config.windows, config.num_heads)
-    return TorchAttention(kv, config.windows, config.num_heads)
+
+def _attention_backend(kv: PagedKv, config: ModelConfig, tp: TensorParallel) -> AttentionBackend:
+    layers = [tp.local_geometry(layer) for layer in config.layers]
+    if kernels.on_gpu(kv.layer(0)[0]):
+        from .attention.triton_backend import TritonAttentionBackend  # with Triton
+
+        return TritonAttentionBackend(kv, layers)
+    return TorchAttentionBackend(kv, layers)

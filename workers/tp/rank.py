@@ -10,8 +10,9 @@ import torch
 
 from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
-from ..model.checkpoint import check_checkpoint
+from ..model.device import enter_device
 from ..model.kernels import cpu
+from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner, kv_bytes_per_block
 from ..threads import available_cores
 from ..transfer.connector import TransferContext
@@ -66,14 +67,14 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes holds no block or the model cannot be split
     into group.size parts, RuntimeError if the group's ranks do not come."""
     torch.set_num_threads(config.num_threads or available_cores())
-    folder = Path(config.model)
-    model = check_checkpoint(folder)
+    checkpoint = open_checkpoint(Path(config.model))
+    model = checkpoint.config
     tp = group.size if group else 1
     num_blocks = config.kv_cache_bytes // kv_bytes_per_block(model, config.block_size, config.dtype, tp)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds no block of {config.block_size} tokens")
     runner = ModelRunner.load(
-        folder,
+        checkpoint,
         dtype=config.dtype,
         device=config.device,
         num_blocks=num_blocks,
@@ -99,7 +100,8 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
 
 
 def enter_engine_thread(config: RankConfig) -> None:
-    """Prepares the calling thread to run the executor of this process's only rank: niceness and CPU binding."""
+    """Prepares the calling thread to run the executor of this process's only rank: device, niceness and CPU binding."""
+    enter_device(config.device)
     if config.device == "cpu" and config.nice:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
     cpu.bind_threads()

@@ -1,4 +1,4 @@
-"""`tandem plan memory`: its figures for known shapes, what it refuses, and that it starts at once."""
+"""`tandem plan memory`: its figures for known shapes, what it refuses, and what it imports."""
 
 import subprocess
 import sys
@@ -107,11 +107,13 @@ def test_the_readme_shows_what_the_command_says() -> None:
     assert [line.rstrip() for line in said] == shown
 
 
-def test_it_loads_neither_ray_nor_torch(model: Path) -> None:
+@pytest.mark.parametrize(("arguments", "loaded"), [(["plan", "memory", "MODEL"], {"torch"}), (["--help"], set())])
+def test_it_loads_no_more_than_it_needs(model: Path, arguments: list[str], loaded: set[str]) -> None:
+    arguments = [str(model) if each == "MODEL" else each for each in arguments]
     code = (
         "import sys; from tandem.cluster.cli.main import app; "
-        f"app(['plan', 'memory', {str(model)!r}], standalone_mode=False); "
-        "sys.exit(str({'ray', 'torch', 'transformers'} & set(sys.modules)))"
+        f"app({arguments!r}, standalone_mode=False); "
+        "sys.exit(' '.join({'ray', 'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr == "set()\n"
+    assert set(done.stderr.split()) == loaded

@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
-from tandem.workers.bench import __main__, plot, steps
+from tandem.workers.bench import __main__, floor, report, steps
 from tandem.workers.bench.floor import Floors
 from tandem.workers.bench.options import parse
 from tandem.workers.bench.report import DecodeFigure
-from tandem.workers.bench.shapes import SHAPES, RandomWeights, decode_cost, prefill_cost
+from tandem.workers.bench.shapes import HF_CONFIGS, SHAPES, decode_cost, prefill_cost, random_weight
 from tandem.workers.bench.steps import PARTS, WARMUP_STEPS, BenchRunner, blocks_for
 from tandem.workers.bench.transformers_peer import TransformersPeer
-from tandem.workers.model.decoder import Decoder
+from tandem.workers.model.config import Fields
 from tandem.workers.model.kv_store import PagedKv, kv_layout
+from tandem.workers.model.loader import build_model, load_weights, open_checkpoint
+from tandem.workers.model.module import WeightSlice
+from tandem.workers.model.registry import parse_model_config
 from tandem.workers.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -43,8 +47,9 @@ def known_floors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_bed(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) -> BenchRunner:
     config = SHAPES[shape]
-    weights = RandomWeights(config, dtype=torch.float32, device=CPU)
-    return BenchRunner(config, weights, dtype="float32", num_blocks=num_blocks, chunk=chunk, exact=False)
+    return BenchRunner(
+        config, random_weight, dtype="float32", device=CPU, num_blocks=num_blocks, chunk=chunk, exact=False
+    )
 
 
 def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -60,12 +65,12 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
     file = tmp_path / "figures.json"
     wanted = ["--batches", "4,1", "--prompts", "40,600", "--raw", "--profile", "--transformers", "--json", str(file)]
     assert __main__.main(ARGUMENTS + wanted) == 0
-    report: dict[str, Any] = json.loads(file.read_text())
-    assert (report["shape"], report["dtype"], report["device"], report["threads"]) == ("tiny", "bfloat16", "cpu", 1)
-    assert report["transformers"] == "generate_batch"
-    assert all(value > 1e6 for value in report["floors"].values())
-    assert [figure["batch"] for figure in report["decode"]] == [1, 4, 32]  # --profile adds 32
-    for figure in report["decode"]:
+    figures: dict[str, Any] = json.loads(file.read_text())
+    assert (figures["shape"], figures["dtype"], figures["device"], figures["threads"]) == ("tiny", "bfloat16", "cpu", 1)
+    assert figures["transformers"] == "generate_batch"
+    assert all(value > 1e6 for value in figures["floors"].values())
+    assert [figure["batch"] for figure in figures["decode"]] == [1, 4, 32]  # --profile adds 32
+    for figure in figures["decode"]:
         assert 0 < figure["step_ms"] <= figure["p90_ms"]
         assert figure["tokens_per_s"] == pytest.approx(1e3 * figure["batch"] / figure["step_ms"])
         assert figure["roofline_share"] == pytest.approx(figure["floor_ms"] / figure["step_ms"])
@@ -77,8 +82,8 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert figure["raw_ms"] > 0
         assert figure["raw_same_tokens"] is True
         assert figure["transformers_ms"] > 0
-    assert [figure["prompt"] for figure in report["prefill"]] == [40, 600]
-    for figure in report["prefill"]:
+    assert [figure["prompt"] for figure in figures["prefill"]] == [40, 600]
+    for figure in figures["prefill"]:
         assert figure["tokens_per_s"] == pytest.approx(figure["prompt"] / figure["seconds"])
         assert 0 < figure["matmul_share"] <= 1.5
         assert figure["transformers_tokens_per_s"] > 0
@@ -88,9 +93,10 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_engine_gives_the_tokens_of_the_runner_alone() -> None:
     bed = make_bed()
-    weights = RandomWeights(TINY, dtype=torch.float32, device=CPU)
+    model = build_model(TINY, torch.float32)
+    load_weights(model, random_weight, CPU)
     kv = PagedKv(kv_layout(TINY, "float32", ""), num_blocks=128, block_size=16, device=CPU)
-    alone = ModelRunner(TINY, Decoder(TINY, weights), kv)
+    alone = ModelRunner(TINY, model, kv)
     expected = Driver(alone).generate(0, bed.prompt(100, 0), 1)
     assert bed.prefill(100)[1] == expected[0]
 
@@ -105,7 +111,9 @@ def test_a_replay_takes_the_same_tokens_from_the_same_cache_only() -> None:
     assert [step.start for step in run.plans[-1].sequences] == [40 + WARMUP_STEPS + 19] * 3
     assert bed.replay(run)[1] == run.sampled
     assert bed.decode(3, 40, 20).sampled == run.sampled  # the first run has left nothing behind
-    bed.runner.kv.data.zero_()
+    for layer in range(len(TINY.layers)):
+        for part in bed.runner.kv.layer(layer):
+            part.zero_()
     assert bed.replay(run)[1] != run.sampled
 
 
@@ -115,9 +123,8 @@ def test_each_part_of_a_step_is_between_its_own_marks(monkeypatch: pytest.Monkey
     squares = SimpleNamespace(perf_counter=lambda: float(next(ticks) ** 2))  # the differences are odd numbers
     monkeypatch.setattr(steps, "time", squares)
     first = bed.decode(1, 16, 20).steps[0]
-    parts = [getattr(first, part) for part in PARTS]
+    parts = [first[part] for part in PARTS]
     assert [after - before for before, after in itertools.pairwise(parts)] == [2.0] * 4
-    assert first.total == sum(parts)
 
 
 def test_blocks_for_is_what_a_decode_takes() -> None:
@@ -136,7 +143,7 @@ def test_costs_are_those_of_the_known_model() -> None:
     assert cost.flops == 2 * (2 * params + 32 * 4 * 4096 * 1000)
     head = 128_256 * 4096
     assert prefill_cost(config, "bfloat16", 3).flops == 6 * (params - head) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 3)
-    narrow = replace(config, windows=(2,) * 32)
+    narrow = replace(config, layers=tuple(replace(layer, window=2) for layer in config.layers))
     assert prefill_cost(narrow, "bfloat16", 3).flops == 6 * (params - head) + 2 * head + 32 * 4 * 4096 * (1 + 2 + 2)
     assert decode_cost(narrow, "bfloat16", 1, 1000).num_bytes == 2 * params + 2 * 131_072
 
@@ -149,25 +156,50 @@ def test_the_floor_is_the_slower_of_memory_and_products() -> None:
     assert slow.seconds(large) == large.flops
 
 
+def test_a_floor_does_not_count_what_a_synchronisation_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device on which a call takes 20 us and each synchronisation 15 us, as on a GPU."""
+    now = 0.0
+
+    def advance(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(floor, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(floor, "synchronize", lambda device: advance(15e-6))
+    assert floor.best_seconds(lambda: advance(20e-6), CPU) == pytest.approx(20e-6, rel=0.02)
+
+
+def test_a_shape_with_long_contexts_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(__main__, "_free_bytes", lambda _: 10**12)
+    options = parse(["--shape", "llama-3-8b", "--random-weights", "--context", "8192", "--batches", "32"])
+    assert __main__._check(options, SHAPES["llama-3-8b"]) == blocks_for(32, 8192, options.steps)
+
+
 def test_random_weights_depend_on_the_name_alone() -> None:
-    first, second = (RandomWeights(TINY, dtype=torch.bfloat16, device=CPU) for _ in range(2))
-    name = "model.layers.0.mlp.up_proj.weight"
-    second.take("lm_head.weight")
-    assert torch.equal(first.take(name), second.take(name))
-    assert torch.equal(first.take(name, slice(3, 9)), second.take(name)[3:9])
-    assert not torch.equal(first.take(name), first.take(name.replace("up", "gate")))
-    assert first.has(name)
-    assert not first.has("model.layers.0.self_attn.q_proj.bias")
+    name, shape = "model.layers.0.mlp.up_proj.weight", (96, 64)
+
+    def weight(name: str, *slices: slice) -> torch.Tensor:
+        part = WeightSlice(name, shape, slices)
+        target = torch.empty(part.local_shape, dtype=torch.bfloat16)
+        random_weight(part, target)
+        return target
+
+    first = weight(name)
+    weight("lm_head.weight")
+    assert torch.equal(weight(name), first)
+    assert torch.equal(weight(name, slice(3, 9)), first[3:9])
+    assert not torch.equal(weight(name.replace("up", "gate")), first)
 
 
 @pytest.mark.parametrize("shape", ["tiny", "qwen3-8b", "mistral-7b"])
 def test_transformers_runs_the_same_model(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    config = replace(SHAPES[shape], **{size: getattr(TINY, size) for size in sizes}, windows=(None, None))
-    monkeypatch.setitem(SHAPES, shape, config)
+    own = ("architectures", "model_type", "rms_norm_eps", "max_position_embeddings")
+    fields = dict(HF_CONFIGS["tiny"]) | {name: HF_CONFIGS[shape][name] for name in own}
+    monkeypatch.setitem(SHAPES, shape, parse_model_config(Fields(shape, fields)))
     monkeypatch.setattr(TransformersPeer, "_has_continuous_batching", lambda _: False)
     bed = make_bed(shape=shape)
-    peer = TransformersPeer(config, RandomWeights(config, dtype=torch.float32, device=CPU), folder=None)
+    config = AutoConfig.for_model(**fields)
+    peer = TransformersPeer(config, random_weight, dtype=torch.float32, device=CPU)
     with torch.inference_mode():
         logits = peer._model(torch.tensor([bed.prompt(100, 0)])).logits
     assert int(logits[0, -1].argmax()) == bed.prefill(100)[1]
@@ -179,11 +211,11 @@ def test_transformers_runs_the_same_model(shape: str, monkeypatch: pytest.Monkey
 def test_a_checkpoint_is_measured_with_its_weights_or_without(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "some-model")
     arguments = ["--model", str(folder), "--batches", "1", "--prompts", "90", "--threads", "1", "--dtype", "float32"]
-    report = __main__.measure(parse(arguments))
-    runner = ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=16, block_size=16)
+    measured = __main__.measure(parse(arguments))
+    runner = ModelRunner.load(open_checkpoint(folder), dtype="float32", device="cpu", num_blocks=16, block_size=16)
     expected = Driver(runner).generate(0, make_bed().prompt(90, 0), 1)
-    assert report.shape == "some-model"
-    assert [figure.first_token for figure in report.prefill] == expected
+    assert measured.shape == "some-model"
+    assert [figure.first_token for figure in measured.prefill] == expected
     (folder / "model.safetensors").unlink()
     assert __main__.main([*arguments, "--random-weights"]) == 0
     assert __main__.main(arguments) == 2
@@ -212,7 +244,7 @@ REFUSED: list[tuple[list[str], str]] = [
 def test_what_cannot_run_is_refused_in_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda _: object())
+    monkeypatch.setattr(report, "find_spec", lambda _: object())
     status, error = outcome(arguments, capsys)
     assert status == 2
     assert said in error
@@ -234,7 +266,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(
 def test_without_matplotlib_plot_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
     status, error = outcome([*ARGUMENTS, "--plot", "x.png"], capsys)
     assert (status, error) == (2, "bench: --plot: matplotlib is not installed (pip install 'tandem-llm[bench]')\n")
 
@@ -253,7 +285,7 @@ def test_the_plot_is_a_picture_of_the_sweeps(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(__main__, "SWEEP_BATCHES", (1, 2))
     monkeypatch.setattr(__main__, "SWEEP_CONTEXTS", (128, 256))
     drawn: list[list[DecodeFigure]] = []
-    draw = plot.plot
+    draw = report.plot
 
     def record(path: Path, title: str, *sweeps: Any) -> None:
         drawn.extend(list(sweep) for sweep in sweeps)

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tandem.workers.engine.plan import Samples, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
-from tandem.workers.model.sampling.draw import sample
+from tandem.workers.model.sampling.gumbel import sample
 
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -137,7 +138,8 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tens
 def load(
     folder: Path, *, dtype: str = "float32", num_blocks: int = 128, block_size: int = 16, device: str = "cpu"
 ) -> ModelRunner:
-    return ModelRunner.load(folder, dtype=dtype, device=device, num_blocks=num_blocks, block_size=block_size)
+    checkpoint = open_checkpoint(folder)
+    return ModelRunner.load(checkpoint, dtype=dtype, device=device, num_blocks=num_blocks, block_size=block_size)
 
 
 def mixed_steps(runner: ModelRunner) -> list[list[int]]:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 
 
 class LoneRank:
-    """A rank whose peers are not there; loading asks nothing of them."""
+    """A rank without the others of its group; loading makes no collective call."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -18,6 +19,9 @@ class LoneRank:
         raise AssertionError
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        raise AssertionError
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         raise AssertionError
 
 
@@ -29,7 +33,8 @@ def resident(field: str) -> int:
 
 def load(folder: str, dtype: str, rank: int, size: int) -> ModelRunner:
     group = LoneRank(rank, size)
-    return ModelRunner.load(Path(folder), dtype=dtype, device="cpu", num_blocks=1, block_size=16, group=group)
+    checkpoint = open_checkpoint(Path(folder))
+    return ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=1, block_size=16, group=group)
 
 
 def main(warmup: str, folder: str, dtype: str, rank: str, size: str) -> None:

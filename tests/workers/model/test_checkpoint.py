@@ -1,9 +1,11 @@
 """Folders that can be served, and a table of those that cannot: each refusal is one line naming file and tensor."""
 
 import json
+import mmap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
-from tandem.workers.model.checkpoint import CheckpointError, check_checkpoint, expected_tensors, fingerprint
-from tandem.workers.model.config import RopeConfig, load_model_config
+from tandem.tests.workers.model.helpers import Driver, load, prompt
+from tandem.workers.model import checkpoint, loader
+from tandem.workers.model.config import CheckpointError, RopeConfig, read_context_tokens
+from tandem.workers.model.loader import check_checkpoint, open_checkpoint, weight_shapes
+from tandem.workers.model.registry import load_model_config
+from tandem.workers.tp.rank import RankConfig, load_rank
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -159,10 +165,6 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         edit_tensors(lambda tensors: tensors.update({name: tensor.int() for name, tensor in tensors.items()})),
         (SINGLE, "model.embed_tokens.weight", "I32"),
     ),
-    "mixed dtypes": (
-        edit_tensors(lambda tensors: tensors.update({QUERY: tensors[QUERY].bfloat16()})),
-        (SINGLE, QUERY, "BF16", "F32"),
-    ),
     "config of another size": (set_config(intermediate_size=128), (SINGLE, "mlp.gate_proj.weight", "[96, 64]")),
     "index is broken": (sharded(cut(INDEX, 20)), (INDEX, "JSON")),
     "index without map": (sharded(lambda folder: (folder / INDEX).write_text("{}")), (INDEX, "weight_map")),
@@ -214,12 +216,50 @@ def test_missing_folder(tmp_path: Path) -> None:
         check_checkpoint(tmp_path / "nothing")
 
 
+def test_a_checkpoint_need_not_have_one_dtype(folder: Path) -> None:
+    """Weights are converted to the dtype that the model computes in; rounded ones give other logits than exact ones."""
+    expected = Driver(load(folder)).generate(1, prompt(20), 8)
+    edit_tensors(lambda tensors: tensors.update({QUERY: tensors[QUERY].bfloat16().float()}))(folder)
+    rounded = Driver(load(folder)).generate(1, prompt(20), 8)
+    edit_tensors(lambda tensors: tensors.update({QUERY: tensors[QUERY].bfloat16()}))(folder)
+    assert Driver(load(folder)).generate(1, prompt(20), 8) == rounded
+    assert len(expected) == len(rounded)
+
+
+def test_a_start_checks_a_checkpoint_once_and_maps_each_file_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard(folder)
+    headers: list[str] = []
+    maps: list[int] = []
+    read_header, map_file = checkpoint._read_header, mmap.mmap
+
+    def counted_header(path: Path) -> dict[str, checkpoint.StoredTensor]:
+        headers.append(path.name)
+        return read_header(path)
+
+    def counted_map(fd: int, *rest: Any, **fields: Any) -> mmap.mmap:
+        if fd >= 0:
+            maps.append(fd)
+        return map_file(fd, *rest, **fields)
+
+    monkeypatch.setattr(checkpoint, "_read_header", counted_header)
+    monkeypatch.setattr(loader, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": counted_map}))
+    load_rank(RankConfig(model=str(folder), dtype="float32", kv_cache_bytes=1 << 20))
+    assert sorted(headers) == ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
+    assert len(maps) == 2
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_expected_tensors_are_those_that_transformers_writes(tmp_path: Path, family: str, tied: bool) -> None:
+def test_the_tree_takes_the_tensors_that_transformers_writes(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_tiny_model(tmp_path, family, tie_word_embeddings=tied)
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(folder / SINGLE).items()}
-    assert expected_tensors(check_checkpoint(folder)) == stored
+    assert weight_shapes(check_checkpoint(folder)) == stored
+
+
+def fingerprint(folder: Path) -> str:
+    return open_checkpoint(folder).fingerprint()
 
 
 def test_fingerprint_follows_weights_and_config_only(tmp_path: Path) -> None:
@@ -239,7 +279,7 @@ def test_a_large_folder_is_checked_fast(folder: Path) -> None:
     config = load_model_config(folder)
     size = 70 * 10**9 // 4 // config.hidden_size
     set_config(vocab_size=size)(folder)
-    tensors = expected_tensors(load_model_config(folder))
+    tensors = weight_shapes(load_model_config(folder))
     header, position = {}, 0
     for name, shape in tensors.items():
         num_bytes = 4 * torch.Size(shape).numel()
@@ -251,8 +291,12 @@ def test_a_large_folder_is_checked_fast(folder: Path) -> None:
         file.truncate(8 + len(text) + position)
     start = time.monotonic()
     assert check_checkpoint(folder).vocab_size == size
-    fingerprint(folder)
+    open_checkpoint(folder).fingerprint()
     assert time.monotonic() - start < 5
+
+
+def test_the_context_is_read_without_the_family(folder: Path) -> None:
+    assert read_context_tokens(folder) == load_model_config(folder).max_position_embeddings == 2048
 
 
 def test_older_rope_fields(folder: Path) -> None:
@@ -293,7 +337,7 @@ def test_yarn_attention_factor_is_derived(folder: Path) -> None:
 def test_windows(tmp_path: Path, family: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     folder = make_tiny_model(tmp_path, family)
     set_config(**fields)(folder)
-    assert load_model_config(folder).windows == windows
+    assert tuple(layer.window for layer in load_model_config(folder).layers) == windows
 
 
 def test_end_of_sequence_tokens(folder: Path) -> None:

@@ -12,14 +12,16 @@ import torch
 from torch.nn import functional
 
 from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.kv_cache.layout import KvLayout
-from tandem.workers.model.attention.torch_attention import SequenceSpan, TorchAttention
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
+from tandem.workers.model.attention.backend import SequenceSpan
+from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.config import RopeConfig
 from tandem.workers.model.kernels import build, cpu
 from tandem.workers.model.kv_store import PagedKv
-from tandem.workers.model.layers.linear import Linear, RmsNorm
-from tandem.workers.model.layers.rotary import RotaryTable, rotate
-from tandem.workers.model.sampling.draw import sample
+from tandem.workers.model.layers.norm import RMSNorm
+from tandem.workers.model.layers.rotary import RotaryEmbedding, apply_rotary
+from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
+from tandem.workers.model.sampling.gumbel import sample
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -61,7 +63,11 @@ def test_attention_equals_plain_torch(
     key, value = (torch.randn(tokens, kv_heads, head_dim).to(DTYPES[dtype]) for _ in range(2))
     results = []
     for native, kv in zip((True, False), stores, strict=True):
-        step = TorchAttention(kv, [None, window], num_heads, native=native).plan(spans)
+        layers = [
+            LayerGeometry(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=each)
+            for each in (None, window)
+        ]
+        step = TorchAttentionBackend(kv, layers, native=native).plan(spans)
         results.append([step(layer, query, key, value).float() for layer in range(2)])
     assert torch.equal(stores[0].data, stores[1].data)
     for ours, reference in zip(*results, strict=True):
@@ -74,16 +80,18 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     torch.manual_seed(0)
     kind, tolerance = DTYPES[dtype], TOLERANCE[DTYPES[dtype]]
     x, weight = torch.randn(rows, 576).to(kind), torch.randn(576).to(kind)
-    plain = RmsNorm(weight, 1e-5)
+    plain = RMSNorm("norm", 576, 1e-5, kind)
+    plain.weight.data = weight
+    plain.process_after_load()
     plain._kernels = None
     assert (cpu.rms_norm(x, weight, 1e-5) - plain(x)).abs().max() <= 4 * tolerance
     gate, up = x.chunk(2, -1)
     assert (cpu.silu_mul(x) - functional.silu(gate) * up).abs().max() <= 4 * tolerance
-    cos, sin = RotaryTable(RopeConfig(), 64, dtype=kind, device=torch.device("cpu"))(torch.arange(rows) * 3)
+    cos, sin = RotaryEmbedding(RopeConfig(), 64, dtype=kind, device=torch.device("cpu"))(torch.arange(rows) * 3)
     heads = x.view(rows, 9, 64)[:, 2:7]  # a view, as the decoder has it
     expected = heads.float() * cos.float() + heads.float().roll(32, -1) * sin.float()
     untouched = x.view(rows, 9, 64)[:, 7:].clone()
-    assert (rotate(heads, cos, sin).float() - expected).abs().max() <= tolerance
+    assert (apply_rotary(heads, (cos, sin)).float() - expected).abs().max() <= tolerance
     assert torch.equal(x.view(rows, 9, 64)[:, 7:], untouched)
 
 
@@ -121,8 +129,9 @@ def test_linear_without_our_kernel(dtype: torch.dtype, monkeypatch: pytest.Monke
     torch.manual_seed(0)
     weight, bias, x, residual = (torch.randn(*shape).to(dtype) for shape in ((96, 64), (96,), (5, 64), (5, 96)))
     product = functional.linear(x.float(), weight.float(), bias.float())
-    close(Linear(weight, bias)(x), product)
-    close(Linear(weight, bias)(x, residual), product + residual.float(), roundings=2)
+    method = UnquantizedLinearMethod.from_tensors(weight, bias)
+    close(method.apply(x), product)
+    close(method.apply(x, residual), product + residual.float(), roundings=2)
 
 
 def close(ours: torch.Tensor, reference: torch.Tensor, roundings: int = 1) -> None:

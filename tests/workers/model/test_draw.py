@@ -14,8 +14,8 @@ from transformers import (
 
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.model.sampling import filters
-from tandem.workers.model.sampling.draw import _keys, exponential_noise, sample
 from tandem.workers.model.sampling.filters import filter_scores
+from tandem.workers.model.sampling.gumbel import _keys, exponential_noise, sample
 
 DRAWS = 20_000
 

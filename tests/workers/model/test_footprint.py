@@ -1,7 +1,6 @@
 """What a plan says of a rank's memory against what a loaded rank holds, and what it takes to load one."""
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ from safetensors.torch import save_file
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model import load_alone
-from tandem.workers.kv_cache.layout import ITEM_BYTES
-from tandem.workers.model.checkpoint import check_checkpoint, expected_tensors
-from tandem.workers.model.config import ModelConfig, load_model_config
-from tandem.workers.model.footprint import kv_bytes_per_token, rank_tensors, weight_bytes
+from tandem.workers.model.footprint import kv_bytes_per_token
+from tandem.workers.model.loader import check_checkpoint, rank_weight_bytes, weight_bytes, weight_shapes
+from tandem.workers.model.module import Module, Parameter
+from tandem.workers.model.registry import load_model_config
 
 LARGE = {
     "hidden_size": 1024,
@@ -31,18 +30,14 @@ LARGE = {
 
 
 def tensors(part: object) -> Iterator[torch.Tensor]:
-    """All that an object of the decoder holds, some maybe twice."""
+    """Yields every tensor that a part of the model holds, some maybe twice, but for rotary tables."""
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, list):
         for each in part:
             yield from tensors(each)
-    elif type(part).__module__.startswith(("tandem.workers.model.decoder", "tandem.workers.model.layers.linear")):
+    elif isinstance(part, Module | Parameter):
         yield from tensors(list(vars(part).values()))
-
-
-def planned_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> int:
-    return ITEM_BYTES[dtype] * sum(map(math.prod, rank_tensors(config, tp, rank).values()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,8 +58,8 @@ def test_the_plan_is_what_each_rank_holds(tmp_path: Path, family: str, overrides
         most = 0
         for rank in range(tp):
             runner = load_alone.load(str(folder), "float32", rank, tp)
-            held = {tensor.data_ptr(): tensor.nbytes for tensor in tensors(runner._decoder)}
-            assert sum(held.values()) == planned_bytes(config, "float32", tp, rank), (tp, rank)
+            held = {tensor.data_ptr(): tensor.nbytes for tensor in tensors(runner._model)}
+            assert sum(held.values()) == rank_weight_bytes(config, "float32", tp, rank), (tp, rank)
             most = max(most, sum(held.values()))
             kv = runner.kv
             assert kv.data.nbytes == kv.num_blocks * kv.block_size * kv_bytes_per_token(config, tp, "float32")
@@ -89,7 +84,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_tiny_model(tmp_path_factory.mktemp("large"))
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | LARGE))
-    shapes = expected_tensors(load_model_config(folder))
+    shapes = weight_shapes(load_model_config(folder))
     weights = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors")
     return folder
@@ -103,4 +98,4 @@ def test_loading_a_rank_takes_little_more_than_its_part(large_model: Path, tmp_p
     command = [sys.executable, load_alone.__file__, str(tiny), str(large_model), dtype, str(rank), str(tp)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) / planned_bytes(check_checkpoint(large_model), dtype, tp, rank) <= 1.2
+    assert 1 <= int(done.stdout) / rank_weight_bytes(check_checkpoint(large_model), dtype, tp, rank) <= 1.2

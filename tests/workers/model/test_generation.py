@@ -252,9 +252,9 @@ def test_without_features_nothing_is_kept(folder: Path) -> None:
     sampler = runner._sampler
     assert sampler._special == set()
     assert list(sampler._params) == [50]
-    shaping = sampler._shaping
-    assert (shaping._biases, shaping._stops, shaping._always) == ({}, {}, set())
-    assert not shaping._matchers._matchers
-    assert not shaping._matchers._num_read
-    for feature in (shaping._penalties, shaping._bad_words):
-        assert not feature._slots._held
+    processors = sampler._processors
+    assert (processors._biases, processors._stops, processors._always) == ({}, {}, set())
+    assert not processors._matchers._matchers
+    assert not processors._matchers._num_read
+    for feature in (processors._penalties, processors._bad_words):
+        assert not feature._pool._allocated

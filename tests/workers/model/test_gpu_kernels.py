@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from tandem.workers.model.kernels import gpu, gpu_attention
-from tandem.workers.model.kernels.gpu import SPLIT_TOKENS, ChunkWork, DecodeWork
+from tandem.workers.model.kernels import gpu, gpu_chunk, gpu_decode
+from tandem.workers.model.kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
+from tandem.workers.model.kernels.gpu_decode import SPLIT_TOKENS, DecodeWork, decode_attention, num_splits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -78,7 +79,7 @@ def fused_query(rows: int, shape: Shape) -> torch.Tensor:
 
 def decode_work(rows: list[int], last_keys: list[int], offsets: list[int], tables: list[int]) -> DecodeWork:
     """As the planner builds it, with room for more items: those are of no sequence."""
-    counts = [gpu.num_splits(last) if row >= 0 else 0 for row, last in zip(rows, last_keys, strict=True)]
+    counts = [num_splits(last) if row >= 0 else 0 for row, last in zip(rows, last_keys, strict=True)]
     items = [(sequence, split) for sequence, count in enumerate(counts) for split in range(count)]
     unused = [-1] * 3
     return DecodeWork(
@@ -99,7 +100,7 @@ def decode(cache: Cache, query: torch.Tensor, work: DecodeWork, num_programs: in
     size = (len(work.item_splits), shape.num_heads, shape.head_dim + 2)
     partial = torch.full(size, torch.nan, device=DEVICE)
     out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
-    gpu.decode_attention(query, cache.keys, cache.values, work, shape.window, partial, out, num_programs)
+    decode_attention(query, cache.keys, cache.values, work, shape.window, partial, out, num_programs)
     return out.view(query.shape)
 
 
@@ -162,7 +163,7 @@ def test_decode_attention_of_any_shape(
 
 def test_many_splits_are_combined() -> None:
     """Twice what the combining kernel reads at once; some heads have their greatest score in either half."""
-    length = SPLIT_TOKENS * 2 * gpu_attention._COMBINED_SPLITS
+    length = SPLIT_TOKENS * 2 * gpu_decode._COMBINED_SPLITS
     check_decode(Shape(num_heads=8, kv_heads=1, head_dim=16, block_size=32), [length])
 
 
@@ -190,14 +191,14 @@ def test_a_sequence_gets_the_same_alone_and_in_a_batch() -> None:
 
 
 def test_splits_of_a_sequence() -> None:
-    assert [gpu.num_splits(last_key) for last_key in (0, 255, 256, 511, 512)] == [1, 1, 2, 2, 3]
+    assert [num_splits(last_key) for last_key in (0, 255, 256, 511, 512)] == [1, 1, 2, 2, 3]
 
 
 def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int | None = None) -> None:
     """Chunks (start, tokens), one row that is of none after each; `most_tokens` cuts smaller tiles."""
     torch.manual_seed(0)
     cache = Cache(shape)
-    size = min(gpu.tile_tokens(shape.num_heads, shape.kv_heads, shape.head_dim), most_tokens or sys.maxsize)
+    size = min(tile_tokens(shape.num_heads, shape.kv_heads, shape.head_dim), most_tokens or sys.maxsize)
     query = fused_query(sum(count + 1 for _, count in chunks), shape)
     tiles: list[tuple[int, int, int, int]] = []  # row, tokens, position, offset
     row = 0
@@ -211,7 +212,7 @@ def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int |
         tile_rows=rows, tile_counts=counts, tile_starts=starts, tile_offsets=offsets, tables=ints(cache.tables)
     )
     out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
-    gpu.chunk_attention(query, cache.keys, cache.values, work, shape.window, out)
+    chunk_attention(query, cache.keys, cache.values, work, shape.window, out)
     result = out.view(query.shape)
     expected = torch.full(query.shape, torch.nan, dtype=torch.float64, device=DEVICE)
     for row, count, position, offset in tiles:
@@ -224,7 +225,11 @@ def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int |
 
 @pytest.mark.parametrize(
     "shape",
-    [*SHAPES, Shape(num_heads=2, kv_heads=1, head_dim=256, block_size=5, dtype=torch.bfloat16)],
+    [
+        *SHAPES,
+        Shape(num_heads=2, kv_heads=1, head_dim=256, block_size=5, dtype=torch.bfloat16),
+        Shape(num_heads=4, kv_heads=1, head_dim=128, dtype=torch.bfloat16),  # of Llama 3 8B and its like
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("window", [0, 20, 200])
@@ -249,10 +254,10 @@ def test_chunk_attention_of_any_shape(
 
 def test_tiles_hold_whole_groups() -> None:
     """As many rows as the kernel multiplies at once, and a token at least."""
-    assert gpu.tile_tokens(32, 8, 128) == 32
-    assert gpu.tile_tokens(9, 3, 64) == 42
-    assert gpu.tile_tokens(16, 2, 256) == 8
-    assert gpu.tile_tokens(200, 1, 64) == 1
+    assert tile_tokens(32, 8, 128) == 32
+    assert tile_tokens(9, 3, 64) == 42
+    assert tile_tokens(16, 2, 256) == 8
+    assert tile_tokens(200, 1, 64) == 1
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -334,7 +339,7 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
-    modules = (vars(gpu), vars(gpu_attention))
+    modules = (vars(gpu), vars(gpu_chunk), vars(gpu_decode))
     assert compiled == {name for names in modules for name in names if name.endswith("_kernel")}
     for line in done.stdout.splitlines():
         name, shared = line.split()
@@ -392,9 +397,9 @@ def compile_shape(shape: Shape) -> None:
     gpu.store_kv(key, value, keys, values, array)
     partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)
     decodes = DecodeWork(**dict.fromkeys(DecodeWork.__slots__, array))
-    gpu.decode_attention(query, keys, values, decodes, shape.window, partial, out, 2)
+    decode_attention(query, keys, values, decodes, shape.window, partial, out, 2)
     chunks = ChunkWork(**dict.fromkeys(ChunkWork.__slots__, array))
-    gpu.chunk_attention(query, keys, values, chunks, shape.window, out)
+    chunk_attention(query, keys, values, chunks, shape.window, out)
 
 
 if __name__ == "__main__":

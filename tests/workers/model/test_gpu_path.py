@@ -11,7 +11,7 @@ from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.workers.engine.plan import PENDING_TOKEN, Samples, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model import graphs, kernels
-from tandem.workers.model.attention import gpu_attention
+from tandem.workers.model.attention import triton_backend
 from tandem.workers.model.kernels import gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself")
@@ -29,10 +29,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path, request.param)
 
 
-def record(run: graphs.Run) -> tuple[Callable[[], object], torch.Tensor]:
+def record(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
     """Stands for a CUDA graph: a replay writes what it computes from the same addresses to the same address."""
-    logits = run()
-    return lambda: logits.copy_(run()), logits
+    logits = launch()
+    return lambda: logits.copy_(launch()), logits
 
 
 def test_tokens_are_those_of_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +50,8 @@ def test_replayed_steps_give_the_same_tokens(tmp_path: Path, on_gpu: None) -> No
     runner = load(folder)
     replays = 0
 
-    def counting(run: graphs.Run) -> tuple[Callable[[], object], torch.Tensor]:
-        replay, logits = record(run)
+    def counting(launch: graphs.Launch) -> tuple[Callable[[], object], torch.Tensor]:
+        replay, logits = record(launch)
 
         def count() -> None:
             nonlocal replays
@@ -70,7 +70,7 @@ def test_a_step_without_room_in_the_graph_runs_without(
 ) -> None:
     folder = make_tiny_model(tmp_path)
     expected = Driver(load(folder)).generate(1, prompt(30), 4)
-    monkeypatch.setattr(gpu_attention, "_MAX_GRAPH_BLOCKS", 1)
+    monkeypatch.setattr(triton_backend, "_MAX_GRAPH_BLOCKS", 1)
     runner = load(folder)
     runner.capture_graphs(record, (1,))
     assert Driver(runner).generate(1, prompt(30), 4) == expected

@@ -27,7 +27,7 @@ from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers.bench import grammar
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep
 from tandem.workers.model.sampling import grammar as grammar_module
-from tandem.workers.model.sampling.grammar import Grammars, Matchers
+from tandem.workers.model.sampling.grammar import GrammarCache, GrammarMatchers
 from tandem.workers.model.sampling.sampler import Sampler
 
 
@@ -126,23 +126,23 @@ def test_min_length_and_bad_words_do_not_break_a_grammar(folder: Path, tokenizer
 @pytest.mark.parametrize("text", ["", "start: (", '{"grammars": []}', "start: nothing", "start: /((/"])
 def test_a_grammar_that_is_none_is_refused_in_a_line(folder: Path, text: str) -> None:
     runner = load(folder)
-    with pytest.raises(ValueError, match=r"^the grammar cannot be followed: ") as caught:
+    with pytest.raises(ValueError, match=r"^the grammar cannot be compiled: ") as caught:
         runner.load_grammar(text)
     assert re.fullmatch(".{34,260}", str(caught.value))
     runner.load_grammar('start: "fine"')
 
 
 def test_models_that_cannot_follow_grammars_say_so(folder: Path, tmp_path: Path) -> None:
-    for grammars in (Grammars(None, 512, (1,)), Grammars(folder, 512, ()), Grammars(tmp_path, 512, (1,))):
+    for grammars in (GrammarCache(None, 512, (1,)), GrammarCache(folder, 512, ()), GrammarCache(tmp_path, 512, (1,))):
         with pytest.raises(ValueError, match=r"^this model"):
             grammars.load('start: "a"')
     for content in ("[]", "no json", "{}", '{"model": {"type": "BPE"}}'):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=r"^this model"):
-            Grammars(tmp_path, 512, (1,)).load('start: "a"')
+            GrammarCache(tmp_path, 512, (1,)).load('start: "a"')
     with pytest.raises(ValueError, match=r"^this model"):
-        Grammars(folder, 100, (1,)).load('start: "a"')
-    Grammars(folder, 9000, (1,)).load('start: "a"')  # a vocabulary padded beyond the tokenizer's
+        GrammarCache(folder, 100, (1,)).load('start: "a"')
+    GrammarCache(folder, 9000, (1,)).load('start: "a"')  # a vocabulary padded beyond the tokenizer's
 
 
 def test_a_sequence_whose_grammar_fails_ends_and_its_neighbour_goes_on(folder: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_sequence_whose_grammar_fails_ends_and_its_neighbour_goes_on(folder: P
     steps[1] = driver.step(3, history, 0, kinds[2], num_prompt=8)
     samples = driver.sample(*steps, driver.step(4, prompt(14), 0, plain))
     assert samples.failed.keys() == {1, 3}
-    assert re.fullmatch("grammar: the grammar cannot be followed: .{1,220}", samples.failed[1])
-    assert re.fullmatch("grammar: the completion cannot go on: .{1,220}", samples.failed[3])
+    assert re.fullmatch("grammar: the grammar cannot be compiled: .{1,220}", samples.failed[1])
+    assert re.fullmatch("grammar: the completion cannot continue: .{1,220}", samples.failed[3])
     tokens = samples.tokens[2:]
     while len(tokens) < 6:
         samples = driver.sample(driver.step(4, tokens[-1:], 13 + len(tokens)))
@@ -196,10 +196,10 @@ from pathlib import Path
 from tandem.proto import limits
 from tandem.tests.tiny import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS, longest
-from tandem.workers.model.grammar import Grammars
+from tandem.workers.model.sampling.grammar import GrammarCache
 
 threading.stack_size(2**19)  # less than any thread has that steps an engine or computes masks
-grammars = Grammars(Path(sys.argv[1]), 512, (EOS_ID,))
+grammars = GrammarCache(Path(sys.argv[1]), 512, (EOS_ID,))
 
 def use(kind):
     text = longest(CHAINS[kind], limits.MAX_GRAMMAR_CHARACTERS)
@@ -236,9 +236,9 @@ import sys, time
 from pathlib import Path
 from tandem.tests.tiny import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS
-from tandem.workers.model.grammar import Grammars
+from tandem.workers.model.sampling.grammar import GrammarCache
 
-grammars = Grammars(Path(sys.argv[1]), 512, (EOS_ID,))
+grammars = GrammarCache(Path(sys.argv[1]), 512, (EOS_ID,))
 grammars.load('start: "the tokenizer is read now"')
 began = time.monotonic()
 try:
@@ -282,7 +282,7 @@ AMBIGUOUS = {
 def test_no_ambiguous_grammar_takes_long_for_a_step(folder: Path, kind: str) -> None:
     """Two seconds, with llguidance's own limits. Its processor's time is measured, since other tests may run."""
     try:
-        matcher = Grammars(folder, 512, (EOS_ID,)).matcher(AMBIGUOUS[kind])
+        matcher = GrammarCache(folder, 512, (EOS_ID,)).matcher(AMBIGUOUS[kind])
     except ValueError:
         return  # refused before any step
     chance, longest_step = random.Random(kind), 0.0
@@ -324,7 +324,7 @@ def test_what_people_ask_for_is_within_the_limits(folder: Path) -> None:
     texts += [
         LLMatcher.grammar_from_regex(regex) for regex in (r"[\s\S]{0,2000}", r"\w+( \w+){0,50}", r"(.{1,80}\n){20}")
     ]
-    grammars = Grammars(folder, 512, (EOS_ID,))
+    grammars = GrammarCache(folder, 512, (EOS_ID,))
     for number, each in enumerate(texts):
         matcher, chance = grammars.matcher(each), random.Random(number)
         for _ in range(150):
@@ -355,7 +355,7 @@ def test_a_rank_that_does_not_lead_follows_no_grammar(folder: Path) -> None:
 
 
 def test_checks_from_many_threads_while_grammars_are_in_use(folder: Path) -> None:
-    grammars = Grammars(folder, 512, (EOS_ID,))
+    grammars = GrammarCache(folder, 512, (EOS_ID,))
     barrier = threading.Barrier(8)
 
     def work(number: int) -> list[bytes]:
@@ -377,7 +377,7 @@ def test_checks_from_many_threads_while_grammars_are_in_use(folder: Path) -> Non
 def test_the_last_used_stay_compiled_and_those_that_somebody_holds(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = Grammars(folder, 512, (EOS_ID,))
+    grammars = GrammarCache(folder, 512, (EOS_ID,))
     texts = [f'start: "{number}"' for number in range(40)]
     held = grammars.load(texts[1])
     for text in texts:
@@ -385,7 +385,7 @@ def test_the_last_used_stay_compiled_and_those_that_somebody_holds(
         grammars.load(texts[0])
     assert set(grammars._compiled) == {*texts[:2], *texts[9:]}
     monkeypatch.setattr(grammar_module, "_compile", lambda *_: pytest.fail("compiled again"))
-    matchers = Matchers(grammars, 512)
+    matchers = GrammarMatchers(grammars, 512)
     for number in (39, 0, 1):
         matchers.admit(number, texts[number], (5, 6), 2)
         assert number in matchers
@@ -395,8 +395,8 @@ def test_the_last_used_stay_compiled_and_those_that_somebody_holds(
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_masks_computed_in_threads_are_the_same(folder: Path, num_threads: int) -> None:
-    grammars = Grammars(folder, 512, (EOS_ID,))
-    matchers = Matchers(grammars, 512)
+    grammars = GrammarCache(folder, 512, (EOS_ID,))
+    matchers = GrammarMatchers(grammars, 512)
     matchers._num_threads = num_threads
     texts = [json_grammar(random_schema(seed)) for seed in range(12)]
     steps = []

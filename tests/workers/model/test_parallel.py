@@ -14,9 +14,10 @@ from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.plan import SamplingParams
-from tandem.workers.model.checkpoint import check_checkpoint
+from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, StepPlan
+from tandem.workers.model.loader import check_checkpoint, open_checkpoint
 from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
+from tandem.workers.model.sampling.gumbel import sample
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
 
@@ -38,6 +39,14 @@ class ThreadGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.all_gather(x)).sum(0)
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_gather(x)[0]
+
+
+def load_rank(folder: Path, group: ThreadGroup) -> ModelRunner:
+    checkpoint = open_checkpoint(folder)
+    return ModelRunner.load(checkpoint, dtype="float32", device="cpu", num_blocks=128, block_size=16, group=group)
+
 
 def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any]) -> list[Any]:
     """What `work` returns on each rank."""
@@ -45,8 +54,7 @@ def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any]) -> lis
 
     def rank(number: int) -> Any:
         group = ThreadGroup(number, size, barrier, box)
-        runner = ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=128, block_size=16, group=group)
-        return work(runner)
+        return work(load_rank(folder, group))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
@@ -104,6 +112,37 @@ def test_every_rank_chooses_and_scores_as_the_whole(tmp_path: Path) -> None:
                 assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    "sampling", [SAMPLED, SamplingParams(temperature=1.0, seed=5, presence_penalty=1.0, logprobs=2)]
+)
+def test_ranks_whose_samples_differ_continue_with_those_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    """Where a step starts before the tokens of the last are on the host: as at near ties, which ranks may round either
+    way, rank 1 samples other tokens."""
+    folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
+    monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
+    ranks = threading.local()
+
+    def work(runner: ModelRunner) -> list[int]:
+        ranks.number = runner.kv.rank
+        driver = Driver(runner)
+        collects = [runner.launch(StepPlan(sequences=(driver.step(1, prompt(20), 0, sampling),), dropped=()))]
+        for start in range(20, 30):
+            step = driver.step(1, [PENDING_TOKEN], start)
+            collects.append(runner.launch(StepPlan(sequences=(step,), dropped=())))
+        return [collect().tokens[0] for collect in collects]
+
+    def differing(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tokens: torch.Tensor = (sample(logits, *rest) + ranks.number) % 512
+        return tokens
+
+    expected = on_ranks(folder, 2, work)[0]
+    monkeypatch.setattr("tandem.workers.model.sampling.sampler.sample", differing)
+    assert on_ranks(folder, 2, work) == [expected] * 2
+    assert len(set(expected)) > 4
+
+
 def test_query_heads_that_straddle_kv_heads(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
     expected = generate(load(folder))
@@ -143,4 +182,4 @@ def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=4)
     group = ThreadGroup(0, 3, threading.Barrier(1), [])
     with pytest.raises(ValueError, match=r"3 .*8 query heads"):
-        ModelRunner.load(folder, dtype="float32", device="cpu", num_blocks=8, block_size=16, group=group)
+        load_rank(folder, group)

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,13 @@ import torch
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.tests.workers.spans import span
+from tandem.workers.engine.config import default_chunk_tokens
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
+from tandem.workers.model.device import enter_device
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
+from tandem.workers.model.sampling.filters import has_filter
+from tandem.workers.tp.rank import RankConfig, enter_engine_thread
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=2**64 - 1)
 
@@ -130,9 +136,47 @@ def test_warmup_leaves_nothing_behind(folder: Path) -> None:
         )
 
 
+def test_warmup_on_a_gpu_takes_the_largest_step_and_every_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of the default size, single tokens, and greedy, random and filtered sampling."""
+    runner = load(folder, num_blocks=200)
+    monkeypatch.setattr(ModelRunner, "launches_ahead", property(lambda _: True))
+    launched: list[StepPlan] = []
+    launch = runner.launch
+
+    def record(plan: StepPlan, *rest: Any) -> Any:
+        launched.append(plan)
+        return launch(plan, *rest)
+
+    monkeypatch.setattr(runner, "launch", record)
+    runner.warmup()
+    assert {plan.num_tokens for plan in launched if plan.sequences} == {default_chunk_tokens("cuda"), 1}
+    kinds = [plan.sequences[0].sampling for plan in launched if plan.sequences and plan.num_tokens > 1]
+    assert {(kind.temperature > 0, has_filter(kind)) for kind in kinds if kind} == {
+        *((False, False), (True, False), (True, True))
+    }
+    small = load(folder, num_blocks=3)
+    small.warmup()  # no more than its memory holds
+
+
+def test_each_thread_that_uses_a_gpu_makes_it_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        enter_device(name)
+        enter_engine_thread(RankConfig(model="m", device=name))
+    assert entered == [torch.device("cuda:1")] * 2
+
+
+def test_loading_makes_the_gpu_the_thread_s_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[object] = []
+    monkeypatch.setattr("tandem.workers.model.runner.enter_device", entered.append)
+    load(folder)
+    assert entered == ["cpu"]
+
+
 def test_kv_bytes_per_block_is_what_the_pool_takes(folder: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
-        runner = ModelRunner.load(folder, dtype=dtype, device="cpu", num_blocks=9, block_size=5)
+        runner = ModelRunner.load(open_checkpoint(folder), dtype=dtype, device="cpu", num_blocks=9, block_size=5)
         assert 9 * kv_bytes_per_block(runner.config, 5, dtype) == runner.kv.data.nbytes
         assert runner.kv.layout.dtype == dtype
 

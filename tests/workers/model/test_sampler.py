@@ -10,9 +10,9 @@ import torch
 from tandem.tests.workers.model.test_draw import logits_row, warped
 from tandem.tests.workers.model.test_shaping import expected_scores
 from tandem.workers.engine.plan import SampledLogprobs, SamplingParams, SequenceStep
-from tandem.workers.model.sampling.draw import sample
-from tandem.workers.model.sampling.grammar import Grammars
-from tandem.workers.model.sampling.logprobs import Measured, measure
+from tandem.workers.model.sampling.grammar import GrammarCache
+from tandem.workers.model.sampling.gumbel import sample
+from tandem.workers.model.sampling.logprobs import LogprobsTensors, compute_logprobs
 from tandem.workers.model.sampling.sampler import SampledTokens, Sampler
 
 DRAWS = 20_000
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def make_sampler(vocab_size: int) -> Sampler:
-    return Sampler(vocab_size, (1,), Grammars(None, vocab_size, (1,)), CPU)
+    return Sampler(vocab_size, (1,), GrammarCache(None, vocab_size, (1,)), CPU)
 
 
 def step(sequence_id: int, params: SamplingParams, num_samples: int = 1, **fields: Any) -> SequenceStep:
@@ -39,10 +39,10 @@ def draw_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep])
         return sampler(logits, steps)
 
 
-def read(measured: Measured | None) -> dict[int, list[SampledLogprobs]]:
+def read(measured: LogprobsTensors | None) -> dict[int, list[SampledLogprobs]]:
     assert measured is not None
     chosen, values, ids = (tensor.tolist() for tensor in measured.tensors)
-    return measured.read(chosen, values, ids)
+    return measured.to_lists(chosen, values, ids)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_mixed_batch_equals_each_alone(dtype: torch.dtype) -> None:
     for row, own in enumerate(steps):
         alone = draw_once(make_sampler(1000), logits[row : row + 1], [own])
         assert alone.tokens.tolist() == tokens[begin : begin + own.num_samples]
-        assert alone.places == ({10 * row: 0} if own.num_samples == 1 else {})
-        assert together.places.get(10 * row) == (begin if own.num_samples == 1 else None)
+        assert alone.rows == ({10 * row: 0} if own.num_samples == 1 else {})
+        assert together.rows.get(10 * row) == (begin if own.num_samples == 1 else None)
         if params[row].logprobs is None:
             assert 10 * row not in logprobs
         else:
@@ -137,7 +137,7 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
 
 
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
-    _, values, ids = measure(torch.zeros(2, 5), torch.tensor([1, 2]), 9)
+    _, values, ids = compute_logprobs(torch.zeros(2, 5), torch.tensor([1, 2]), 9)
     assert values.tolist() == [[pytest.approx(-math.log(5))] * 5] * 2
     assert sorted(ids[0].tolist()) == list(range(5))
 

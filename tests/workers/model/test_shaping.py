@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from tandem.workers.engine.plan import SamplingParams, SequenceStep
-from tandem.workers.model.sampling.grammar import Grammars
+from tandem.workers.model.sampling.grammar import GrammarCache
 from tandem.workers.model.sampling.penalties import LEAST_SCORE
 from tandem.workers.model.sampling.processors import LogitsProcessors
 
@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 STOPS = (7, 299)
 
 
-def make_shaping(end_ids: Sequence[int] = (1,)) -> LogitsProcessors:
-    return LogitsProcessors(VOCAB_SIZE, end_ids, Grammars(None, VOCAB_SIZE, end_ids), CPU)
+def make_processors(end_ids: Sequence[int] = (1,)) -> LogitsProcessors:
+    return LogitsProcessors(VOCAB_SIZE, end_ids, GrammarCache(None, VOCAB_SIZE, end_ids), CPU)
 
 
 def decode_step(sequence_id: int, history: Sequence[int], num_prompt: int) -> SequenceStep:
@@ -102,21 +102,21 @@ def check(scores: torch.Tensor, expected: torch.Tensor) -> None:
 def test_mixed_batches_equal_transformers(dtype: torch.dtype) -> None:
     """Also tokens that only the device has seen."""
     for batch in range(6):
-        shaping = make_shaping()
+        processors = make_processors()
         cases = [random_case(100 * batch + row) for row in range(40)]
         for row, (params, history, num_prompt) in enumerate(cases):
-            shaping.admit(decode_step(row, history, num_prompt), params)
+            processors.admit(decode_step(row, history, num_prompt), params)
         drawn = torch.randint(0, 20, (3, 40), generator=torch.Generator().manual_seed(batch))
         for tokens in (None, *drawn):
             if tokens is not None:
-                shaping.append(range(40), tokens)
+                processors.append(range(40), tokens)
                 for (_, history, _), token in zip(cases, tokens.tolist(), strict=True):
                     history.append(token)
             steps = [decode_step(row, history, num_prompt) for row, (_, history, num_prompt) in enumerate(cases)]
-            rows = shaping.rows(steps)
+            rows = processors.rows(steps)
             logits = (torch.randn(40, VOCAB_SIZE) * 4).to(dtype)
             raw = logits.clone()
-            scores = shaping.shape(logits[rows], [steps[row] for row in rows])
+            scores = processors.apply(logits[rows], [steps[row] for row in rows])
             assert torch.equal(logits, raw)
             for row, own in zip(rows, scores, strict=True):
                 check(own, expected_scores(logits[row], *cases[row]))
@@ -128,53 +128,53 @@ def test_mixed_batches_equal_transformers(dtype: torch.dtype) -> None:
 @torch.inference_mode()
 def test_sequences_come_and_go_and_come_anew() -> None:
     """The memory of one that has gone is given to others, who find nothing of it."""
-    shaping = make_shaping()
+    processors = make_processors()
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, bad_words=((4, 5), (6,)))
     logits = torch.randn(1, VOCAB_SIZE)
     for turn in range(20):
         history = [turn, 4] * (turn % 3 + 1)
         for sequence_id in range(turn % 5, turn % 5 + 3):
-            shaping.admit(decode_step(sequence_id, history, 1), params)
-            shaping.append([sequence_id], torch.tensor([turn + 1]))
+            processors.admit(decode_step(sequence_id, history, 1), params)
+            processors.append([sequence_id], torch.tensor([turn + 1]))
         for sequence_id in range(turn % 5, turn % 5 + 3):
-            scores = shaping.shape(logits, [decode_step(sequence_id, [*history, turn + 1], 1)])
+            scores = processors.apply(logits, [decode_step(sequence_id, [*history, turn + 1], 1)])
             check(scores[0], expected_scores(logits[0], params, [*history, turn + 1], 1))
-        shaping.release(turn % 5)
-        assert turn % 5 not in shaping
-        assert shaping.rows([decode_step(turn % 5, history, 1)]) == []
-    shaping.admit(decode_step(2, [9], 1), SamplingParams(temperature=0.5))
-    assert 2 not in shaping
+        processors.release(turn % 5)
+        assert turn % 5 not in processors
+        assert processors.rows([decode_step(turn % 5, history, 1)]) == []
+    processors.admit(decode_step(2, [9], 1), SamplingParams(temperature=0.5))
+    assert 2 not in processors
 
 
 @torch.inference_mode()
 def test_a_stop_id_is_free_again_at_min_length() -> None:
-    shaping = make_shaping()
+    processors = make_processors()
     params = SamplingParams(stop_ids=STOPS, min_length=6)
-    shaping.admit(decode_step(1, [5] * 4, 4), params)
+    processors.admit(decode_step(1, [5] * 4, 4), params)
     logits = torch.zeros(1, VOCAB_SIZE)
     for length in (4, 5):
         step = decode_step(1, [5] * length, 4)
-        assert shaping.rows([step]) == [0]
-        banned = (shaping.shape(logits, [step])[0] < LEAST_SCORE).nonzero().flatten()
+        assert processors.rows([step]) == [0]
+        banned = (processors.apply(logits, [step])[0] < LEAST_SCORE).nonzero().flatten()
         assert banned.tolist() == list(STOPS)
-    assert shaping.rows([decode_step(1, [5] * 6, 4)]) == []
-    assert 1 not in shaping
+    assert processors.rows([decode_step(1, [5] * 6, 4)]) == []
+    assert 1 not in processors
 
 
 @torch.inference_mode()
 def test_where_nothing_is_left_the_sequence_can_only_end() -> None:
     everything = tuple((token,) for token in range(VOCAB_SIZE))
-    shaping = make_shaping(end_ids=(1, 44))
-    shaping.admit(decode_step(3, [8], 1), SamplingParams(bad_words=everything))
-    scores = shaping.shape(torch.randn(1, VOCAB_SIZE), [decode_step(3, [8], 1)])
+    processors = make_processors(end_ids=(1, 44))
+    processors.admit(decode_step(3, [8], 1), SamplingParams(bad_words=everything))
+    scores = processors.apply(torch.randn(1, VOCAB_SIZE), [decode_step(3, [8], 1)])
     assert (scores[0] > LEAST_SCORE).nonzero().flatten().tolist() == [1, 44]
 
 
 @torch.inference_mode()
 def test_the_longest_bad_word() -> None:
     word = tuple(range(100, 164))
-    shaping = make_shaping()
+    processors = make_processors()
     for sequence_id, history in enumerate(([*word[:-1]], [50, *word[:-1]], [*word[:-2], 50], [50, *word[:-2]])):
-        shaping.admit(decode_step(sequence_id, history, 1), SamplingParams(bad_words=(word,)))
-        scores = shaping.shape(torch.zeros(1, VOCAB_SIZE), [decode_step(sequence_id, history, 1)])
+        processors.admit(decode_step(sequence_id, history, 1), SamplingParams(bad_words=(word,)))
+        scores = processors.apply(torch.zeros(1, VOCAB_SIZE), [decode_step(sequence_id, history, 1)])
         assert bool(scores[0, 163] < LEAST_SCORE) == (sequence_id < 2)

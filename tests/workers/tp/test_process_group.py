@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from tandem.tests.workers.model.helpers import Driver, mixed_steps, prompt
 from tandem.workers.tp.process_group import TpGroup
+from tandem.workers.model.loader import open_checkpoint
 from tandem.workers.model.runner import ModelRunner
 folder, dtype, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 where = {"host": "127.0.0.1", "size": size, "device": "cpu", "timeout": 5, "start_timeout": 30}
@@ -39,7 +40,8 @@ if rank:
 else:
     group = TpGroup.listen(**where)
     print(json.dumps(group.address), flush=True)
-runner = ModelRunner.load(Path(folder), dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
+checkpoint = open_checkpoint(Path(folder))
+runner = ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
 group.connect()
 print(json.dumps([mixed_steps(runner), Driver(runner).generate(9, prompt(70, 2), 24)]), flush=True)
 sys.stdin.readline()

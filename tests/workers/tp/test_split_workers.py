@@ -22,7 +22,7 @@ from tandem.tests.fleet import Fleet, split_fleet, token_request
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.worker_config import worker_config
-from tandem.workers.model.sampling.grammar import Grammars
+from tandem.workers.model.sampling.grammar import GrammarCache
 from tandem.workers.tp.rank_client import RankLost
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.worker import Worker
@@ -121,14 +121,14 @@ async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch
     sampling = inference_pb2.SamplingParams(
         temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1, presence_penalty=0.7
     )
-    reads: list[Grammars] = []
-    read = Grammars._read
+    reads: list[GrammarCache] = []
+    read = GrammarCache._read_tokenizer
 
-    def counted(grammars: Grammars) -> LLTokenizer:
+    def counted(grammars: GrammarCache) -> LLTokenizer:
         reads.append(grammars)
         return read(grammars)
 
-    monkeypatch.setattr(Grammars, "_read", counted)
+    monkeypatch.setattr(GrammarCache, "_read_tokenizer", counted)
     made = []
     for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
         reads.clear()

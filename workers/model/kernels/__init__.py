@@ -1,6 +1,6 @@
-"""Kernels of our own: C on CPUs (`cpu`), Triton on GPUs (`gpu`).
+"""Holds kernels: C on CPUs (`cpu`), Triton on GPUs (`gpu`, `gpu_decode`, `gpu_chunk`).
 
-Where there are none the model runs in plain torch, which is also what tests hold the kernels against."""
+Where there are none the model runs in plain torch, which is also what tests compare the kernels with."""
 
 import importlib
 import importlib.util
@@ -14,7 +14,7 @@ from . import cpu
 
 
 class Kernels(Protocol):
-    """What there is on every device that has kernels; tensors as `cpu` and `gpu` say."""
+    """The kernels of every device that has any; tensors as in `cpu` and `gpu`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor: ...
 
@@ -24,19 +24,19 @@ class Kernels(Protocol):
 
 
 def of(tensor: torch.Tensor) -> Kernels | None:
-    """The kernels for tensors of this device and dtype, if there are any."""
+    """Returns the kernels for tensors of this device and dtype, None if there are none."""
     if tensor.is_cuda:
         return cast(Kernels | None, _gpu())
     return cast(Kernels, cpu) if cpu.usable(tensor) else None
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether the kernels for this tensor are those of `gpu`."""
+    """Returns whether the kernels for this tensor are those of `gpu`."""
     return of(tensor) not in (None, cpu)
 
 
 @cache
 def _gpu() -> ModuleType | None:
-    """`gpu`, if there is Triton, which torch brings along where it can use it. Only imported for GPUs: it takes a
-    second, and with it in the process the CPU kernels were a tenth slower."""
+    """Returns `gpu` if there is Triton, which torch installs where it can use it. Only imported for GPUs: it takes a
+    second, and in a process with it the CPU kernels were a tenth slower."""
     return importlib.import_module(f"{__name__}.gpu") if importlib.util.find_spec("triton") else None

@@ -41,7 +41,7 @@ _ARGUMENTS: Final = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, built if this machine has not built them before; None where they cannot be built."""
+    """Returns the kernels, built if this machine has not built them before; None where they cannot be built."""
     compiler = os.environ.get("CC", "cc")
     home = os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem")
     try:
@@ -55,12 +55,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def kernel(name: str, tensor: torch.Tensor | None = None) -> Callable[..., None]:
+    """Returns a kernel, its variant for this tensor's dtype if it has any. Raises RuntimeError if there are none."""
     return _bound(name, None if tensor is None else tensor.dtype)
 
 
 @functools.cache
 def _bound(name: str, dtype: torch.dtype | None) -> Callable[..., None]:
-    """A kernel with its argument types. Raises RuntimeError where there are none: ask `usable` first."""
+    """Returns a kernel with its argument types set."""
     kernels = library()
     if kernels is None:
         raise RuntimeError("no kernels")
@@ -70,7 +71,7 @@ def _bound(name: str, dtype: torch.dtype | None) -> Callable[..., None]:
 
 
 def _fingerprint(compiler: str) -> str:
-    """What the build depends on: the source, the compiler, the processor it tunes for, torch's OpenMP."""
+    """Hashes what the build depends on: source, compiler, the processor it tunes for, torch's OpenMP."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_BUILD_SECONDS).stdout
     flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
     words = (*_FLAGS, flags, platform.machine(), _openmp())
@@ -93,7 +94,7 @@ def _build(compiler: str, built: Path) -> None:
 
 
 def _openmp() -> str:
-    """The path of the OpenMP runtime in this process. Raises OSError if it is not GNU's or not there."""
+    """Returns the path of the OpenMP runtime in this process. Raises OSError if it is not GNU's or not there."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libgomp" in line:
             return line.split(maxsplit=5)[-1]

@@ -1,4 +1,4 @@
-"""C kernels, called through ctypes: what plain torch does in many small calls or, in bfloat16, slowly.
+"""Calls C kernels through ctypes, for what plain torch does in many small calls or, in bfloat16, slowly.
 
 Without a compiler there are none. Tensors are on the CPU, in float32 or bfloat16; their last dimension is contiguous.
 """
@@ -16,17 +16,17 @@ _PANEL: Final = 32  # as in linear.c
 
 
 def usable(tensor: torch.Tensor) -> bool:
-    """Whether there are kernels for tensors of this device and dtype."""
+    """Returns whether there are kernels for tensors of this device and dtype."""
     return tensor.device.type == "cpu" and tensor.dtype in SUFFIX and library() is not None
 
 
 def can_attend(cache: torch.Tensor, group: int) -> bool:
-    """Whether `decode_attention` can read a KV cache of this kind, `group` query heads to a KV head."""
+    """Returns whether `decode_attention` can read a KV cache of this kind, `group` query heads to a KV head."""
     return cache.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(cache)
 
 
 def can_attend_chunks(cache: torch.Tensor, group: int) -> bool:
-    """Whether `chunk_attention` can, which wants bfloat16 and a processor with its dot product."""
+    """Returns whether `chunk_attention` can, which needs bfloat16 and a processor with its dot product."""
     kernels = library() if usable(cache) and cache.dtype == torch.bfloat16 else None
     return kernels is not None and bool(kernels.has_chunk_attention(group, cache.shape[-1]))
 
@@ -41,7 +41,7 @@ def decode_attention(
     last_keys: torch.Tensor,  # [rows] int64, the last one
     out: torch.Tensor,  # [rows, num_heads * head_dim]
 ) -> None:
-    """Attention of one query per row over its own keys, read in place."""
+    """Computes attention of one query per row over its own keys, read in place."""
     rows, num_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     kernel("decode_attention", query)(
@@ -73,7 +73,7 @@ def chunk_attention(
     window: int,  # how many tokens each token sees, itself included
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
-    """Causal attention of one sequence's new tokens over its keys."""
+    """Computes causal attention of one sequence's new tokens over its keys."""
     tokens, num_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     kernel("chunk_attention", query)(
@@ -102,7 +102,7 @@ def store_kv(
     values: torch.Tensor,  # the same
     slots: torch.Tensor,  # [num_tokens * num_kv_heads] int64, rows of the cache
 ) -> None:
-    """Writes the step's keys and values where they belong."""
+    """Writes the step's keys and values to their slots."""
     tokens, heads, head_dim = key.shape
     size = key.element_size()
     kernel("store_kv")(
@@ -120,7 +120,7 @@ def store_kv(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root mean square norm over the last dimension."""
+    """Normalises the last dimension by its root mean square."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dim = weight.shape[0]
@@ -129,7 +129,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of a contiguous [rows, 2 * dim], gates first: [rows, dim]."""
+    """Computes silu(gate) * up of a contiguous [rows, 2 * dim], gates first: [rows, dim]."""
     rows, dim = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, dim)
     kernel("silu_mul", x)(x.data_ptr(), out.data_ptr(), rows, dim)
@@ -137,20 +137,20 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotates heads [num_tokens, num_heads, head_dim] in place by a RotaryTable's [num_tokens, 1, head_dim]."""
+    """Rotates heads [num_tokens, num_heads, head_dim] in place by a RotaryEmbedding's [num_tokens, 1, head_dim]."""
     rows, num_heads, dim = heads.shape
     kernel("rotate", heads)(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr(), rows, num_heads, dim)
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Whether there is a `linear` for a weight [outputs, inputs], which wants bfloat16 and a processor with its dot
-    product and without AMX."""
+    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and a processor with
+    its dot product and without AMX."""
     kernels = library() if usable(weight) and weight.dtype == torch.bfloat16 else None
     return kernels is not None and bool(kernels.has_linear(weight.shape[1]))
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [outputs, inputs] in the order in which `linear` reads it: [ceil(outputs / 32), inputs / 2, 32, 2]."""
+    """Returns a weight [outputs, inputs] in the order that `linear` reads: [ceil(outputs / 32), inputs / 2, 32, 2]."""
     outputs, inputs = weight.shape
     weight = weight.contiguous()
     packed = weight.new_empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2)
@@ -159,12 +159,12 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_gate(gate: torch.Tensor) -> bool:
-    """Whether `linear` can gate: for a weight of gates [outputs, inputs]."""
+    """Returns whether `linear` can gate: for a weight of gates [outputs, inputs]."""
     return can_multiply(gate) and gate.shape[0] % (_PANEL // 2) == 0
 
 
 def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Two weights [outputs, inputs] as one [2 * outputs, inputs], in turn 16 rows of each."""
+    """Returns two weights [outputs, inputs] as one [2 * outputs, inputs], in turn 16 rows of each."""
     runs = [weight.view(-1, _PANEL // 2, weight.shape[1]) for weight in (gate, up)]
     return torch.cat(runs, dim=1).view(-1, gate.shape[1])
 
@@ -177,7 +177,7 @@ def linear(
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
     gated: bool = False,
 ) -> torch.Tensor:
-    """x W^T + bias + residual: [rows, outputs].
+    """Computes x W^T + bias + residual: [rows, outputs].
 
     `gated` is for an alternated weight: then it is silu(gate) * up, [rows, outputs / 2]."""
     rows, inputs = x.shape
@@ -198,7 +198,7 @@ def linear(
 
 
 def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The tokens of logits [rows, vocab_size], as draw.py draws them: int64 [rows].
+    """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64.
 
     temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32."""
     rows, vocab_size = logits.shape

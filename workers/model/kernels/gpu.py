@@ -1,5 +1,4 @@
-"""Triton kernels for GPUs: the small pieces of a layer and the store into the paged KV cache here, attention in
-gpu_attention.py.
+"""Triton kernels for GPUs: norm, activation, rotation and the store into the paged KV cache.
 
 Tensors are on one device, in float32, bfloat16 or float16, and their last dimension is contiguous. Nothing here waits
 for the device or looks at data on the host, so that all of it can be captured in a CUDA graph, once it has run before.
@@ -12,30 +11,6 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
-
-from .gpu_attention import (
-    SPLIT_TOKENS,
-    ChunkWork,
-    DecodeWork,
-    chunk_attention,
-    decode_attention,
-    num_splits,
-    tile_tokens,
-)
-
-__all__ = [
-    "SPLIT_TOKENS",
-    "ChunkWork",
-    "DecodeWork",
-    "chunk_attention",
-    "decode_attention",
-    "num_splits",
-    "rms_norm",
-    "rotate",
-    "silu_mul",
-    "store_kv",
-    "tile_tokens",
-]
 
 _COLUMNS: Final = 1024  # of a row that one program gates
 _HEADS: Final = 16  # that one program rotates
@@ -68,7 +43,7 @@ def rms_norm(
     weight: torch.Tensor,  # [dim]
     epsilon: float,
 ) -> torch.Tensor:
-    """Root mean square norm over the last dimension, in float32: contiguous, in the shape of x."""
+    """Normalises the last dimension by its root mean square, in float32; returns a contiguous tensor of x's shape."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     heads, head_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
     dim = x.shape[-1]
@@ -100,7 +75,7 @@ def _silu_mul_kernel(x, out, x_stride_row, dim, COLUMNS: tl.constexpr):
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [rows, 2 * dim], gates first: contiguous [rows, dim]."""
+    """Computes silu(gate) * up of [rows, 2 * dim], gates first; returns contiguous [rows, dim]."""
     rows, dim = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, dim)
     _silu_mul_kernel[(rows, triton.cdiv(dim, _COLUMNS))](x, out, x.stride(0), dim, COLUMNS=_COLUMNS, num_warps=4)
@@ -140,7 +115,7 @@ def _rotate_kernel(
 
 def rotate(
     heads: torch.Tensor,  # [num_tokens, num_heads, head_dim], any strides but the last
-    cos: torch.Tensor,  # [num_tokens, 1, head_dim], of a RotaryTable
+    cos: torch.Tensor,  # [num_tokens, 1, head_dim], of a RotaryEmbedding
     sin: torch.Tensor,  # the same, signed
 ) -> None:
     """Rotates heads in place by their tokens' positions: in float32, rounded once."""
@@ -200,7 +175,7 @@ def store_kv(
     values: torch.Tensor,  # the same, in the same strides
     slots: torch.Tensor,  # [num_tokens] int32, block * block_size + offset; negative for a row that is padding
 ) -> None:
-    """Writes the step's keys and values where they belong; rows with a negative slot are not written anywhere."""
+    """Writes the step's keys and values to their slots; rows with a negative slot are not written."""
     num_tokens, kv_heads, head_dim = key.shape
     _store_kv_kernel[(num_tokens,)](
         key,

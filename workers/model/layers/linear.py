@@ -1,116 +1,113 @@
-"""The parts a decoder is made of: linear maps, norms, the gated MLP. Plain callables over loaded weights."""
+"""Linear layers and the token embedding, each with its rank's part of what the checkpoint has.
+
+Column parallel layers split their outputs over the ranks, row parallel layers their inputs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
-from .. import kernels
-from ..kernels import cpu
-from ..parallel import Shard
-from ..weights import Weights
-
-
-class Linear:
-    """y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel where it is the faster, else in
-    oneDNN's blocked form."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """weight [out, in], bias [out]."""
-        self._num_outputs = weight.shape[0]
-        self._bias = bias
-        self._native = cpu.can_multiply(weight)
-        self._packed = not self._native and _can_pack(weight)
-        if self._native:
-            self._weight = cpu.pack_linear(weight)
-        else:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
-
-    @classmethod
-    def load(cls, weights: Weights, *parts: tuple[str, slice]) -> "Linear":
-        """Reads the given rows of the named maps, which take the same input, into one that gives their outputs side by
-        side."""
-        weight = weights.stack(*((f"{name}.weight", rows) for name, rows in parts))
-        has_bias = weights.has(f"{parts[0][0]}.bias")
-        return cls(weight, weights.stack(*((f"{name}.bias", rows) for name, rows in parts)) if has_bias else None)
-
-    @classmethod
-    def load_summand(cls, weights: Weights, name: str, shard: Shard, columns: slice) -> "Linear":
-        """Reads the given columns of a map: the outputs of all ranks add up to its output."""
-        weight = weights.take(f"{name}.weight", slice(None), columns)
-        has_bias = shard.is_first and weights.has(f"{name}.bias")
-        return cls(weight, weights.take(f"{name}.bias") if has_bias else None)
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[num_tokens, in] to [num_tokens, out], added to a residual of the same shape if there is one, maybe in
-        place."""
-        if self._native:
-            return cpu.linear(x, self._weight, self._num_outputs, self._bias, residual)
-        product = _packed_linear if self._packed else functional.linear
-        if residual is not None and self._bias is None and not self._packed:
-            return residual.addmm_(x, self._weight.t())
-        y = product(x, self._weight, self._bias)
-        return y if residual is None else residual + y
-
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """For an alternated weight, see cpu.alternate: silu(gate) * gated, [num_tokens, out / 2]."""
-        return cpu.linear(x, self._weight, self._num_outputs, gated=True)
+from ...kv_cache.layout import LayerGeometry
+from ..module import Module, Parameter, WeightSlice
+from ..parallel import TensorParallel
+from ..quant.base import LinearMethodOf, LinearPartition
+from ..quant.unquantized import UnquantizedLinearMethod
 
 
-class RmsNorm:
-    """Root mean square norm (arXiv 1910.07467) over the last dimension, in float32 as transformers computes it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """Says how a model's tree is built."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
-        self._weight = weight
-        self._epsilon = epsilon
-        self._kernels = kernels.of(weight)
+    dtype: torch.dtype  # that the model computes in
+    tp: TensorParallel
+    linear_method: LinearMethodOf
+
+
+class ColumnParallelLinear(Module):
+    """Computes the rank's outputs of one or several maps of the same input, side by side."""
+
+    def __init__(
+        self,
+        outputs: Sequence[tuple[str, int, slice]],  # name in the checkpoint, outputs of the whole, outputs kept
+        num_inputs: int,
+        build: BuildOptions,
+        *,
+        bias: bool = False,
+        gated: bool = False,  # the maps are gate and up; see `LinearMethod.apply_gated`
+    ) -> None:
+        self.method = build.linear_method(outputs[0][0])
+        partition = LinearPartition(outputs=tuple(outputs), num_inputs=num_inputs, has_bias=bias, gated=gated)
+        self.method.create_weights(partition, build.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kernels:
-            return self._kernels.rms_norm(x, self._weight, self._epsilon)
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._epsilon)
-        return self._weight * (wide * scale).to(x.dtype)
+        """Maps [num_tokens, num_inputs] to [num_tokens, outputs kept]."""
+        return self.method.apply(x)
 
 
-class GatedMlp:
-    """down(silu(gate(x)) * up(x)), arXiv 2002.05202."""
+def qkv_outputs(prefix: str, layer: LayerGeometry, tp: TensorParallel) -> list[tuple[str, int, slice]]:
+    """Returns the outputs of a layer's query, key and value maps that a rank keeps: its query heads, and the keys and
+    the values of its KV slots. Raises ValueError as `check_split`."""
+    dim, heads = layer.head_dim, tp.query_heads(layer)
+    keys_values = [
+        (f"{prefix}.{name}", layer.num_kv_heads * dim, slice(head * dim, (head + 1) * dim))
+        for name in ("k_proj", "v_proj")
+        for head in tp.kv_heads(layer)
+    ]
+    return [(f"{prefix}.q_proj", layer.num_heads * dim, slice(heads.start * dim, heads.stop * dim)), *keys_values]
 
-    def __init__(self, weights: Weights, prefix: str, shard: Shard) -> None:
-        self._shard = shard
-        names, rows = (f"{prefix}.gate_proj", f"{prefix}.up_proj"), shard.mlp_rows
-        weight = weights.stack(*((f"{name}.weight", rows) for name in names))
-        has_bias = weights.has(f"{names[0]}.bias")
-        self._fused = not has_bias and cpu.can_gate(weight[: len(weight) // 2])
-        if self._fused:
-            weight.copy_(cpu.alternate(*weight.chunk(2)))  # and not `=`: what is packed next fills the copy's hole
-        self._gate_up = Linear(weight, weights.stack(*((f"{name}.bias", rows) for name in names)) if has_bias else None)
-        self._down = Linear.load_summand(weights, f"{prefix}.down_proj", shard, rows)
+
+class RowParallelLinear(Module):
+    """Maps the rank's part of the inputs to a summand of the output, and sums these over the ranks."""
+
+    def __init__(
+        self, name: str, num_outputs: int, num_inputs: int, inputs: slice, build: BuildOptions, *, bias: bool
+    ) -> None:
+        """`inputs` are those that the rank has; rank 0 adds the bias."""
+        self._tp = build.tp
+        self.method = build.linear_method(name)
+        outputs = ((name, num_outputs, slice(None)),)
+        has_bias = bias and build.tp.rank == 0
+        partition = LinearPartition(outputs=outputs, num_inputs=num_inputs, inputs=inputs, has_bias=has_bias)
+        self.method.create_weights(partition, build.dtype)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden] to the same, added to `residual`."""
-        inner = self._gate_up.gated(x) if self._fused else _gate(self._gate_up(x))
-        return self._shard.add_up(self._down(inner, self._shard.residual(residual)))
+        """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which may be
+        overwritten."""
+        return self._tp.all_reduce(self.method.apply(x, residual if self._tp.rank == 0 else None))
 
 
-def _gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, 2 * intermediate] to [num_tokens, intermediate]."""
-    if native := kernels.of(gate_up):
-        return native.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+class VocabParallelEmbedding(Module):
+    """Looks up token embeddings; each rank has the rows of its part of the vocabulary."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, build: BuildOptions) -> None:
+        self._tp = build.tp
+        self._vocab = build.tp.part(vocab_size)
+        rows = WeightSlice(f"{name}.weight", (vocab_size, hidden_size), (self._vocab,))
+        self.weight = Parameter(rows, dtype=build.dtype)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Maps token_ids [num_tokens] to [num_tokens, hidden]."""
+        table = self.weight.data  # [the rank's part of the vocabulary, hidden]
+        if self._tp.group is None:
+            return table[token_ids]
+        local = token_ids - self._vocab.start
+        is_local = (local >= 0) & (local < len(table))
+        return self._tp.all_reduce(table[local.where(is_local, 0)] * is_local[:, None])
 
 
-def _can_pack(weight: torch.Tensor) -> bool:
-    fits = (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
-    return fits and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+class ParallelLMHead(Module):
+    """Computes logits; each rank those of its part of the vocabulary."""
 
+    def __init__(self, name: str, size: tuple[int, int], build: BuildOptions, tied: Parameter | None = None) -> None:
+        """`size` is vocabulary and hidden size; `tied` is the embedding's weight if that is the head's, too."""
+        self._tp, self._vocab_size = build.tp, size[0]
+        self.method = UnquantizedLinearMethod() if tied else build.linear_method(name)
+        if isinstance(self.method, UnquantizedLinearMethod) and tied:
+            self.method.weight = tied
+        else:
+            outputs = ((name, size[0], build.tp.part(size[0])),)
+            self.method.create_weights(LinearPartition(outputs=outputs, num_inputs=size[1]), build.dtype)
 
-def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    no_scalars: Sequence[float] = []
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", no_scalars, "")
-    return result
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [num_rows, hidden] to the logits [num_rows, vocab_size], gathered from all ranks."""
+        return self._tp.gather_logits(self.method.apply(x), self._vocab_size)

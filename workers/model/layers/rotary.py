@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) and its scalings, equal to transformers'."""
+"""Rotary position embedding (arXiv 2104.09864) and its scalings, as transformers computes them."""
 
 import math
 
@@ -7,9 +7,12 @@ import torch
 from .. import kernels
 from ..config import RopeConfig
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines of each token's position, each [num_tokens, 1, head_dim]."""
+
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """The angle per position of each pair of dimensions: float32 [head_dim / 2]."""
+    """Returns the angle per position of each pair of dimensions: float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.kind == "linear":
@@ -21,8 +24,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     return frequencies
 
 
-class RotaryTable:
-    """Turns positions into the cosines and sines that `rotate` takes."""
+class RotaryEmbedding:
+    """Turns positions into the cosines and sines that `apply_rotary` takes."""
 
     def __init__(self, config: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
         half = inverse_frequencies(config, head_dim).to(device)
@@ -33,14 +36,15 @@ class RotaryTable:
         self._signed_scale[: head_dim // 2] *= -1
         self._dtype = dtype
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [num_tokens] to cosines and signed sines, each [num_tokens, 1, head_dim]."""
+    def __call__(self, positions: torch.Tensor) -> CosSin:
+        """Maps positions [num_tokens] to cosines and signed sines."""
         angles = (positions.float()[:, None] * self._frequencies)[:, None]
         return (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._signed_scale).to(self._dtype)
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryTable's result, in place where there is a kernel."""
+def apply_rotary(heads: torch.Tensor, rotary: CosSin) -> torch.Tensor:
+    """Rotates heads [num_tokens, num_heads, head_dim], in place where there is a kernel."""
+    cos, sin = rotary
     if native := kernels.of(heads):
         native.rotate(heads, cos, sin)
         return heads
@@ -48,7 +52,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long waves are slowed by the factor, short ones kept, those between blended."""
+    """Scales as Llama 3.1: long waves are slowed by the factor, short ones kept, those between blended."""
     context = config.original_max_position
     waves = 2 * math.pi / frequencies
     scaled = torch.where(waves > context / config.low_freq_factor, frequencies / config.factor, frequencies)
@@ -59,7 +63,7 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071): a ramp over the dimensions between keeping and slowing by the factor."""
+    """Scales as YaRN (arXiv 2309.00071): a ramp over the dimensions between keeping and slowing by the factor."""
 
     def dimension(num_rotations: float) -> float:
         turns = config.original_max_position / (num_rotations * 2 * math.pi)

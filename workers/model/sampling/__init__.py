@@ -1,1 +1,1 @@
-"""Chooses the next tokens: logits processors, filters, grammars, sampling."""
+"""Samples the next tokens: logits processors, filters, grammars, Gumbel-max sampling, log probabilities."""

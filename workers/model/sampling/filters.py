@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: top-k, top-p, min-p and typical sampling, in transformers' order.
+"""Restricts sampling by top-k, top-p, min-p and typical sampling, in transformers' order.
 
 Each of the first three keeps a set {score >= threshold}, ties included."""
 
@@ -14,6 +14,7 @@ NUM_CANDIDATES: Final = 1024  # sorted first; what is kept beyond them costs a s
 
 
 def has_filter(params: SamplingParams) -> bool:
+    """Returns whether any of the filters is on."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
 
 
@@ -35,7 +36,7 @@ def filter_scores(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tup
 
 
 def _threshold(scores: torch.Tensor, values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The smallest score each row keeps, [num_rows, 1], as far as `values`, its largest scores, reach down."""
+    """Returns the smallest score each row keeps, [num_rows, 1]; `values` are its largest scores."""
     width = values.shape[1]
     ranks = [min(row.top_k, width) - 1 if row.top_k > 0 else 0 for row in params]
     last = to_device(torch.tensor(ranks), values.device)
@@ -52,7 +53,7 @@ def _threshold(scores: torch.Tensor, values: torch.Tensor, params: Sequence[Samp
 
 
 def _keep_typical(values: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keeps of scores [num_rows, width] those whose surprise is nearest to the expected one, until they have the mass
+    """Keeps of scores [num_rows, width] those whose information content is nearest to the entropy, up to the mass
     typical_p (arXiv 2202.00666)."""
     if all(row.typical_p >= 1 for row in params):
         return values

@@ -1,7 +1,7 @@
-"""Grammars that completions keep to, as llguidance compiles and follows them.
+"""Constrains completions to grammars, which llguidance compiles and matches.
 
-A sequence whose grammar cannot be compiled here, whose tokens break it, or which takes more than the limits in one
-step, has failed, and the batch goes on.
+A sequence whose grammar cannot be compiled here, whose tokens violate it, or which takes more than the limits in one
+step fails, and the batch continues.
 """
 
 import json
@@ -22,7 +22,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from ....proto.deep_stack import on_deep_stack
 from ...engine.plan import SequenceStep
 
-_NUM_RECENT: Final = 32  # kept compiled, whoever uses them
+_NUM_RECENT: Final = 32  # kept compiled, used or not
 _MAX_MASK_THREADS: Final = 8
 _CORES_PER_MASK_THREAD: Final = 4
 _MAX_ERROR_CHARACTERS: Final = 200
@@ -39,89 +39,90 @@ _LIMITS: Final = LLParserLimits(
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Compiled:
-    """A grammar at the beginning of a completion. Copies share what they learn of the lexer's states."""
+class CompiledGrammar:
+    """Holds a matcher at the beginning of a completion. Its copies share the lexer's states."""
 
     matcher: LLMatcher
 
 
-class Grammars:
-    """The grammars that one model's sequences use. Safe to use from any thread."""
+class GrammarCache:
+    """Holds the compiled grammars of one model's sequences. Safe to use from any thread."""
 
     def __init__(self, folder: Path | None, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """`folder` holds tokenizer.json, which is read when the first grammar comes."""
+        """`folder` holds tokenizer.json, which is read when the first grammar is loaded."""
         self._folder = folder
         self._vocab_size = vocab_size
         self.end_ids = tuple(end_ids)
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
-        self._recent: OrderedDict[str, Compiled] = OrderedDict()  # the last used
+        self._compiled: WeakValueDictionary[str, CompiledGrammar] = WeakValueDictionary()
+        self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the last used
 
-    def load(self, grammar: str) -> Compiled:
-        """Compiles a grammar, JSON or Lark as llguidance reads them, unless it is. It stays so while somebody holds the
-        result. Raises ValueError if it cannot be followed. May take seconds, but not the lock of others."""
+    def load(self, grammar: str) -> CompiledGrammar:
+        """Compiles a grammar, JSON or Lark as llguidance reads them, unless it is compiled; keeps it while the result
+        is held. Raises ValueError if it cannot be compiled. May take seconds, which do not block other threads."""
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
                 self._keep(grammar, found)
                 return found
-        made = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar))
+        compiled = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar))
         with self._lock:
-            made = self._compiled.setdefault(grammar, made)  # another thread may have been faster
-            self._keep(grammar, made)
-            return made
+            compiled = self._compiled.setdefault(grammar, compiled)  # another thread may have been faster
+            self._keep(grammar, compiled)
+            return compiled
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of a completion. Raises ValueError if the grammar cannot be followed."""
+        """Returns a matcher at the beginning of a completion. Raises ValueError if the grammar cannot be compiled."""
         found = self.load(grammar)
         with self._lock:
             return found.matcher.deep_copy()
 
     def forget(self, grammar: str) -> None:
-        """Whoever loads it next has it compiled anew: the lexer that all matchers of a grammar share may be full."""
+        """Makes the next `load` compile it anew: the lexer that all matchers of a grammar share may be full."""
         with self._lock:
             self._compiled.pop(grammar, None)
             self._recent.pop(grammar, None)
 
-    def _keep(self, grammar: str, compiled: Compiled) -> None:
+    def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
         self._recent[grammar] = compiled
         self._recent.move_to_end(grammar)
         while len(self._recent) > _NUM_RECENT:
             self._recent.popitem(last=False)
 
     def _load_tokenizer(self) -> LLTokenizer:
+        """Raises ValueError as `_read_tokenizer`."""
         with self._loading:
             if self._tokenizer is None:
-                self._tokenizer = self._read()
+                self._tokenizer = self._read_tokenizer()
             return self._tokenizer
 
-    def _read(self) -> LLTokenizer:
+    def _read_tokenizer(self) -> LLTokenizer:
         if self._folder is None or not self.end_ids:
-            raise ValueError("this model has no tokenizer or no end token, so it cannot follow a grammar")
+            raise ValueError("this model has no tokenizer or no end token, so grammars are not supported")
         try:
             fields = json.loads((self._folder / "tokenizer.json").read_bytes())
             text = json.dumps(fields | {"padding": None, "truncation": None})
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
         except (OSError, ValueError, TypeError):
-            raise ValueError("this model's tokenizer.json does not serve for grammars") from None
+            raise ValueError("this model's tokenizer.json does not support grammars") from None
 
 
-def _compile(tokenizer: LLTokenizer, grammar: str) -> Compiled:
-    """Recurses over chains of rules, unlike all that a matcher does later. Raises ValueError."""
-    made = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-    made.compute_bitmask()  # fills the lexer's cache for all copies, and may reach a limit
-    if made.is_error():
-        raise ValueError(f"the grammar cannot be followed: {_brief(made.get_error())}")
-    return Compiled(made)
+def _compile(tokenizer: LLTokenizer, grammar: str) -> CompiledGrammar:
+    """Compiles a grammar, recursing over chains of rules. Raises ValueError if it is not valid or over the limits."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    matcher.compute_bitmask()  # fills the lexer's cache for all copies, and may reach a limit
+    if matcher.is_error():
+        raise ValueError(f"the grammar cannot be compiled: {_brief(matcher.get_error())}")
+    return CompiledGrammar(matcher)
 
 
-class Matchers:
-    """Follows the grammars of sequences. Used from one thread."""
+class GrammarMatchers:
+    """Holds a matcher for each sequence under a grammar. Used from one thread."""
 
-    def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
-        """`grammars`: None follows none."""
+    def __init__(self, grammars: GrammarCache | None, vocab_size: int) -> None:
+        """Without `grammars` no sequence is constrained."""
         self._grammars = grammars
         self._num_words = -(-vocab_size // 32)
         ends = np.zeros(32 * self._num_words, bool)
@@ -131,7 +132,7 @@ class Matchers:
         self._texts: dict[int, str] = {}
         self._num_read: dict[int, int] = {}  # tokens of the sequence that are prompt or were given to its matcher
         self._failures: dict[int, str] = {}
-        # On few cores the model's threads are in the way of others: one wait for a core is longer than most masks.
+        # On few cores more threads compete with the model's: one wait for a core is longer than most masks take.
         num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
         self._num_threads = num_threads
         self._executor: LLExecutor | None = None
@@ -140,8 +141,8 @@ class Matchers:
         return sequence_id in self._matchers
 
     def admit(self, sequence_id: int, grammar: str, history: Sequence[int], num_prompt: int) -> None:
-        """Makes a sequence known, or anew; it goes on after `history`. May take seconds if nobody has loaded the
-        grammar before."""
+        """Adds a sequence, or replaces it; its tokens so far are `history`. May take seconds if the grammar is not
+        compiled."""
         if self._grammars is None:
             return
         try:
@@ -155,17 +156,17 @@ class Matchers:
         self._num_read[sequence_id] = len(history)
 
     def release(self, sequence_id: int) -> None:
-        """Idempotent."""
+        """Removes a sequence, if it is there."""
         self._matchers.pop(sequence_id, None)
         self._texts.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
 
     def masks(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """Reads the tokens of such sequences' steps, none of them pending, and says what may follow: int32 [num_steps,
-        num_words], a bit for each token; of those that have failed, an end token.
+        """Consumes the tokens of the steps of sequences under grammars, none of them pending, and returns what may
+        follow: int32 [num_steps, num_words], a bit for each token; for failed sequences only the end tokens.
 
-        Takes 5 to 500 us a sequence, or what the limits allow, during which other threads run; a GPU meanwhile computes
-        the logits."""
+        Takes 5 to 500 us a sequence, or what the limits allow, with the GIL released; a GPU meanwhile computes the
+        logits."""
         masks = torch.zeros(len(steps), self._num_words, dtype=torch.int32)
         matchers: list[tuple[LLMatcher, int]] = []
         for row, step in enumerate(steps):
@@ -192,17 +193,17 @@ class Matchers:
         return masks
 
     def take_failures(self) -> dict[int, str]:
-        """Why, by sequence, those have failed whose masks were asked for since the last call."""
+        """Returns by sequence why those failed whose masks were computed since the last call."""
         failures, self._failures = self._failures, {}
         return failures
 
     def _fail(self, sequence_id: int, matcher: LLMatcher) -> None:
-        reason = f"grammar: the completion cannot go on: {_brief(matcher.get_error())}"
+        reason = f"grammar: the completion cannot continue: {_brief(matcher.get_error())}"
         self._matchers[sequence_id] = self._failures[sequence_id] = reason
         if self._grammars is not None:
             self._grammars.forget(self._texts[sequence_id])
 
 
 def _brief(error: str) -> str:
-    """The first line of what llguidance says, without what it quotes after it."""
+    """Returns the first line of llguidance's message, without what it quotes after it."""
     return error.strip().partition("\n")[0].rstrip(" :")[:_MAX_ERROR_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens under the model's own distribution: log_softmax of its logits, in float32."""
+"""Computes log probabilities of tokens under the model's own distribution: log_softmax of its logits, in float32."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ import numpy as np
 import torch
 
 from ...engine.plan import SampledLogprobs, SequenceStep
-from ..device import ship
+from ..device import copy_to_device
 
 _ROWS_AT_ONCE: Final = 64
-"""Positions of prompts whose logits are held at once: of 150,000 tokens they take 40 MB, and twice that in passing."""
+"""Positions of prompts whose logits are held at once: with a vocabulary of 150,000 they take 40 MB, and twice that
+while log probabilities are computed."""
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def measure(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Tensors:
-    """logits [num_rows, vocab_size] and a token of each row, int64 [num_rows], to the token's log probability
+def compute_logprobs(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Tensors:
+    """Maps logits [num_rows, vocab_size] and a token of each row, int64 [num_rows], to the token's log probability
     [num_rows], the largest ones [num_rows, num_top], descending, and their tokens; float32, but for tokens."""
     logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
@@ -27,8 +28,8 @@ def measure(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Tensor
 
 
 def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
-    """The tokens [num_rows, num_top] of the largest of logits, float32 [num_rows, vocab_size], the largest first; of
-    equals, which are many in bfloat16, the lower number first: a search must not depend on who else is in the batch."""
+    """Returns the tokens [num_rows, num_top] of the largest of logits, float32 [num_rows, vocab_size], the largest
+    first; of equals, which are many in bfloat16, the lower id first: a beam search must not depend on the batch."""
     num_rows, vocab_size = logits.shape
     width = min(num_top, vocab_size)
     if width == 0:
@@ -45,62 +46,63 @@ def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Log probabilities on the device, and whose they are."""
+class LogprobsTensors:
+    """Holds log probabilities on the device, and says whose they are."""
 
-    owners: Sequence[tuple[int, int, int]]  # in the order of rows: sequence id, number of rows, alternatives wanted
-    tensors: Tensors  # as `measure` gives them
+    sequences: Sequence[tuple[int, int, int]]  # in the order of rows: id, number of rows, alternatives wanted
+    tensors: Tensors  # of `compute_logprobs`
 
-    def read(
+    def to_lists(
         self, chosen: Iterable[float], values: Iterable[list[float]], ids: Iterable[list[int]]
     ) -> dict[int, list[SampledLogprobs]]:
-        """What the tensors hold, by sequence id."""
+        """Returns by sequence id what the tensors hold, given as lists."""
         rows = zip(chosen, values, ids, strict=True)
         return {
             sequence_id: [
                 SampledLogprobs(logprob=logprob, top=tuple(zip(row_ids[:num_top], row_values[:num_top], strict=True)))
                 for logprob, row_values, row_ids in islice(rows, count)
             ]
-            for sequence_id, count, num_top in self.owners
+            for sequence_id, count, num_top in self.sequences
         }
 
 
-def measure_prompts(
+def compute_prompt_logprobs(
     hidden: torch.Tensor,
     head: Callable[[torch.Tensor], torch.Tensor],
     steps: Sequence[SequenceStep],
     num_top: dict[int, int],
-) -> Measured | None:
-    """The prompt tokens that follow those of the step, of the sequences in `num_top`, by the alternatives wanted.
+) -> LogprobsTensors | None:
+    """Computes those of the prompt tokens that follow the step's tokens, for the sequences in `num_top`, which holds
+    the alternatives wanted.
 
-    hidden [num_tokens, hidden] of all steps, which `head` makes logits [num_rows, vocab_size] of. None if nothing that
-    is wanted follows."""
-    owners: list[tuple[int, int, int]] = []
+    `head` maps rows of hidden [num_tokens, hidden] to logits [num_rows, vocab_size]. Returns None if no known prompt
+    token follows."""
+    sequences: list[tuple[int, int, int]] = []
     rows: list[int] = []
     targets: list[int] = []
     first = 0
     for step in steps:
-        follows = following(step) if step.sequence_id in num_top else ()
+        follows = next_prompt_tokens(step) if step.sequence_id in num_top else ()
         if follows:
-            owners.append((step.sequence_id, len(follows), num_top[step.sequence_id]))
+            sequences.append((step.sequence_id, len(follows), num_top[step.sequence_id]))
             rows += range(first, first + len(follows))
             targets += follows
         first += len(step.token_ids)
     if not rows:
         return None
-    most = max(wanted for _, _, wanted in owners)
-    rows_there, targets_there = ship([np.array(rows), np.array(targets)], hidden.device)
+    most = max(wanted for _, _, wanted in sequences)
+    rows_device, targets_device = copy_to_device([np.array(rows), np.array(targets)], hidden.device)
     parts = [
-        measure(head(hidden[some_rows]), some_targets.long(), most)
+        compute_logprobs(head(hidden[some_rows]), some_targets.long(), most)
         for some_rows, some_targets in zip(
-            torch.split(rows_there, _ROWS_AT_ONCE), torch.split(targets_there, _ROWS_AT_ONCE), strict=True
+            torch.split(rows_device, _ROWS_AT_ONCE), torch.split(targets_device, _ROWS_AT_ONCE), strict=True
         )
     ]
     chosen, values, ids = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return Measured(owners=owners, tensors=(chosen, values, ids))
+    return LogprobsTensors(sequences=sequences, tensors=(chosen, values, ids))
 
 
-def following(step: SequenceStep) -> tuple[int, ...]:
-    """The known prompt tokens that follow the step's first, second, ... token."""
+def next_prompt_tokens(step: SequenceStep) -> tuple[int, ...]:
+    """Returns the known prompt tokens that follow the step's first, second, ... token."""
     last = () if step.next_prompt_token is None else (step.next_prompt_token,)
     return step.token_ids[1:] + last

@@ -1,6 +1,6 @@
-"""What depends on the tokens of a sequence so far: repetition, presence and frequency penalties, and bad words.
+"""Applies what depends on a sequence's tokens so far: repetition, presence and frequency penalties, and bad words.
 
-Those tokens are kept on the device, where a drawn one is entered at once: the host may not know it yet when the next
+Those tokens are kept on the device, where a sampled one is appended at once: the host may not know it yet when the next
 step is launched. Only sequences that use a feature hold memory for it.
 """
 
@@ -12,49 +12,49 @@ import torch
 
 from ....proto.limits import MAX_BAD_WORD_TOKENS
 from ...engine.plan import SamplingParams
-from ..device import indices, ship, to_device
+from ..device import copy_to_device, indices, to_device
 
 BANNED: Final = -1e28
-"""Added to the score of a token that must not be drawn. Finite, so that nothing makes NaN of it."""
+"""Added to the score of a token that must not be sampled. Finite, so that no operation makes NaN of it."""
 
 LEAST_SCORE: Final = -1e20
-"""What is below it was banned, whatever penalties have made of the score since."""
+"""A score below it is that of a banned token, whatever penalties have changed since."""
 
 _WIDTH: Final = MAX_BAD_WORD_TOKENS
-_ANYTHING: Final = -1  # in a prefix of fewer tokens than _WIDTH - 1
-_NOTHING: Final = -2  # before the first token of a sequence
+_ANY_TOKEN: Final = -1  # in a prefix of fewer tokens than _WIDTH - 1
+_NO_TOKEN: Final = -2  # before the first token of a sequence
 
 
-class Slots:
-    """Rows of device tensors that sequences hold while they are known. There are as many as were ever held at once,
-    rounded up to a power of two."""
+class RowPool:
+    """Allocates rows of device tensors to sequences. There are as many rows as were ever allocated at once, rounded up
+    to a power of two."""
 
     def __init__(self, device: torch.device, *columns: tuple[int, torch.dtype]) -> None:
-        """Of each tensor the length of a row, and its dtype."""
+        """`columns` are the length of a row and the dtype of each tensor."""
         self.device = device
         self.tensors = [torch.zeros(0, length, dtype=dtype, device=device) for length, dtype in columns]
-        self._held: dict[int, int] = {}
+        self._allocated: dict[int, int] = {}
         self._free: list[int] = []
 
     def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._held
+        return sequence_id in self._allocated
 
-    def hold(self, sequence_id: int) -> list[torch.Tensor]:
-        """The sequence's row of each tensor, to be written; what is in it is anybody's."""
-        if sequence_id not in self._held:
+    def allocate(self, sequence_id: int) -> list[torch.Tensor]:
+        """Returns the sequence's row of each tensor, to be overwritten: it holds what its last owner left."""
+        if sequence_id not in self._allocated:
             if not self._free:
                 self._grow()
-            self._held[sequence_id] = self._free.pop()
-        return [tensor[self._held[sequence_id]] for tensor in self.tensors]
+            self._allocated[sequence_id] = self._free.pop()
+        return [tensor[self._allocated[sequence_id]] for tensor in self.tensors]
 
-    def release(self, sequence_id: int) -> None:
-        """Idempotent."""
-        if sequence_id in self._held:
-            self._free.append(self._held.pop(sequence_id))
+    def free(self, sequence_id: int) -> None:
+        """Frees the sequence's row, if it has one."""
+        if sequence_id in self._allocated:
+            self._free.append(self._allocated.pop(sequence_id))
 
-    def of(self, sequence_ids: Sequence[int]) -> torch.Tensor:
-        """Row numbers, int64 [num_sequences]."""
-        return indices([self._held[sequence_id] for sequence_id in sequence_ids], self.device)
+    def rows_of(self, sequence_ids: Sequence[int]) -> torch.Tensor:
+        """Returns the sequences' rows, int64 [num_sequences]."""
+        return indices([self._allocated[sequence_id] for sequence_id in sequence_ids], self.device)
 
     def _grow(self) -> None:
         size = len(self.tensors[0])
@@ -64,80 +64,80 @@ class Slots:
 
 
 class Penalties:
-    """Repetition penalty (arXiv 1909.05858) for what prompt or completion hold; presence and frequency penalty, as
-    OpenAI defines them, for what the completion holds."""
+    """Applies the repetition penalty (arXiv 1909.05858) to tokens of prompt and completion; presence and frequency
+    penalty, as OpenAI defines them, to those of the completion."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._slots = Slots(device, (vocab_size, torch.int32), (vocab_size, torch.bool), (3, torch.float32))
+        self._pool = RowPool(device, (vocab_size, torch.int32), (vocab_size, torch.bool), (3, torch.float32))
 
     def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._slots
+        return sequence_id in self._pool
 
     def admit(self, sequence_id: int, params: SamplingParams, prompt: Sequence[int], completion: Sequence[int]) -> None:
-        """Makes a sequence known, or anew."""
-        counts, in_prompt, factors = self._slots.hold(sequence_id)
-        drawn = indices(completion, counts.device)
-        counts.zero_().index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
+        """Adds a sequence, or replaces it."""
+        counts, in_prompt, factors = self._pool.allocate(sequence_id)
+        sampled = indices(completion, counts.device)
+        counts.zero_().index_add_(0, sampled, torch.ones_like(sampled, dtype=torch.int32))
         in_prompt.zero_().index_fill_(0, indices(prompt, counts.device), True)
         own = torch.tensor((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
         factors.copy_(to_device(own, counts.device))
 
     def release(self, sequence_id: int) -> None:
-        """Idempotent."""
-        self._slots.release(sequence_id)
+        """Removes a sequence, if it is there."""
+        self._pool.free(sequence_id)
 
     def apply(self, scores: torch.Tensor, sequence_ids: Sequence[int]) -> torch.Tensor:
         """Returns scores [num_sequences, vocab_size], float32, with the penalties."""
-        slots = self._slots.of(sequence_ids)
-        counts, in_prompt, factors = (tensor[slots] for tensor in self._slots.tensors)
+        rows = self._pool.rows_of(sequence_ids)
+        counts, in_prompt, factors = (tensor[rows] for tensor in self._pool.tensors)
         repetition, presence, frequency = factors[:, :, None].unbind(1)  # [num_sequences, 1] each
-        is_drawn = counts > 0
+        is_sampled = counts > 0
         scaled = torch.where(scores > 0, scores / repetition, scores * repetition)
-        scores = torch.where(is_drawn | in_prompt, scaled, scores)
-        return scores.sub_(frequency * counts).sub_(presence * is_drawn)
+        scores = torch.where(is_sampled | in_prompt, scaled, scores)
+        return scores.sub_(frequency * counts).sub_(presence * is_sampled)
 
     def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
-        """tokens [num_sequences], one more of each."""
-        slots = self._slots.of(sequence_ids)
-        self._slots.tensors[0].index_put_((slots, tokens), torch.ones_like(slots, dtype=torch.int32), accumulate=True)
+        """Appends tokens [num_sequences], one to each sequence."""
+        rows = self._pool.rows_of(sequence_ids)
+        self._pool.tensors[0].index_put_((rows, tokens), torch.ones_like(rows, dtype=torch.int32), accumulate=True)
 
 
 class BadWords:
-    """Token sequences that are not to be completed: the last token of each is banned behind all its others."""
+    """Bans the last token of each bad word where its other tokens precede."""
 
     def __init__(self, device: torch.device) -> None:
-        self._slots = Slots(device, (_WIDTH - 1, torch.int64))  # the last tokens of each sequence
-        self._words: dict[int, torch.Tensor] = {}  # [num_words, _WIDTH], each with _ANYTHING before it
+        self._pool = RowPool(device, (_WIDTH - 1, torch.int64))  # the last tokens of each sequence
+        self._words: dict[int, torch.Tensor] = {}  # [num_words, _WIDTH], each with _ANY_TOKEN before it
 
     def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._slots
+        return sequence_id in self._pool
 
     def admit(self, sequence_id: int, words: Iterable[Sequence[int]], history: Sequence[int]) -> None:
-        """Makes a sequence known, or anew. Each word has 1 to MAX_BAD_WORD_TOKENS tokens."""
-        (tail,) = self._slots.hold(sequence_id)
+        """Adds a sequence, or replaces it. Each word has 1 to MAX_BAD_WORD_TOKENS tokens."""
+        (tail,) = self._pool.allocate(sequence_id)
         known = history[-(_WIDTH - 1) :]
-        tail.copy_(indices([_NOTHING] * (_WIDTH - 1 - len(known)) + list(known), tail.device))
-        table = torch.tensor([[_ANYTHING] * (_WIDTH - len(word)) + list(word) for word in words])
+        tail.copy_(indices([_NO_TOKEN] * (_WIDTH - 1 - len(known)) + list(known), tail.device))
+        table = torch.tensor([[_ANY_TOKEN] * (_WIDTH - len(word)) + list(word) for word in words])
         self._words[sequence_id] = to_device(table, tail.device)
 
     def release(self, sequence_id: int) -> None:
-        """Idempotent."""
-        self._slots.release(sequence_id)
+        """Removes a sequence, if it is there."""
+        self._pool.free(sequence_id)
         self._words.pop(sequence_id, None)
 
     def bans(self, rows: Sequence[int], sequence_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows, token ids and additions [num_words] to the scores of sequences that have these rows."""
+        """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences in these rows."""
         words = [self._words[sequence_id] for sequence_id in sequence_ids]
         owners = np.repeat(np.arange(len(rows)), [len(table) for table in words])
-        row_of, owner_of = ship([np.asarray(rows)[owners], owners], self._slots.device)
+        row_of, owner_of = copy_to_device([np.asarray(rows)[owners], owners], self._pool.device)
         table = torch.cat(words)
-        tails = self._slots.tensors[0][self._slots.of(sequence_ids)[owner_of]]
+        tails = self._pool.tensors[0][self._pool.rows_of(sequence_ids)[owner_of]]
         prefixes = table[:, :-1]
-        is_next = ((prefixes == tails) | (prefixes == _ANYTHING)).all(-1)
+        is_next = ((prefixes == tails) | (prefixes == _ANY_TOKEN)).all(-1)
         return row_of.long(), table[:, -1], is_next * BANNED
 
     def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
-        """tokens [num_sequences], one more of each."""
-        slots = self._slots.of(sequence_ids)
-        tails = self._slots.tensors[0]
-        tails[slots] = torch.cat((tails[slots][:, 1:], tokens[:, None]), dim=1)
+        """Appends tokens [num_sequences], one to each sequence."""
+        rows = self._pool.rows_of(sequence_ids)
+        tails = self._pool.tensors[0]
+        tails[rows] = torch.cat((tails[rows][:, 1:], tokens[:, None]), dim=1)

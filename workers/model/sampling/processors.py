@@ -1,8 +1,8 @@
-"""What a request does to its raw logits before temperature and filters.
+"""Changes raw logits as a request asks, before temperature and filters.
 
 In this order: logit_bias, and bans of bad words and, before min_length, of stop ids; repetition penalty; frequency and
 presence penalty; grammar. So a bias is scaled by the penalties as in transformers, and nothing undoes a ban. Where
-nothing is left, the sequence can only end: the end tokens are what may be drawn.
+no token is left, the sequence can only end: the end tokens may be sampled.
 """
 
 from collections.abc import Sequence
@@ -12,40 +12,40 @@ import numpy as np
 import torch
 
 from ...engine.plan import SamplingParams, SequenceStep
-from ..device import indices, ship, to_device
-from .grammar import Grammars, Matchers
+from ..device import copy_to_device, indices, to_device
+from .grammar import GrammarCache, GrammarMatchers
 from .penalties import BANNED, LEAST_SCORE, BadWords, Penalties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LogitAdditions:
-    """What is added to the scores of some tokens."""
+    """Holds what is added to the scores of some tokens."""
 
     ids: torch.Tensor  # [n] int64
     values: torch.Tensor  # [n] float32
 
 
 class LogitsProcessors:
-    """The sequences that use any of this; the others are strangers to it."""
+    """Holds the state of the sequences that use any logits processor, and applies them."""
 
     def __init__(
-        self, vocab_size: int, end_ids: Sequence[int], grammars: Grammars | None, device: torch.device
+        self, vocab_size: int, end_ids: Sequence[int], grammars: GrammarCache | None, device: torch.device
     ) -> None:
         self._device = device
         self._end_ids = indices(end_ids, device)
         self._shifts = to_device(torch.arange(8, dtype=torch.uint8), device)
-        self._always: set[int] = set()  # that use anything but `_stops`
+        self._always: set[int] = set()  # sequences that use anything but `_stops`
         self._biases: dict[int, _LogitAdditions] = {}
-        self._stops: dict[int, tuple[int, _LogitAdditions]] = {}  # with the length from which on they may be drawn
+        self._stops: dict[int, tuple[int, _LogitAdditions]] = {}  # with the length from which on they may be sampled
         self._penalties = Penalties(vocab_size, device)
         self._bad_words = BadWords(device)
-        self._matchers = Matchers(grammars, vocab_size)
+        self._matchers = GrammarMatchers(grammars, vocab_size)
 
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._always or sequence_id in self._stops
 
     def admit(self, step: SequenceStep, params: SamplingParams) -> None:
-        """Makes a sequence known, or anew, if it uses any of this."""
+        """Adds a sequence, or replaces it, if it uses any logits processor."""
         self.release(step.sequence_id)
         prompt, completion = step.history[: step.num_prompt], step.history[step.num_prompt :]
         if params.logit_bias:
@@ -64,7 +64,7 @@ class LogitsProcessors:
             self._always.add(step.sequence_id)
 
     def release(self, sequence_id: int) -> None:
-        """Idempotent."""
+        """Removes a sequence, if it is there."""
         self._always.discard(sequence_id)
         self._biases.pop(sequence_id, None)
         self._stops.pop(sequence_id, None)
@@ -73,7 +73,7 @@ class LogitsProcessors:
         self._matchers.release(sequence_id)
 
     def rows(self, steps: Sequence[SequenceStep]) -> list[int]:
-        """Which of the sequences that sample have their logits changed in this step."""
+        """Returns which of the sequences that sample have their logits changed in this step."""
         rows = []
         for row, step in enumerate(steps):
             if step.sequence_id in self._stops and step.start + len(step.token_ids) >= self._stops[step.sequence_id][0]:
@@ -82,11 +82,11 @@ class LogitsProcessors:
                 rows.append(row)
         return rows
 
-    def shape(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """Scores float32 [num_rows, vocab_size] of `rows` of logits; `logits` of the same shape stay as they are."""
+    def apply(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """Returns scores float32 [num_rows, vocab_size] of the logits of `rows`, which stay as they are."""
         scores = logits.to(torch.float32, copy=True)
         ids = [step.sequence_id for step in steps]
-        self._add(scores, ids)
+        self._apply_additions(scores, ids)
         rows, own = _members(ids, self._penalties)
         if rows:
             _replace(scores, rows, self._penalties.apply(_pick(scores, rows), own))
@@ -95,60 +95,61 @@ class LogitsProcessors:
             bans = self._unpack(~self._matchers.masks([steps[row] for row in rows]), scores.shape[1])
             # Added, since to fill a scattered mask takes ten times as long on a CPU.
             _replace(scores, rows, _pick(scores, rows).add_(bans, alpha=BANNED))
-        if any(each in self._stops or each in self._bad_words for each in ids):  # a grammar alone leaves something
+        if any(each in self._stops or each in self._bad_words for each in ids):  # a grammar alone always allows a token
             is_dead = scores.amax(-1, keepdim=True) < LEAST_SCORE
             scores[:, self._end_ids] = scores[:, self._end_ids].masked_fill_(is_dead, 0.0)
         return scores
 
     def take_failures(self) -> dict[int, str]:
-        """See `Matchers.take_failures`."""
+        """See `GrammarMatchers.take_failures`."""
         return self._matchers.take_failures()
 
     def _unpack(self, bits: torch.Tensor, num_bits: int) -> torch.Tensor:
-        """int32 [num_rows, ceil(num_bits / 32)] on the host to uint8 [num_rows, num_bits] on the device."""
+        """Maps int32 [num_rows, ceil(num_bits / 32)] on the host to uint8 [num_rows, num_bits] on the device."""
         if self._device.type == "cpu":  # eight times as fast as below
             octets = bits.numpy().view(np.uint8)
             return torch.from_numpy(np.unpackbits(octets, axis=1, count=num_bits, bitorder="little"))
-        there = to_device(bits, self._device).view(torch.uint8)
-        return ((there[:, :, None] >> self._shifts) & 1).flatten(1)[:, :num_bits]
+        octets_device = to_device(bits, self._device).view(torch.uint8)
+        return ((octets_device[:, :, None] >> self._shifts) & 1).flatten(1)[:, :num_bits]
 
     def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
-        """tokens [num_sequences] on the device follow what the sequences have."""
+        """Appends tokens [num_sequences], on the device, one to each sequence."""
         for feature in (self._penalties, self._bad_words):
             rows, own = _members(sequence_ids, feature)
             if rows:
                 feature.append(own, _pick(tokens, rows))
 
     def _additions(self, ids: Sequence[int], values: Sequence[float]) -> _LogitAdditions:
-        values_there = to_device(torch.tensor(values, dtype=torch.float32), self._device)
-        return _LogitAdditions(ids=indices(ids, self._device), values=values_there)
+        values_device = to_device(torch.tensor(values, dtype=torch.float32), self._device)
+        return _LogitAdditions(ids=indices(ids, self._device), values=values_device)
 
-    def _add(self, scores: torch.Tensor, ids: Sequence[int]) -> None:
+    def _apply_additions(self, scores: torch.Tensor, ids: Sequence[int]) -> None:
         parts = [(row, self._biases[each]) for row, each in enumerate(ids) if each in self._biases]
         parts += [(row, self._stops[each][1]) for row, each in enumerate(ids) if each in self._stops]
         if parts:
             owners = np.repeat([row for row, _ in parts], [len(additions.ids) for _, additions in parts])
-            rows_there = ship([owners], self._device)[0].long()
+            rows_device = copy_to_device([owners], self._device)[0].long()
             tokens, values = (torch.cat([getattr(part, name) for _, part in parts]) for name in ("ids", "values"))
-            scores.index_put_((rows_there, tokens), values, accumulate=True)
+            scores.index_put_((rows_device, tokens), values, accumulate=True)
         rows, own = _members(ids, self._bad_words)
         if rows:
-            rows_there, tokens, values = self._bad_words.bans(rows, own)
-            scores.index_put_((rows_there, tokens), values, accumulate=True)
+            rows_device, tokens, values = self._bad_words.bans(rows, own)
+            scores.index_put_((rows_device, tokens), values, accumulate=True)
 
 
-def _members(ids: Sequence[int], feature: Penalties | BadWords | Matchers) -> tuple[list[int], list[int]]:
-    """The rows and ids of the sequences that use a feature."""
+def _members(ids: Sequence[int], feature: Penalties | BadWords | GrammarMatchers) -> tuple[list[int], list[int]]:
+    """Returns the rows and ids of the sequences that use a feature."""
     rows = [row for row, sequence_id in enumerate(ids) if sequence_id in feature]
     return rows, [ids[row] for row in rows]
 
 
 def _pick(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of x; x itself if they are all."""
+    """Returns some rows of x; x itself if they are all."""
     return x if len(rows) == len(x) else x[indices(rows, x.device)]
 
 
 def _replace(x: torch.Tensor, rows: Sequence[int], part: torch.Tensor) -> None:
+    """Writes `part` to some rows of x."""
     if part is x:
         return
     if len(rows) == len(x):

@@ -1,9 +1,9 @@
-"""Chooses the next tokens of a step's sequences, each by its own parameters, and says how likely the model held them.
+"""Samples the next tokens of a step's sequences, each by its own parameters, with their log probabilities.
 
 Sequences that want nothing but temperature and filters cost what they would cost in a batch of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,9 +11,9 @@ import torch
 
 from ...engine.plan import SamplingParams, SequenceStep
 from ..device import indices
-from .draw import sample
-from .grammar import Grammars
-from .logprobs import Measured, measure
+from .grammar import GrammarCache
+from .gumbel import sample
+from .logprobs import LogprobsTensors, compute_logprobs
 from .processors import LogitsProcessors
 
 _GREEDY: Final = SamplingParams(temperature=0.0)
@@ -22,118 +22,130 @@ _MAX_SEED: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What a step draws, on the device."""
+    """Holds what a step samples, on the device."""
 
-    tokens: torch.Tensor  # [num_draws], int64
-    places: dict[int, int]  # of the draws that may be the pending tokens of the next step, by sequence
-    logprobs: Measured | None
-    failed: dict[int, str]  # why, by sequence, a draw is no continuation
+    tokens: torch.Tensor  # [num_samples], int64
+    rows: dict[int, int]  # of `tokens`, by sequence: those that may be the pending tokens of the next step
+    logprobs: LogprobsTensors | None
+    failed: dict[int, str]  # by sequence, why its samples are not valid and it cannot continue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Draw:
+class _Sample:
+    """Says how one token is sampled."""
+
     row: int  # of the logits
-    number: int  # among the draws of that row
+    number: int  # among the samples of that row
     params: SamplingParams
     position: int
 
 
 class Sampler:
-    """Used from one thread."""
+    """Holds the sampling state of sequences. Used from one thread."""
 
     def __init__(
-        self, vocab_size: int, end_ids: Sequence[int], grammars: Grammars | None, device: torch.device
+        self,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        grammars: GrammarCache | None,
+        device: torch.device,
+        broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """`grammars`: None on ranks that do not lead. Of a sequence under a grammar the next step always has the token
-        that the leader drew, so it does not matter what they draw."""
+        """`grammars` is None on ranks other than 0: the next step of a sequence under a grammar always has rank 0's
+        token, so theirs do not matter. `broadcast` replaces tokens [num_samples] by those of rank 0."""
         self._params: dict[int, SamplingParams] = {}
-        self._shaping = LogitsProcessors(vocab_size, end_ids, grammars, device)
-        self._special: set[int] = set()  # who wants log probabilities or has its logits shaped
+        self._processors = LogitsProcessors(vocab_size, end_ids, grammars, device)
+        self._special: set[int] = set()  # sequences with log probabilities or logits processors
         self._device = device
+        self._broadcast = broadcast or (lambda tokens: tokens)
 
     def admit(self, step: SequenceStep, params: SamplingParams) -> None:
-        """Makes a sequence known, or anew."""
+        """Adds a sequence, or replaces it."""
         self._params[step.sequence_id] = params
-        self._shaping.admit(step, params)
-        if params.logprobs is not None or step.sequence_id in self._shaping:
+        self._processors.admit(step, params)
+        if params.logprobs is not None or step.sequence_id in self._processors:
             self._special.add(step.sequence_id)
         else:
             self._special.discard(step.sequence_id)
 
     def release(self, sequence_id: int) -> None:
-        """Idempotent."""
+        """Removes a sequence, if it is there."""
         self._params.pop(sequence_id, None)
-        self._shaping.release(sequence_id)
+        self._processors.release(sequence_id)
         self._special.discard(sequence_id)
 
     def __call__(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> SampledTokens:
-        """logits [num_sequences, vocab_size] of the steps that draw, in their order."""
+        """Samples from logits [num_sequences, vocab_size] of the steps that sample, in their order."""
         params = [self._params[step.sequence_id] for step in steps]
         positions = [step.start + len(step.token_ids) for step in steps]
-        num_draws = sum([step.num_samples for step in steps])
-        if num_draws == len(steps) and not self._special:
-            places = {step.sequence_id: row for row, step in enumerate(steps)}
-            return SampledTokens(tokens=sample(logits, params, positions), places=places, logprobs=None, failed={})
-        draws = [
-            _Draw(row=row, number=number, params=_seeded(params[row], number), position=positions[row])
+        num_samples = sum([step.num_samples for step in steps])
+        if num_samples == len(steps) and not self._special:
+            rows = {step.sequence_id: row for row, step in enumerate(steps)}
+            tokens = self._broadcast(sample(logits, params, positions))
+            return SampledTokens(tokens=tokens, rows=rows, logprobs=None, failed={})
+        samples = [
+            _Sample(row=row, number=number, params=_seeded(params[row], number), position=positions[row])
             for row, step in enumerate(steps)
             for number in range(step.num_samples)
         ]
-        tokens = self._draw(logits, steps, draws)
-        self._append(steps, draws, tokens)
+        tokens = self._broadcast(self._sample(logits, steps, samples))
+        self._append(steps, samples, tokens)
         may_pend = [step.num_samples == 1 and not own.grammar for step, own in zip(steps, params, strict=True)]
         return SampledTokens(
             tokens=tokens,
-            places={steps[each.row].sequence_id: place for place, each in enumerate(draws) if may_pend[each.row]},
-            logprobs=self._measure(logits, steps, draws, tokens),
-            failed=self._shaping.take_failures(),
+            rows={steps[each.row].sequence_id: index for index, each in enumerate(samples) if may_pend[each.row]},
+            logprobs=self._logprobs(logits, steps, samples, tokens),
+            failed=self._processors.take_failures(),
         )
 
-    def _draw(self, logits: torch.Tensor, steps: Sequence[SequenceStep], draws: Sequence[_Draw]) -> torch.Tensor:
-        """[num_draws], each from its row of `logits`, or from what its sequence makes of it."""
-        shaped = {row: place for place, row in enumerate(self._shaping.rows(steps))}
-        which = [place for place, each in enumerate(draws) if each.row in shaped]
-        tokens = torch.empty(len(draws), dtype=torch.int64, device=self._device)
-        if len(which) < len(draws):
-            # The shaped rows are drawn along, greedily, since leaving them out would be a copy of all others.
-            params = [_GREEDY if each.row in shaped else each.params for each in draws]
-            rows = self._expand(logits, [each.row for each in draws])
-            tokens = sample(rows, params, [each.position for each in draws])
+    def _sample(self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample]) -> torch.Tensor:
+        """Returns tokens [num_samples], each from its row of `logits` or what the logits processors make of it."""
+        processed = {row: index for index, row in enumerate(self._processors.rows(steps))}
+        which = [index for index, each in enumerate(samples) if each.row in processed]
+        tokens = torch.empty(len(samples), dtype=torch.int64, device=self._device)
+        if len(which) < len(samples):
+            # Processed rows are sampled here too, greedily: leaving them out would copy all the others.
+            params = [_GREEDY if each.row in processed else each.params for each in samples]
+            rows = self._expand(logits, [each.row for each in samples])
+            tokens = sample(rows, params, [each.position for each in samples])
         if which:
-            own = logits if len(shaped) == len(logits) else logits[indices(list(shaped), self._device)]
-            scores = self._shaping.shape(own, [steps[row] for row in shaped])
-            rows = self._expand(scores, [shaped[draws[place].row] for place in which])
-            picked = sample(rows, [draws[place].params for place in which], [draws[place].position for place in which])
-            tokens[indices(which, self._device)] = picked
+            own = logits if len(processed) == len(logits) else logits[indices(list(processed), self._device)]
+            scores = self._processors.apply(own, [steps[row] for row in processed])
+            rows = self._expand(scores, [processed[samples[index].row] for index in which])
+            own_samples = [samples[index] for index in which]
+            params, positions = [each.params for each in own_samples], [each.position for each in own_samples]
+            tokens[indices(which, self._device)] = sample(rows, params, positions)
         return tokens
 
     def _expand(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """A row of x for each draw."""
+        """Returns a row of x for each sample."""
         return x if len(rows) == len(x) else x[indices(rows, self._device)]
 
-    def _append(self, steps: Sequence[SequenceStep], draws: Sequence[_Draw], tokens: torch.Tensor) -> None:
-        """Enters tokens [num_draws] where later steps depend on them, and lets go of those who need nothing more."""
+    def _append(self, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor) -> None:
+        """Appends tokens [num_samples] where later steps depend on them, and forgets sequences that need nothing
+        more."""
         own: dict[int, int] = {}
-        for place, each in enumerate(draws):
+        for index, each in enumerate(samples):
             sequence_id = steps[each.row].sequence_id
-            if sequence_id in self._shaping:
-                own.setdefault(sequence_id, place)
+            if sequence_id in self._processors:
+                own.setdefault(sequence_id, index)
             elif each.params.logprobs is None:
                 self._special.discard(sequence_id)
         if own:
-            self._shaping.append(list(own), tokens[indices(list(own.values()), self._device)])
+            self._processors.append(list(own), tokens[indices(list(own.values()), self._device)])
 
-    def _measure(
-        self, logits: torch.Tensor, steps: Sequence[SequenceStep], draws: Sequence[_Draw], tokens: torch.Tensor
-    ) -> Measured | None:
-        wanted = [place for place, each in enumerate(draws) if each.params.logprobs is not None]
+    def _logprobs(
+        self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor
+    ) -> LogprobsTensors | None:
+        wanted = [index for index, each in enumerate(samples) if each.params.logprobs is not None]
         if not wanted:
             return None
         num_top = [(step, self._params[step.sequence_id].logprobs) for step in steps]
-        owners = [(step.sequence_id, step.num_samples, count) for step, count in num_top if count is not None]
-        rows = logits[indices([draws[place].row for place in wanted], self._device)]
+        sequences = [(step.sequence_id, step.num_samples, count) for step, count in num_top if count is not None]
+        rows = logits[indices([samples[index].row for index in wanted], self._device)]
         targets = tokens[indices(wanted, self._device)]
-        return Measured(owners=owners, tensors=measure(rows, targets, max(count for _, _, count in owners)))
+        largest = max(count for _, _, count in sequences)
+        return LogprobsTensors(sequences=sequences, tensors=compute_logprobs(rows, targets, largest))
 
 
 def _seeded(params: SamplingParams, number: int) -> SamplingParams:

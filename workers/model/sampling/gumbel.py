@@ -1,7 +1,7 @@
-"""Draws the next tokens of a batch on the device, as a function of logits, parameters, seed and position alone.
+"""Samples the next tokens of a batch on the device, as a function of logits, parameters, seed and position alone.
 
 Order: temperature, then the filters. The choice is Gumbel-max: argmax(logit - log E), E exponential noise hashed from
-(seed, position, token id). So neither the batch nor the device changes the draw, and rounding of the logits changes it
+(seed, position, token id). So neither the batch nor the device changes a sample, and rounding of the logits changes it
 only at near ties.
 """
 
@@ -21,31 +21,34 @@ _MASK64: Final = 2**64 - 1
 
 
 def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-    """logits [num_rows, vocab_size] to token ids [num_rows], int64.
+    """Samples from logits [num_rows, vocab_size] token ids [num_rows], int64.
 
     `positions` are those of the sampled tokens in their sequences."""
     native = cpu.usable(logits)
     random = [row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE]
-    tokens = _draw_native(logits, params, positions) if native else logits.argmax(-1)
+    tokens = _sample_native(logits, params, positions) if native else logits.argmax(-1)
     for filtered in (True,) if native else (False, True):
         rows = [row for row in random if has_filter(params[row]) == filtered]
         if rows:
-            there = indices(rows, logits.device)
+            rows_device = indices(rows, logits.device)
             keys = [_keys(params[row].seed, positions[row]) for row in rows]
-            tokens[there] = _draw_random(logits[there].float(), [params[row] for row in rows], keys, filtered)
+            tokens[rows_device] = _sample_random(
+                logits[rows_device].float(), [params[row] for row in rows], keys, filtered
+            )
     return tokens
 
 
-def _draw_native(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-    """The tokens of all rows, those with filters greedily."""
+def _sample_native(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """Samples all rows by the C kernel, those with filters greedily."""
     temperatures = [0.0 if has_filter(row) or row.temperature < MIN_TEMPERATURE else row.temperature for row in params]
     keys = [_keys(row.seed, position) for row, position in zip(params, positions, strict=True)]
     return cpu.sample(logits, torch.tensor(temperatures), torch.tensor(keys))
 
 
-def _draw_random(
+def _sample_random(
     logits: torch.Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]], filtered: bool
 ) -> torch.Tensor:
+    """Samples from logits float32 [num_rows, vocab_size] token ids [num_rows]; `keys` are the noise's of each row."""
     scores = logits / column([row.temperature for row in params], logits)
     ids = torch.arange(logits.shape[1], device=logits.device)[None]
     if filtered:
@@ -55,7 +58,7 @@ def _draw_random(
 
 
 def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Exponential variates, float32 [num_rows, n], of token ids [1 or num_rows, n] under each row's key.
+    """Returns exponential variates, float32 [num_rows, n], of token ids [1 or num_rows, n] under each row's key.
 
     A 32-bit integer hash (two rounds of multiply and xor-shift, constants of lowbias32) with half of the key before
     each round; 31 bits of it make the uniform variate."""
@@ -73,7 +76,7 @@ def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> tor
 
 
 def _keys(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys of a 64-bit seed and a position, by splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Returns two 32-bit keys of a 64-bit seed and a position, by splitmix64 (Steele et al., OOPSLA 2014)."""
     mixed = _splitmix64(_splitmix64(seed & _MASK64) ^ position)
     return mixed >> 32, mixed & 0xFFFFFFFF
 
@@ -86,5 +89,5 @@ def _splitmix64(x: int) -> int:
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of a 32-bit word."""
+    """Returns the int32 with the bits of a 32-bit word."""
     return word - 2**32 if word >= 2**31 else word

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: the interface, and one implementation in plain torch for any device."""
+"""Attention in plain torch for any device and, where there are C kernels, by these on CPUs."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,54 +8,25 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..kv_store import PagedKv
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpan:
-    """The tokens of one sequence that a step computes."""
-
-    blocks: Sequence[int]  # the block table, with room for start + num_tokens tokens
-    start: int
-    num_tokens: int
-
-
-class StepAttention(Protocol):
-    """The attention of one step, with all that its layers share: slots, gather tables, masks."""
-
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Stores the step's keys and values, then attends causally to all the sequence has stored.
-
-        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], sequences in the
-        order of the plan; returns [num_tokens, num_heads * head_dim]."""
-        ...
-
-
-class AttentionBackend(Protocol):
-    """One way to compute attention over a `PagedKv`."""
-
-    reads_whole_blocks: bool
-    """Whether what lies past a sequence's end in its last block must be finite numbers."""
-
-    def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        """Prepares a step over the given sequences, whose tokens lie one after the other."""
-        ...
+from .backend import SequenceSpan, StepAttention
 
 
 class _Part(Protocol):
-    """Some of the step's sequences, attended to in one go."""
+    """Attends for some of the step's sequences at once."""
 
     rows: slice | torch.Tensor  # of the flat batch
 
     def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
-        """query [rows, num_heads, head_dim]; out [rows, num_heads * head_dim]."""
+        """Writes the result for query [rows, num_heads, head_dim] to out [rows, num_heads * head_dim]."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class _NativeDecodes:
-    """Sequences with one new token, on a CPU: the kernel reads their blocks where they lie."""
+    """Attends for sequences with one new token, on a CPU: the kernel reads their blocks in place."""
 
     rows: slice | torch.Tensor
     tables: torch.Tensor  # [sum of table lengths], the block tables one after the other
@@ -71,7 +42,7 @@ class _NativeDecodes:
 
 @dataclass(slots=True, kw_only=True)
 class _NativeChunk:
-    """Several new tokens of one sequence, on a CPU: again the kernel reads the blocks where they lie."""
+    """Attends for several new tokens of one sequence, on a CPU: the kernel reads the blocks in place."""
 
     rows: slice | torch.Tensor
     table: torch.Tensor  # [table length], the block table
@@ -85,14 +56,14 @@ class _NativeChunk:
 
 @dataclass(slots=True, kw_only=True)
 class _Decodes:
-    """Sequences with one new token and block tables of similar length: one batched product for all."""
+    """Attends for sequences with one new token and block tables of similar length by one batched product."""
 
     rows: slice | torch.Tensor
     table: torch.Tensor  # [batch * num_kv_heads * width]
     mask: torch.Tensor  # [batch * num_kv_heads, 1, width * block_size], 0 or -inf
 
     def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
-        """The heads that share a KV head become the rows of one product."""
+        """Makes the heads that share a KV head the rows of one product."""
         head_dim = query.shape[-1]
         products = self.mask.shape[0]
         query = query.reshape(products, -1, head_dim)
@@ -103,7 +74,7 @@ class _Decodes:
 
 @dataclass(slots=True, kw_only=True)
 class _Chunk:
-    """Several new tokens of one sequence."""
+    """Attends for several new tokens of one sequence."""
 
     rows: slice | torch.Tensor
     table: torch.Tensor  # [num_kv_heads * width]
@@ -112,7 +83,7 @@ class _Chunk:
     mask: torch.Tensor | None  # [num_tokens, num_keys], 0 or -inf; None is plain causal from position 0
 
     def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
-        """KV heads are the batch of the product; the heads that share one see it expanded, not copied."""
+        """Makes KV heads the batch of the product; the heads that share one see it expanded, not copied."""
         num_tokens, num_heads, head_dim = query.shape
         group = num_heads // self.num_kv_heads
         query = query.reshape(num_tokens, self.num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -124,42 +95,57 @@ class _Chunk:
         out.view(num_tokens, self.num_kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))
 
 
-class TorchAttention:
-    """Gathers the blocks a step needs, then dense products; where there are C kernels, these read the blocks in place.
-    `windows` holds each layer's sliding window or None."""
+class TorchAttentionBackend:
+    """Implements `AttentionBackend`: gathers the blocks that a step needs, then multiplies densely; where there are C
+    kernels, these read the blocks in place."""
 
     reads_whole_blocks = True
 
-    def __init__(self, kv: PagedKv, windows: Sequence[int | None], num_heads: int, *, native: bool = True) -> None:
-        """`native=False` keeps to plain torch."""
+    def __init__(self, kv: PagedKv, layers: Sequence[LayerGeometry], *, native: bool = True) -> None:
+        """`layers` have this rank's head counts; `native=False` keeps to plain torch."""
         self._kv = kv
-        self._windows = tuple(windows)
-        group = num_heads // kv.num_slots(0)
-        self._native = native and cpu.can_attend(kv.data, group)
-        self._native_chunks = native and cpu.can_attend_chunks(kv.data, group)
+        self._layers = tuple(layers)
+        self._kernels: dict[LayerGeometry, tuple[bool, bool]] = {}  # whether they decode, and take chunks
+        for index, layer in enumerate(self._layers):
+            if layer not in self._kernels:
+                keys, group = kv.layer(index)[0], layer.num_heads // layer.num_kv_heads
+                uses = native and cpu.can_attend(keys, group), native and cpu.can_attend_chunks(keys, group)
+                self._kernels[layer] = uses
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
-        planner = _Planner(self._kv, spans, native=self._native, native_chunks=self._native_chunks)
-        parts = {window: planner.parts(window) for window in set(self._windows)}
-        return _TorchStep(self._kv, planner.slots(), [parts[window] for window in self._windows], native=self._native)
+        """See `AttentionBackend.plan`. Layers of equal geometry share their tables."""
+        slots: dict[int, torch.Tensor] = {}
+        tables: dict[LayerGeometry, _LayerTables] = {}
+        for layer, (native, native_chunks) in self._kernels.items():
+            planner = _Planner(self._kv, layer, spans, native=native, native_chunks=native_chunks)
+            if layer.num_kv_heads not in slots:
+                slots[layer.num_kv_heads] = planner.slots()
+            tables[layer] = (slots[layer.num_kv_heads], planner.parts(), native)
+        return _TorchStep(self._kv, [tables[layer] for layer in self._layers])
+
+
+_LayerTables = tuple[torch.Tensor, list[_Part], bool]
+"""Where each token's keys and values go, [num_tokens * num_kv_heads], as rows of (block, head, token); the step's
+sequences; whether C kernels store and decode."""
 
 
 class _TorchStep:
-    def __init__(self, kv: PagedKv, slots: torch.Tensor, parts: list[list[_Part]], *, native: bool) -> None:
+    """Implements `StepAttention`."""
+
+    def __init__(self, kv: PagedKv, tables: list[_LayerTables]) -> None:
         self._kv = kv
-        self._native = native
-        self._slots = slots  # [num_tokens * num_kv_heads], rows of (block, head, token)
-        self._parts = parts  # per layer
+        self._tables = tables  # by layer
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        slots, parts, native = self._tables[layer]
         key_rows, value_rows = self._kv.scatter_rows(layer)
-        if self._native:
-            cpu.store_kv(key, value, key_rows, value_rows, self._slots)
+        if native:
+            cpu.store_kv(key, value, key_rows, value_rows, slots)
         else:
-            key_rows.index_copy_(0, self._slots, key.reshape(-1, key.shape[-1]))
-            value_rows.index_copy_(0, self._slots, value.reshape(-1, value.shape[-1]))
+            key_rows.index_copy_(0, slots, key.reshape(-1, key.shape[-1]))
+            value_rows.index_copy_(0, slots, value.reshape(-1, value.shape[-1]))
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        for part in self._parts[layer]:
+        for part in parts:
             if isinstance(part.rows, slice):
                 part.attend(query[part.rows], self._kv, layer, result[part.rows])
             else:
@@ -170,15 +156,18 @@ class _TorchStep:
 
 
 class _Planner:
-    """Builds the tables of one step."""
+    """Builds the tables of one step for layers of one geometry."""
 
-    def __init__(self, kv: PagedKv, spans: Sequence[SequenceSpan], *, native: bool, native_chunks: bool) -> None:
+    def __init__(
+        self, kv: PagedKv, layer: LayerGeometry, spans: Sequence[SequenceSpan], *, native: bool, native_chunks: bool
+    ) -> None:
         self._native = native
         self._native_chunks = native_chunks
         self._block_size = kv.block_size
-        self._num_kv_heads = kv.num_slots(0)
-        self._dtype = kv.data.dtype
-        self._device = kv.data.device
+        self._num_kv_heads = layer.num_kv_heads
+        self._window = layer.window
+        self._dtype = kv.dtype
+        self._device = kv.device
         self._spans = spans
         self._heads = torch.arange(self._num_kv_heads)
         self._first_rows = [0]
@@ -186,7 +175,8 @@ class _Planner:
             self._first_rows.append(self._first_rows[-1] + span.num_tokens)
 
     def slots(self) -> torch.Tensor:
-        """Where each new token's keys and values go."""
+        """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,
+        token)."""
         size = self._block_size
         rows = [  # of each token's first head; in plain Python, since most steps have a token of each sequence
             span.blocks[position // size] * self._num_kv_heads * size + position % size
@@ -195,9 +185,9 @@ class _Planner:
         ]
         return (torch.tensor(rows)[:, None] + self._heads * size).flatten().to(self._device)
 
-    def parts(self, window: int | None) -> list[_Part]:
-        """One part a prompt, and one for all single tokens; without the kernel these are grouped by the bit length of
-        their table, so that padding at most doubles."""
+    def parts(self) -> list[_Part]:
+        """Returns one part for each prompt, and one for all single tokens; without the kernel these are grouped by the
+        bit length of their table, so that padding at most doubles."""
         groups: dict[int, list[int]] = {}
         parts: list[_Part] = []
         for index, span in enumerate(self._spans):
@@ -205,12 +195,12 @@ class _Planner:
                 group = 0 if self._native else self._num_blocks(span).bit_length()
                 groups.setdefault(group, []).append(index)
             else:
-                parts.append(self._chunk(index, span, window))
+                parts.append(self._chunk(index, span))
         decodes = self._native_decodes if self._native else self._decodes
-        parts += [decodes(indices, window) for indices in groups.values()]
+        parts += [decodes(indices) for indices in groups.values()]
         return parts
 
-    def _native_decodes(self, indices: list[int], window: int | None) -> _NativeDecodes:
+    def _native_decodes(self, indices: list[int]) -> _NativeDecodes:
         spans = [self._spans[index] for index in indices]
         tables = list(itertools.chain.from_iterable(span.blocks for span in spans))
         lengths = torch.tensor([0, *(len(span.blocks) for span in spans)])
@@ -219,49 +209,49 @@ class _Planner:
             rows=self._rows([self._first_rows[index] for index in indices]),
             tables=torch.tensor(tables, dtype=torch.int32),
             offsets=lengths.cumsum(0)[:-1],
-            first_keys=torch.zeros_like(last_keys) if window is None else (last_keys + 1 - window).clamp(min=0),
+            first_keys=(last_keys + 1 - self._window).clamp(min=0) if self._window else torch.zeros_like(last_keys),
             last_keys=last_keys,
         )
 
-    def _decodes(self, indices: list[int], window: int | None) -> _Decodes:
+    def _decodes(self, indices: list[int]) -> _Decodes:
         spans = [self._spans[index] for index in indices]
-        firsts = [self._first_block(span, window) for span in spans]
+        firsts = [self._first_block(span) for span in spans]
         tables = [list(span.blocks[first : self._num_blocks(span)]) for span, first in zip(spans, firsts, strict=True)]
         width = max(map(len, tables))
         # Padding repeats the sequence's own last block: finite numbers, which the mask takes out.
         table = torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks in tables])
         first_keys = torch.tensor(firsts)[:, None] * self._block_size
         queries = torch.tensor([span.start for span in spans])
-        mask = self._mask(queries, first_keys + torch.arange(width * self._block_size), window)
+        mask = self._mask(queries, first_keys + torch.arange(width * self._block_size))
         return _Decodes(
             rows=self._rows([self._first_rows[index] for index in indices]),
             table=self._head_rows(table),
             mask=mask[:, None].repeat_interleave(self._num_kv_heads, dim=0),
         )
 
-    def _chunk(self, index: int, span: SequenceSpan, window: int | None) -> _Part:
+    def _chunk(self, index: int, span: SequenceSpan) -> _Part:
         rows = slice(self._first_rows[index], self._first_rows[index + 1])
         end = span.start + span.num_tokens
         if self._native_chunks:
             table = torch.tensor(span.blocks, dtype=torch.int32)
-            return _NativeChunk(rows=rows, table=table, start=span.start, window=window or end)
-        first = self._first_block(span, window)
+            return _NativeChunk(rows=rows, table=table, start=span.start, window=self._window or end)
+        first = self._first_block(span)
         queries = torch.arange(span.start, end)
         keys = torch.arange(first * self._block_size, end)
-        causal = span.start == 0 and (window is None or end <= window)
+        causal = span.start == 0 and (self._window is None or end <= self._window)
         return _Chunk(
             rows=rows,
             table=self._head_rows(torch.tensor([span.blocks[first : self._num_blocks(span)]])),
             num_kv_heads=self._num_kv_heads,
             num_keys=len(keys),
-            mask=None if causal else self._mask(queries, keys[None], window),
+            mask=None if causal else self._mask(queries, keys[None]),
         )
 
     def _num_blocks(self, span: SequenceSpan) -> int:
         return (span.start + span.num_tokens + self._block_size - 1) // self._block_size
 
-    def _first_block(self, span: SequenceSpan, window: int | None) -> int:
-        return 0 if window is None else max(0, span.start + 1 - window) // self._block_size
+    def _first_block(self, span: SequenceSpan) -> int:
+        return 0 if self._window is None else max(0, span.start + 1 - self._window) // self._block_size
 
     def _rows(self, rows: list[int]) -> slice | torch.Tensor:
         if rows == list(range(rows[0], rows[0] + len(rows))):
@@ -269,13 +259,13 @@ class _Planner:
         return torch.tensor(rows, device=self._device)
 
     def _head_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """Block tables [batch, width] to flat rows of (block, head), ordered [batch, head, width]."""
+        """Maps block tables [batch, width] to flat rows of (block, head), ordered [batch, head, width]."""
         return (table[:, None] * self._num_kv_heads + self._heads[:, None]).flatten().to(self._device)
 
-    def _mask(self, queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Positions [n] and [n or 1, m] to what is added to the scores: [n, m], 0 or -inf."""
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Maps positions [n] and [n or 1, m] to what is added to the scores: [n, m], 0 or -inf."""
         hidden = keys > queries[:, None]
-        if window is not None:
-            hidden |= keys <= queries[:, None] - window
+        if self._window is not None:
+            hidden |= keys <= queries[:, None] - self._window
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         return mask.to(self._device)

@@ -1,0 +1,188 @@
+"""Attention on GPUs: Triton kernels that read the paged cache in place, planned on the host in flat arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from ...kv_cache.layout import LayerGeometry
+from ..device import Ints, copy_to_device, to_device
+from ..kernels.gpu import store_kv
+from ..kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
+from ..kernels.gpu_decode import DecodeWork, decode_attention, num_splits
+from ..kv_store import PagedKv
+from .backend import SequenceSpan, StepAttention
+
+_MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of gpu_decode.SPLIT_TOKENS keys
+_MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
+_PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerLaunch:
+    """How the kernels are launched for a layer; equal for layers of equal geometry."""
+
+    window: int  # 0 is none
+    tile_tokens: int
+    partial_shape: tuple[int, int]  # of one work item's scratch: num_heads, head_dim + 2
+    num_programs: int
+
+
+class TritonAttentionBackend:
+    """Implements `AttentionBackend`."""
+
+    reads_whole_blocks = False
+
+    def __init__(self, kv: PagedKv, layers: Sequence[LayerGeometry]) -> None:
+        """`layers` have this rank's head counts."""
+        self.kv = kv
+        self.device = kv.device
+        is_cuda = kv.device.type == "cuda"
+        processors = torch.cuda.get_device_properties(kv.device).multi_processor_count if is_cuda else 1
+        self.launches = [
+            _LayerLaunch(
+                window=layer.window or 0,
+                tile_tokens=tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim),
+                partial_shape=(layer.num_heads, layer.head_dim + 2),
+                num_programs=max(1, processors * _PROGRAMS_PER_PROCESSOR // layer.num_kv_heads),
+            )
+            for layer in layers
+        ]
+        self._tile_sizes = sorted({launch.tile_tokens for launch in self.launches})
+
+    def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
+        """See `AttentionBackend.plan`."""
+        arrays = _Arrays(spans, self.kv.block_size)
+        tiles = [array for size in self._tile_sizes for array in arrays.tiles(size)]
+        slots, tables, *rest = copy_to_device([*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device)
+        decode = DecodeWork(tables=tables, **dict(zip(_DECODE_FIELDS, rest, strict=False)))
+        chunks: dict[int, ChunkWork] = {}
+        for number, size in enumerate(self._tile_sizes):
+            first = len(_DECODE_FIELDS) + number * len(_TILE_FIELDS)
+            fields = dict(zip(_TILE_FIELDS, rest[first : first + len(_TILE_FIELDS)], strict=True))
+            if len(fields["tile_rows"]):
+                chunks[size] = ChunkWork(tables=tables, **fields)
+        partials = self.make_partials(len(decode.item_splits))
+        return TritonStep(self, slots, decode if len(decode.rows) else None, chunks, partials)
+
+    def make_partials(self, num_items: int) -> dict[tuple[int, int], torch.Tensor]:
+        """Returns scratch [num_items, num_heads, head_dim + 2], float32, for each partial_shape."""
+        shapes = {launch.partial_shape for launch in self.launches}
+        return {shape: torch.empty((num_items, *shape), device=self.device) for shape in shapes}
+
+
+# In the order of _Arrays.decodes and _Arrays.tiles.
+_DECODE_FIELDS = ("rows", "last_keys", "offsets", "first_items", "num_items", "item_sequences", "item_splits")
+_TILE_FIELDS = ("tile_rows", "tile_counts", "tile_starts", "tile_offsets")
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """Implements `StepAttention`."""
+
+    backend: TritonAttentionBackend
+    slots: torch.Tensor  # [num_tokens] int32, block * block_size + offset, or -1
+    decode: DecodeWork | None
+    chunks: dict[int, ChunkWork]  # by tile_tokens; empty if no sequence has several tokens
+    partials: dict[tuple[int, int], torch.Tensor]  # by partial_shape
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = self.backend.kv.layer(layer)
+        launch = self.backend.launches[layer]
+        store_kv(key, value, keys, values, self.slots)
+        out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        if self.decode:
+            partial = self.partials[launch.partial_shape]
+            decode_attention(query, keys, values, self.decode, launch.window, partial, out, launch.num_programs)
+        if self.chunks:
+            chunk_attention(query, keys, values, self.chunks[launch.tile_tokens], launch.window, out)
+        return out
+
+
+class StaticDecodes:
+    """Holds the arrays of pure decode steps at fixed addresses, for CUDA graphs: filled anew before each replay."""
+
+    def __init__(self, backend: TritonAttentionBackend, max_batch: int) -> None:
+        self._backend = backend
+        self._max_batch = max_batch
+        self._lengths = [max_batch] * 5 + [1, _MAX_GRAPH_ITEMS, _MAX_GRAPH_ITEMS, _MAX_GRAPH_BLOCKS]
+        self._ints = torch.full((sum(self._lengths),), -1, dtype=torch.int32, device=backend.device)
+        self._ints[-_MAX_GRAPH_BLOCKS:] = 0
+        self._partials = backend.make_partials(_MAX_GRAPH_ITEMS)
+
+    def step(self, batch: int) -> tuple[torch.Tensor, StepAttention]:
+        """Returns positions, int32 [batch], and the attention of the first `batch` rows, of which `fill` may leave some
+        empty."""
+        slots, *work, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
+        rows, last_keys, offsets, first_items = (part[:batch] for part in work)
+        decode = DecodeWork(
+            rows=rows,
+            last_keys=last_keys,
+            offsets=offsets,
+            first_items=first_items,
+            num_items=num_items,
+            item_sequences=sequences,
+            item_splits=splits,
+            tables=tables,
+        )
+        return last_keys, TritonStep(self._backend, slots[:batch], decode, {}, self._partials)
+
+    def fill(self, spans: Sequence[SequenceSpan]) -> bool:
+        """Loads a step of sequences with one new token each; returns False if it does not fit."""
+        arrays = _Arrays(spans, self._backend.kv.block_size)
+        slots, tables = arrays.slots_and_tables()
+        *work, num_items, sequences, splits = arrays.decodes()
+        if len(spans) > self._max_batch or len(splits) > _MAX_GRAPH_ITEMS or len(tables) > _MAX_GRAPH_BLOCKS:
+            return False
+        ints = np.full(len(self._ints) - _MAX_GRAPH_BLOCKS + len(tables), -1, np.int32)
+        begin = 0
+        for part, length in zip((slots, *work, num_items, sequences, splits, tables), self._lengths, strict=True):
+            ints[begin : begin + len(part)] = part
+            begin += length
+        host = torch.from_numpy(ints)
+        self._ints[: len(ints)].copy_(to_device(host, self._backend.device), non_blocking=True)
+        return True
+
+
+class _Arrays:
+    """Computes on the host where the tokens and blocks of one step's sequences are."""
+
+    def __init__(self, spans: Sequence[SequenceSpan], block_size: int) -> None:
+        self._block_size = block_size
+        self._counts = np.array([span.num_tokens for span in spans])
+        self._starts = np.array([span.start for span in spans])
+        self._first_rows = self._counts.cumsum() - self._counts
+        self._tables = np.concatenate([np.asarray(span.blocks, np.int32) for span in spans])
+        lengths = np.array([len(span.blocks) for span in spans])
+        self._offsets = lengths.cumsum() - lengths
+
+    def slots_and_tables(self) -> tuple[Ints, Ints]:
+        """Returns where each token's keys and values go, and all block tables one after the other."""
+        first = np.repeat(self._starts - self._first_rows, self._counts)
+        positions = first + np.arange(len(first))
+        blocks = self._tables[np.repeat(self._offsets, self._counts) + positions // self._block_size]
+        return blocks * self._block_size + positions % self._block_size, self._tables
+
+    def decodes(self) -> tuple[Ints, ...]:
+        """Returns _DECODE_FIELDS of the sequences with one token."""
+        which = np.flatnonzero(self._counts == 1)
+        last_keys = self._starts[which]
+        counts = num_splits(last_keys)
+        first_items = counts.cumsum() - counts
+        sequences = np.repeat(np.arange(len(which)), counts)
+        splits = np.arange(len(sequences)) - first_items[sequences]
+        rows, offsets = self._first_rows[which], self._offsets[which]
+        return rows, last_keys, offsets, first_items, np.array([len(splits)]), sequences, splits
+
+    def tiles(self, size: int) -> tuple[Ints, ...]:
+        """Returns _TILE_FIELDS of the sequences with several tokens, cut into tiles of `size` tokens."""
+        which = np.flatnonzero(self._counts > 1)
+        counts = self._counts[which]
+        num_tiles = -(-counts // size)
+        sequences = np.repeat(np.arange(len(which)), num_tiles)
+        within = (np.arange(len(sequences)) - (num_tiles.cumsum() - num_tiles)[sequences]) * size
+        firsts = (values[which][sequences] for values in (self._first_rows, self._starts))
+        rows, starts = (first + within for first in firsts)
+        return rows, np.minimum(counts[sequences] - within, size), starts, self._offsets[which][sequences]

@@ -1,0 +1,138 @@
+"""Builds a model's tree, and reads off it what a checkpoint must hold, what a rank keeps, and what to load."""
+
+import math
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from .checkpoint import Checkpoint, StoredTensor, check_tokenizer, read_tensors, weights_file
+from .config import CheckpointError, ModelConfig
+from .device import DTYPES
+from .layers.linear import BuildOptions
+from .models.family import CausalLM
+from .module import Parameter, WeightSlice, all_parameters
+from .parallel import TensorParallel
+from .registry import find_linear_method, find_model, load_model_config
+
+ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
+"""Copies a slice of a weight into a tensor of the slice's shape, whose dtype may differ from the weight's."""
+
+_TORCH_DTYPES: Final = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64,
+}  # fmt: skip
+_FLOATS: Final = ("F32", "BF16", "F16")  # converted into one another
+
+
+def build_model(config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | None = None) -> CausalLM:
+    """Builds a rank's tree, its parameters on `meta`; without `tp` the whole model's.
+
+    Raises ValueError if the heads cannot be split over the ranks, CheckpointError if no family has the architecture."""
+    options = BuildOptions(dtype=dtype, tp=tp or TensorParallel(), linear_method=find_linear_method(config))
+    return find_model(config.architecture).build(config, options)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Checks that the folder holds a model that can be served, and reads the headers of its weights, but no weights.
+
+    Raises CheckpointError, one line naming file and tensor or field, if something is missing, truncated or does not
+    fit config.json."""
+    config = load_model_config(folder)
+    stored = read_tensors(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for parameter in all_parameters(build_model(config, DTYPES[config.dtype])):
+        for part in parameter.slices:
+            if part.name not in stored:
+                raise CheckpointError(f"{weights_file(folder)}: {part.name}: missing")
+            _check_tensor(stored[part.name], part, parameter.data.dtype)
+            tensors[part.name] = stored[part.name]
+    check_tokenizer(folder, config)
+    return Checkpoint(folder=folder, config=config, tensors=tensors)
+
+
+def check_checkpoint(folder: Path) -> ModelConfig:
+    """Checks a folder as `open_checkpoint` does and returns its config."""
+    return open_checkpoint(folder).config
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the name and shape of every tensor that the model takes from a checkpoint."""
+    parameters = all_parameters(build_model(config, DTYPES[config.dtype]))
+    return {part.name: part.shape for parameter in parameters for part in parameter.slices}
+
+
+def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> int:
+    """Returns the bytes of the weights that a rank keeps. Raises ValueError as `check_split` does.
+
+    Not in it: that in bfloat16 on CPUs a head tied to the embedding is packed for its kernel beside it."""
+    tree = build_model(config, DTYPES[dtype], TensorParallel(rank=rank, size=tp))
+    return sum(parameter.data.nbytes for parameter in all_parameters(tree))
+
+
+def weight_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
+    """Returns the bytes of the weights on the rank that has the most: where a size does not divide, parts differ by
+    one. Raises ValueError as `check_split` does."""
+    return max(rank_weight_bytes(config, dtype, tp, rank) for rank in range(tp))
+
+
+def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> None:
+    """Fills the tree's parameters on `device`, one after the other, and lets each module process its own."""
+    for module in model.modules():
+        for parameter in module.parameters():
+            if parameter.data.is_meta:
+                parameter.data = _read(parameter, read, device)
+        module.process_after_load()
+
+
+def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
+    """Returns what reads the weights of a checkpoint, each of whose files it maps once, until it is dropped.
+
+    Does not use `safetensors.safe_open`, which has no call to release the pages that were read: they would count as
+    memory of the process as long as the file is mapped. Reading raises KeyError if the checkpoint has no such tensor,
+    OSError if its file is gone."""
+    maps: dict[Path, mmap.mmap] = {}
+
+    def read(part: WeightSlice, target: torch.Tensor) -> None:
+        stored = checkpoint.tensors[part.name]
+        if stored.file not in maps:
+            with stored.file.open("rb") as file:  # copy-on-write, since torch wants buffers that it could write to
+                maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        dtype, size = _TORCH_DTYPES[stored.dtype], math.prod(stored.shape)
+        whole = torch.frombuffer(maps[stored.file], dtype=dtype, count=size, offset=stored.begin)
+        target.copy_(whole.view(stored.shape)[part.slices])
+        maps[stored.file].madvise(mmap.MADV_DONTNEED)
+
+    return read
+
+
+def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:
+    where = f"{stored.file.name}: {part.name}"
+    if stored.shape != part.shape:
+        raise CheckpointError(f"{where}: shape is {list(stored.shape)}, config.json asks for {list(part.shape)}")
+    allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
+    allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
+    if stored.dtype not in allowed:
+        raise CheckpointError(f"{where}: dtype {stored.dtype} is not supported, only {', '.join(allowed)}")
+
+
+def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch.Tensor:
+    # A copy, even where nothing changes: a tensor over the mapped file would die with a truncated file.
+    data = _empty(tuple(parameter.data.shape), parameter.data.dtype, device)
+    sizes = [part.local_shape[0] for part in parameter.slices]
+    for part, rows in zip(parameter.slices, torch.split(data, sizes), strict=True):
+        read(part, rows)
+    return data
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocates a tensor; on CPUs in memory that goes back to the system with the tensor: much of what is read is
+    packed and then dropped, and the holes that it would leave in the heap were up to a third of a rank's memory."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)

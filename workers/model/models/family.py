@@ -1,0 +1,43 @@
+"""Defines the interface of model families: a config parser and a module tree over a flat batch of tokens."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...engine.plan import OnLayers
+from ..attention.backend import StepAttention
+from ..config import Fields, ModelConfig
+from ..layers.linear import BuildOptions
+from ..module import Module
+
+
+class CausalLM(Module, ABC):
+    """A decoder-only model; its parameters are on `meta` until the loader fills them."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        on_layers: OnLayers | None = None,
+    ) -> torch.Tensor:
+        """Maps token_ids and positions [num_tokens], those of a sequence one after the other, to the hidden states
+        after the last layer, [num_tokens, hidden].
+
+        Calls `on_layers` between some layers with the number of layers whose KV cache is stored."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps hidden states [num_rows, hidden] to logits [num_rows, vocab_size]."""
+
+
+class ModelFamily(NamedTuple):
+    """What `registry` knows of an architecture."""
+
+    parse_config: Callable[[Fields], ModelConfig]
+    """Returns the model's shape, from config.json. Raises CheckpointError that names a field."""
+    build: Callable[[ModelConfig, BuildOptions], CausalLM]
+    """Returns a rank's tree. Raises ValueError if the heads cannot be split over the ranks."""

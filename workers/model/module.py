@@ -1,0 +1,62 @@
+"""Defines trees of modules whose parameters know where they lie in a checkpoint.
+
+A tree is built on torch's `meta` device, where tensors have shapes but no memory. The checkpoint check, the memory plan
+and the loader all read names, shapes and slices off it. `torch.nn.Module` is not used: its attribute look-up and call
+hooks cost about 0.25 ms in a decode step of 30 layers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlice:
+    """Names the part of one checkpoint tensor that a rank keeps."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    slices: tuple[slice, ...] = ()  # of its first dimensions; the others are kept whole
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the part."""
+        kept = [len(range(*taken.indices(size))) for taken, size in zip(self.slices, self.shape, strict=False)]
+        return (*kept, *self.shape[len(kept) :])
+
+
+class Parameter:
+    """Holds one tensor of a rank: slices of checkpoint tensors, concatenated along the first dimension.
+
+    `data` is on `meta` until the loader has read it."""
+
+    def __init__(self, *slices: WeightSlice, dtype: torch.dtype) -> None:
+        self.slices = slices
+        num_rows = sum(part.local_shape[0] for part in slices)
+        self.data = torch.empty((num_rows, *slices[0].local_shape[1:]), dtype=dtype, device="meta")
+
+
+class Module:
+    """Holds parameters and other modules as attributes, or in lists of them."""
+
+    def modules(self) -> Iterator["Module"]:
+        """Yields all modules below this one in the order of their attributes, then this one."""
+        for value in list(vars(self).values()):
+            for part in value if isinstance(value, list) else (value,):
+                if isinstance(part, Module):
+                    yield from part.modules()
+        yield self
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yields the parameters of this module alone."""
+        return (value for value in list(vars(self).values()) if isinstance(value, Parameter))
+
+    def process_after_load(self) -> None:
+        """Called once when the parameters of this module and of those below are loaded; may replace its own by another
+        form of them."""
+
+
+def all_parameters(tree: Module) -> list[Parameter]:
+    """Returns the parameters of a whole tree, each once however many modules share it."""
+    return list({id(each): each for module in tree.modules() for each in module.parameters()}.values())

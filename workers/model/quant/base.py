@@ -1,0 +1,71 @@
+"""Defines the interface of linear methods: how a linear layer's weights are stored, kept and multiplied."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from .. import kernels
+from ..module import Module, WeightSlice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearPartition:
+    """Describes a rank's part of one or several linear maps that take the same input and lie below each other."""
+
+    outputs: tuple[tuple[str, int, slice], ...]  # name in the checkpoint, outputs of the whole map, outputs kept
+    num_inputs: int  # of the whole map
+    inputs: slice = field(default_factory=lambda: slice(None))  # kept
+    has_bias: bool = False
+    gated: bool = False  # two maps, gate and up, of which `LinearMethod.apply_gated` is used
+
+    def slices(self, suffix: str) -> tuple[WeightSlice, ...]:
+        """Returns the parts of the tensors [outputs, inputs] called NAME.suffix."""
+        return tuple(
+            WeightSlice(f"{name}.{suffix}", (size, self.num_inputs), (kept, self.inputs))
+            for name, size, kept in self.outputs
+        )
+
+    def output_slices(self, suffix: str) -> tuple[WeightSlice, ...]:
+        """Returns the parts of the tensors [outputs] called NAME.suffix."""
+        return tuple(WeightSlice(f"{name}.{suffix}", (size,), (kept,)) for name, size, kept in self.outputs)
+
+
+class LinearMethod(Module, ABC):
+    """Holds the weights of one linear layer and multiplies by them; one instance a layer.
+
+    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method` of config.json."""
+
+    @classmethod
+    def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "LinearMethod":
+        """Returns the method of the layer `name`; `quantization` is the checkpoint's quantization_config. Override it
+        to read settings or to leave some layers to another method."""
+        return cls()
+
+    @abstractmethod
+    def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
+        """Sets the layer's parameters as attributes. `dtype` is what the layer computes in."""
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Maps x [num_tokens, inputs] to [num_tokens, outputs], plus bias and plus `residual` of the result's shape,
+        which may be overwritten."""
+
+    def apply_gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps x [num_tokens, inputs] to silu(gate) * up, [num_tokens, outputs / 2], for a gated partition."""
+        return silu_and_mul(self.apply(x))
+
+
+LinearMethodOf = Callable[[str], LinearMethod]
+"""Returns a new method for the layer of this name."""
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Computes silu(gate) * up (SwiGLU, arXiv 2002.05202) of [num_tokens, 2 * size], gate first: [num_tokens, size]."""
+    if native := kernels.of(gate_up):
+        return native.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up

@@ -1,0 +1,92 @@
+"""Keeps linear weights as they are or, in bfloat16 on CPUs, packed for the kernel that reads them."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch.nn import functional
+
+from ..kernels import cpu
+from ..module import Parameter
+from .base import LinearMethod, LinearPartition
+
+
+class UnquantizedLinearMethod(LinearMethod):
+    """Computes y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel where the processor
+    suits it, else in oneDNN's blocked form."""
+
+    def __init__(self) -> None:
+        self.weight: Parameter | None = None  # [outputs, inputs]; None once `process_after_load` has packed it
+        self.bias: Parameter | None = None  # [outputs]
+        self._gated = False
+        self._uses_kernel = self._uses_onednn = self._fuses_gate = False
+
+    @classmethod
+    def from_tensors(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
+        """Returns a method over weight [outputs, inputs] and bias [outputs], ready to `apply`."""
+        method = cls()
+        outputs, inputs = weight.shape
+        partition = LinearPartition(outputs=(("", outputs, slice(None)),), num_inputs=inputs, has_bias=bias is not None)
+        method.create_weights(partition, weight.dtype)
+        for parameter, data in zip(method.parameters(), (weight, bias), strict=False):
+            if data is not None:
+                parameter.data = data
+        method.process_after_load()
+        return method
+
+    def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
+        """See `LinearMethod.create_weights`."""
+        self._gated = partition.gated
+        self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
+        if partition.has_bias:
+            self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
+
+    def process_after_load(self) -> None:
+        """Packs the weight where that is faster, and then lets go of the plain form."""
+        assert self.weight is not None
+        weight = self.weight.data
+        self._num_outputs = weight.shape[0]
+        self._bias = self.bias.data if self.bias else None
+        self._uses_kernel = cpu.can_multiply(weight)
+        self._uses_onednn = not self._uses_kernel and _onednn_can_pack(weight)
+        self._fuses_gate = self._gated and self._bias is None and cpu.can_gate(weight[: len(weight) // 2])
+        if self._fuses_gate:
+            weight.copy_(cpu.alternate(*weight.chunk(2)))  # not rebound: the packed form then fills the copy's hole
+        if self._uses_kernel:
+            self._matrix = cpu.pack_linear(weight)
+        else:
+            self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight) if self._uses_onednn else weight
+        if self._matrix is not weight:
+            self.weight = None
+
+    def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `LinearMethod.apply`."""
+        if self._uses_kernel:
+            return cpu.linear(x, self._matrix, self._num_outputs, self._bias, residual)
+        if residual is not None and self._bias is None and not self._uses_onednn:
+            return residual.addmm_(x, self._matrix.t())
+        product = _onednn_linear if self._uses_onednn else functional.linear
+        y = product(x, self._matrix, self._bias)
+        return y if residual is None else residual + y
+
+    def apply_gated(self, x: torch.Tensor) -> torch.Tensor:
+        """See `LinearMethod.apply_gated`."""
+        if self._fuses_gate:
+            return cpu.linear(x, self._matrix, self._num_outputs, gated=True)
+        return super().apply_gated(x)
+
+
+def _onednn_can_pack(weight: torch.Tensor) -> bool:
+    fits = (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+    return fits and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Maps x [num_tokens, inputs] to [num_tokens, outputs]; `weight` is in oneDNN's blocked form."""
+    no_scalars: Sequence[float] = []
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", no_scalars, "")
+    return result

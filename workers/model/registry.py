@@ -1,0 +1,72 @@
+"""Finds model families by architecture and linear methods by quantisation format.
+
+What is not built in comes from installed packages: entry points of the groups `tandem.models` (named by architecture,
+a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a `LinearMethod`). So every process finds them.
+"""
+
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final
+
+from .config import CheckpointError, Fields, ModelConfig, read_eos_token_ids, read_fields
+from .models.family import ModelFamily
+from .models.llama import LlamaForCausalLM, parse_llama_config
+from .models.mistral import parse_mistral_config
+from .models.qwen import build_qwen3, parse_qwen2_config, parse_qwen3_config
+from .quant.base import LinearMethod, LinearMethodOf
+from .quant.unquantized import UnquantizedLinearMethod
+
+MODELS: Final[dict[str, ModelFamily]] = {
+    "LlamaForCausalLM": ModelFamily(parse_llama_config, LlamaForCausalLM),
+    "MistralForCausalLM": ModelFamily(parse_mistral_config, LlamaForCausalLM),
+    "Qwen2ForCausalLM": ModelFamily(parse_qwen2_config, LlamaForCausalLM),
+    "Qwen3ForCausalLM": ModelFamily(parse_qwen3_config, build_qwen3),
+}
+LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {}
+"""By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
+
+
+def find_model(architecture: str) -> ModelFamily:
+    """Returns the family of an architecture. Raises CheckpointError if there is none."""
+    family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
+    if family is None:
+        supported = ", ".join(MODELS)
+        raise CheckpointError(f"config.json: architectures: {architecture!r} is not supported, only {supported}")
+    return family
+
+
+def find_linear_method(config: ModelConfig) -> LinearMethodOf:
+    """Returns what makes the linear method of each of a model's layers. Raises CheckpointError for an unknown
+    quant_method."""
+    if not config.quantization:
+        return lambda name: UnquantizedLinearMethod()
+    format_name = config.quantization.get("quant_method")
+    method = LINEAR_METHODS.get(str(format_name)) or _plugin("tandem.linear_methods", str(format_name))
+    if method is None:
+        raise CheckpointError(f"config.json: quantization_config.quant_method: {format_name!r} is not supported")
+    return partial(method.for_layer, config.quantization)
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
+
+    Raises CheckpointError if the folder or a field is missing, ill-typed, out of bounds or not supported."""
+    fields = read_fields(folder)
+    config = parse_model_config(fields)
+    return replace(config, eos_token_ids=read_eos_token_ids(folder, fields, config.vocab_size))
+
+
+def parse_model_config(fields: Fields) -> ModelConfig:
+    """Lets the family of the fields' architecture parse them. Raises CheckpointError as `load_model_config`."""
+    names = fields.texts("architectures")
+    if len(names) != 1:
+        raise fields.error("architectures", f"must be one name, is {names!r:.60}")
+    config = find_model(names[0]).parse_config(fields)
+    find_linear_method(config)
+    return config
+
+
+def _plugin(group: str, name: str) -> Any:
+    return next((point.load() for point in entry_points(group=group, name=name)), None)
