@@ -103,6 +103,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             failed=self._fail,
         )
         self._sessions: set[RouterSession] = set()
+        self._last_load = worker_pb2.Load()
         self._draining = False
         self._failure: BaseException | None = None
         self._server = peer_server()
@@ -178,7 +179,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         two reads, so the free ones are what the others leave."""
         scheduler, blocks = self._engine.scheduler, self._engine.blocks()
         held = sum(count for state, count in blocks.items() if state is not BlockState.FREE)
-        return worker_pb2.Load(
+        load = worker_pb2.Load(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_holding,
             waiting_tokens=scheduler.waiting_tokens,
@@ -189,7 +190,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             reserved_blocks=blocks[BlockState.RESERVED],
             total_blocks=self._rank.num_blocks,
             step_seconds=self._engine.step_seconds,
+            version=self._last_load.version,
         )
+        if load != self._last_load:
+            load.version += 1
+            self._last_load = load
+        return load
 
     def info(self) -> worker_pb2.WorkerInfo:
         """How the directory knows this worker."""

@@ -1,4 +1,4 @@
-"""Admission over a view: who goes to the workers, who is refused, and that nobody waits in vain."""
+"""Admission over a registry: who goes to the workers, who is refused, and that nobody waits in vain."""
 
 import asyncio
 import itertools
@@ -16,16 +16,16 @@ from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
-from tandem.tests.router.pools import Clock, fill, request
+from tandem.tests.router.pools import Clock, fill, report, request
 
 
 class Desk:
     """Admission over one prefill and one decode worker, and requests that hold slots as the dispatcher does."""
 
     def __init__(self, *, max_sequences: int = 2, clock: Callable[[], float] = time.monotonic, **bounds: float) -> None:
-        self.view = WorkerRegistry(rng=random.Random(0), clock=clock)
-        fill(self.view, prefill=1, decode=1, max_sequences=max_sequences, num_blocks=256)
-        self.admission = Admission(self.view, clock=clock, **bounds)  # type: ignore[arg-type]
+        self.registry = WorkerRegistry(rng=random.Random(0), clock=clock)
+        fill(self.registry, prefill=1, decode=1, max_sequences=max_sequences, num_blocks=256)
+        self.admission = Admission(self.registry, clock=clock, **bounds)  # type: ignore[arg-type]
         self.active: list[TokenRequest] = []
         self.order: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
@@ -48,20 +48,20 @@ class Desk:
 
     async def _hold(self, asked: TokenRequest) -> None:
         async with self.admission.slot(asked):
-            placement = self.view.place(asked)
+            placement = self.registry.place(asked)
             assert placement is not None
             assert placement.prefill is not None
-            self.view.sent(placement.prefill, asked, len(asked.prompt))
-            self.view.sent(placement.decode, asked, 0)
+            self.registry.dispatched(placement.prefill, asked, len(asked.prompt))
+            self.registry.dispatched(placement.decode, asked, 0)
             self.active.append(asked)
             self.order.append(asked.request_id)
-            self.view.computed(placement.prefill, asked.request_id)
+            self.registry.prefilled(placement.prefill, asked.request_id)
             try:
                 await self._ends[asked.request_id].wait()
             finally:
                 self.active.remove(asked)
-                self.view.ended(placement.prefill, asked.request_id)
-                self.view.ended(placement.decode, asked.request_id)
+                self.registry.ended(placement.prefill, asked.request_id)
+                self.registry.ended(placement.decode, asked.request_id)
 
 
 async def settle() -> None:
@@ -133,28 +133,28 @@ async def test_a_request_larger_than_all_kv_cache_begins_when_a_worker_is_empty(
 
 
 async def test_prompts_wait_here_while_the_prefill_worker_has_enough_to_do() -> None:
-    view = WorkerRegistry(rng=random.Random(0))
-    fill(view, prefill=1, decode=1, num_blocks=4096)
-    admission = Admission(view)
+    registry = WorkerRegistry(rng=random.Random(0))
+    fill(registry, prefill=1, decode=1, num_blocks=4096)
+    admission = Admission(registry)
     got: list[int] = []
 
     async def ask(number: int) -> None:
         asked = request([number] * 1000, str(number))
         async with admission.slot(asked):
-            view.place(asked)
-            view.sent("p0", asked, 1000)
-            view.sent("d0", asked, 0)
+            registry.place(asked)
+            registry.dispatched("p0", asked, 1000)
+            registry.dispatched("d0", asked, 0)
             got.append(number)
             await asyncio.Event().wait()
 
     tasks = [asyncio.create_task(ask(n)) for n in range(6)]
     await settle()
     assert got == [0, 1, 2]  # 2500 tokens, half a second's work at the neutral rate, and the one that reaches it
-    view.computed("p0", "0")
+    registry.prefilled("p0", "0")
     await settle()
     assert got == [0, 1, 2, 3]
-    view.measured("p0", prefill_tokens=1000, prefill_seconds=0.02)  # it is faster than that
-    view.update(view.workers())
+    registry.record_prefill("p0", 1000, 0.02)  # it is faster than that
+    registry.update(registry.workers())
     await settle()
     assert got == [0, 1, 2, 3, 4, 5]
     for task in tasks:
@@ -166,13 +166,13 @@ async def test_prompts_wait_here_while_the_prefill_worker_has_enough_to_do() -> 
 async def test_others_requests_count_and_their_end_wakes() -> None:
     desk = Desk(max_sequences=4)
     await desk.ask(request([1], "first"))
-    desk.view.report_load("d0", load(num_running=4))
+    report(desk.registry, "d0", load=load(num_running=4))
     await desk.ask(request([1], "second"))
     assert desk.order == ["first"]
-    desk.view.report_load("d0", load(num_running=2))
+    report(desk.registry, "d0", load=load(num_running=2))
     await settle()
     assert desk.order == ["first", "second"]
-    desk.view.report_load("d0", load(num_running=4))
+    report(desk.registry, "d0", load=load(num_running=4))
     await desk.finish("first")
     await desk.finish("second")
     await desk.ask(request([1], "third"))  # nobody waits for others alone
@@ -184,7 +184,7 @@ async def test_without_a_decode_worker_nobody_waits() -> None:
     desk = Desk(max_sequences=1)
     await desk.ask(request([1], "0"))
     waiting = await desk.ask(request([1], "1"))
-    desk.view.update([])
+    desk.registry.update([])
     await settle()
     assert isinstance(waiting.exception(), AssertionError)  # it was let through, to find that there is no place
     await desk.finish("0")
@@ -323,7 +323,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(OPERATIONS, max_size=40))
 def test_nobody_waits_while_there_is_room_and_the_bounds_hold(operations: list[tuple[object, ...]]) -> None:
     asyncio.run(_play(operations))
@@ -342,19 +342,21 @@ async def _play(operations: list[tuple[object, ...]]) -> None:
             await desk.ask(asked)
             names.append(asked.request_id)
         elif kind == "others":
-            desk.view.report_load("d0", load(num_running=int(str(rest[0])) + sum(r.num_choices for r in desk.active)))
+            report(
+                desk.registry, "d0", load=load(num_running=int(str(rest[0])) + sum(r.num_choices for r in desk.active))
+            )
             await settle()
         elif names:
             name = names[int(str(rest[0])) % len(names)]
             await (desk.cancel(name) if kind == "cancel" else desk.finish(name))
         _check(desk)
-    desk.view.report_load("d0", load(num_running=sum(r.num_choices for r in desk.active)))
+    report(desk.registry, "d0", load=load(num_running=sum(r.num_choices for r in desk.active)))
     while desk.active:
         await desk.finish(desk.active[0].request_id)
         _check(desk)
     assert desk.admission.num_waiting == desk.admission.num_active == 0
     assert all(task.done() for task in desk.tasks.values())
-    assert desk.view._reserved == {}
+    assert desk.registry._reserved == {}
     await asyncio.gather(*desk.tasks.values(), return_exceptions=True)
 
 

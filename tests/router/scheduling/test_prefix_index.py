@@ -1,4 +1,4 @@
-"""The index says exactly which blocks a worker holds: against a plain model, in its bounds, and block size by size."""
+"""The index knows exactly which blocks a worker holds: against a plain model, in its bounds, and block size by size."""
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -77,7 +77,7 @@ class AgainstAModel(RuleBasedStateMachine):
             assert self.index.match(Prefix(prompt)) == expected
 
 
-AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestAgainstAModel = AgainstAModel.TestCase
 
 
@@ -126,14 +126,14 @@ def test_who_is_gone_leaves_nothing_and_its_place_is_used_again() -> None:
     index = index_of(16, 16)
     for worker_id in ("a", "b"):
         index.expect(worker_id, Prefix(range(64)))
-    index.forget("a")
-    index.forget("a")
+    index.remove("a")
+    index.remove("a")
     index.add("c", 16)
     assert index.match(Prefix(range(64))) == {"b": 64}
     index.report("a", hash_chain(range(64), 16), [])
     index.expect("a", Prefix(range(64)))
     index.settle("a", Prefix(range(64)))
-    index.forget("b")
-    index.forget("c")
+    index.remove("b")
+    index.remove("c")
     assert index.num_blocks == 0
     index.check_integrity()
