@@ -43,7 +43,7 @@ class Fleet:
     """A running set of workers. One that a test has broken leaves `workers`: it is stopped, but not audited."""
 
     workers: list[Worker]
-    view: WorkerRegistry
+    registry: WorkerRegistry
     dispatcher: Dispatcher
     ranks: list[RankServer] = field(default_factory=list)  # other than 0, worker by worker
 
@@ -162,9 +162,9 @@ async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: o
 
 @asynccontextmanager
 async def _together(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
-    view = WorkerRegistry()
-    view.update(worker.info() for worker in workers)
-    running = Fleet(list(workers), view, Dispatcher(view), list(ranks))
+    registry = WorkerRegistry()
+    registry.update(worker.info() for worker in workers)
+    running = Fleet(list(workers), registry, Dispatcher(registry), list(ranks))
     try:
         yield running
         await running.check_idle()

@@ -14,8 +14,10 @@ from tandem.proto.errors import TandemError
 from tandem.router.dispatch import execution
 from tandem.router.request import TokenRequest
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.workers.engine.engine import Engine, QueueFull
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.transfer import outlets, wire
 from tandem.workers.transfer.wire import Commit, Data, TransferError, TransferKey, decode, encode
 
@@ -167,6 +169,45 @@ async def test_a_request_outlives_two_lost_transfers_and_not_three(times: int) -
         else:
             with pytest.raises(TandemError, match="could not be moved"):
                 await running.generate(token_request(range(100), 4))
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("fault", ["full", "transfer"])
+async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
+    fault: str, num_choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[Task] = []
+    steps: list[int] = []  # of the prefill worker, at each submit
+    submit, prompt, left = Engine.submit, range(320), 1
+
+    def record(engine: Engine, spec: SequenceSpec, submitted: float) -> None:
+        nonlocal left
+        tasks.append(spec.task)
+        steps.append(executor.num_steps)
+        if fault == "full" and spec.task is Task.DECODE and left:
+            left -= 1
+            raise QueueFull
+        submit(engine, spec, submitted)
+
+    async def cut(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        nonlocal left
+        async for frame in frames:
+            if fault == "transfer" and left:
+                left -= 1
+                raise TransferError("cut")
+            yield frame
+
+    monkeypatch.setattr(Engine, "submit", record)
+    ranks = [fake_rank(step_seconds=0.03), fake_rank(), fake_rank()]
+    executor = ranks[0].executor
+    assert isinstance(executor, FakeExecutor)
+    queue = iter(ranks)
+    async with fleet(1, 2, rank=lambda role: next(queue), frame_hook=cut, chunk_tokens=16) as running:
+        ids, attempts = await choices_of(running, token_request(prompt, 30, num_choices=num_choices))
+    assert ids == expected_choices(prompt, num_choices, 30, VOCAB)
+    assert tasks == [Task.PREFILL, Task.DECODE, Task.DECODE]
+    assert attempts == 2
+    assert steps[-1] < 320 / 16
 
 
 @pytest.mark.parametrize("first_token", [VOCAB, 2**40])

@@ -1,6 +1,7 @@
 """Admission over a registry: who goes to the workers, who is refused, and that nobody waits in vain."""
 
 import asyncio
+import inspect
 import itertools
 import random
 import time
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.cluster.config import RouterConfig
 from tandem.proto import worker_pb2
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.request import TokenRequest
-from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.admission import QUEUE_SECONDS_HELP, WAIT_TOLERANCE, Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.router.pools import Clock, fill, report, request
 
@@ -254,6 +256,26 @@ async def test_who_has_waited_too_long_is_refused_then_and_makes_way() -> None:
         for task in one.tasks.values():
             task.cancel()
         await asyncio.gather(*one.tasks.values(), return_exceptions=True)
+
+
+async def test_a_wait_is_bounded_as_the_config_describes() -> None:
+    """Predicted: by `max_queue_seconds`; real: by WAIT_TOLERANCE times that."""
+    assert f"{WAIT_TOLERANCE:g} times" in QUEUE_SECONDS_HELP
+    assert RouterConfig.model_fields["max_queue_seconds"].description == QUEUE_SECONDS_HELP
+    defaults = inspect.signature(Admission).parameters
+    for name in ("max_queue_seconds", "max_queued_requests", "max_queued_tokens"):
+        assert getattr(RouterConfig(), name) == defaults[name].default
+    loop, delays = asyncio.get_running_loop(), list[float]()
+    desk = Desk(max_sequences=1, max_queue_seconds=3.0)
+    await desk.ask(request([1], "0"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_later", lambda delay, call, *_: (delays.append(delay), loop.call_at(1e12, call))[1])
+        await desk.ask(request([1], "1"))
+        await desk.ask(request([1], "2", deadline=time.monotonic() + 1.0))
+    assert delays == [3.0 * WAIT_TOLERANCE, pytest.approx(1.0, abs=0.5)]
+    for task in desk.tasks.values():
+        task.cancel()
+    await asyncio.gather(*desk.tasks.values(), return_exceptions=True)
 
 
 async def test_a_slot_given_to_one_that_is_cancelled_in_that_moment_goes_on() -> None:
