@@ -110,11 +110,11 @@ class RequestExecution:
                         self._emitted[fresh.choice] += fresh.ids
                         self._timer.tokens(len(fresh.ids))
                         yield fresh
+                if not attempt.interruptions:
+                    break
                 interruptions, attempt.interruptions = attempt.interruptions, []
                 for interruption in interruptions:
                     self._continue(interruption, attempt)
-                if not interruptions:
-                    break
             if not attempt.choices:
                 attempt.end()
         self._attempts = [attempt for attempt in self._attempts if attempt.choices]

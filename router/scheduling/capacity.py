@@ -24,14 +24,14 @@ class Capacity(NamedTuple):
     kv_tokens: int = 0  # tokens of KV cache
 
     def __add__(self, other: "Capacity") -> "Capacity":  # type: ignore[override]
-        return Capacity(*map(operator.add, self, other))
+        return Capacity._make(map(operator.add, self, other))
 
     def __sub__(self, other: "Capacity") -> "Capacity":
-        return Capacity(*map(operator.sub, self, other))
+        return Capacity._make(map(operator.sub, self, other))
 
     def clipped(self) -> "Capacity":
         """Returns the amounts with 0 in place of what is negative."""
-        return Capacity(*(max(amount, 0) for amount in self))
+        return Capacity._make([amount if amount > 0 else 0 for amount in self])
 
     def exceeds(self, other: "Capacity") -> bool:
         """Returns whether there is more of any resource than in `other`."""

@@ -176,6 +176,9 @@ async def test_a_request_outlives_two_lost_transfers_and_not_three(times: int) -
 async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
     fault: str, num_choices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ranks = [fake_rank(step_seconds=0.03), fake_rank(), fake_rank()]
+    prefill, queue = ranks[0].executor, iter(ranks)
+    assert isinstance(prefill, FakeExecutor)
     tasks: list[Task] = []
     steps: list[int] = []  # of the prefill worker, at each submit
     submit, prompt, left = Engine.submit, range(320), 1
@@ -183,7 +186,7 @@ async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
     def record(engine: Engine, spec: SequenceSpec, submitted: float) -> None:
         nonlocal left
         tasks.append(spec.task)
-        steps.append(executor.num_steps)
+        steps.append(prefill.num_steps)
         if fault == "full" and spec.task is Task.DECODE and left:
             left -= 1
             raise QueueFull
@@ -198,10 +201,6 @@ async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
             yield frame
 
     monkeypatch.setattr(Engine, "submit", record)
-    ranks = [fake_rank(step_seconds=0.03), fake_rank(), fake_rank()]
-    executor = ranks[0].executor
-    assert isinstance(executor, FakeExecutor)
-    queue = iter(ranks)
     async with fleet(1, 2, rank=lambda role: next(queue), frame_hook=cut, chunk_tokens=16) as running:
         ids, attempts = await choices_of(running, token_request(prompt, 30, num_choices=num_choices))
     assert ids == expected_choices(prompt, num_choices, 30, VOCAB)

@@ -265,11 +265,17 @@ async def test_a_wait_is_bounded_as_the_config_describes() -> None:
     defaults = inspect.signature(Admission).parameters
     for name in ("max_queue_seconds", "max_queued_requests", "max_queued_tokens"):
         assert getattr(RouterConfig(), name) == defaults[name].default
-    loop, delays = asyncio.get_running_loop(), list[float]()
+    loop = asyncio.get_running_loop()
+    delays: list[float] = []
+
+    def call_later(delay: float, call: Callable[..., object], *arguments: object) -> asyncio.TimerHandle:
+        delays.append(delay)
+        return loop.call_at(loop.time() + delay, call, *arguments)
+
     desk = Desk(max_sequences=1, max_queue_seconds=3.0)
     await desk.ask(request([1], "0"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "call_later", lambda delay, call, *_: (delays.append(delay), loop.call_at(1e12, call))[1])
+        patch.setattr(loop, "call_later", call_later)
         await desk.ask(request([1], "1"))
         await desk.ask(request([1], "2", deadline=time.monotonic() + 1.0))
     assert delays == [3.0 * WAIT_TOLERANCE, pytest.approx(1.0, abs=0.5)]
