@@ -96,7 +96,9 @@ class Attempt:
         """`part` is what the registry counts: the request itself, or what is left of one choice."""
         self.interruptions: list[Interruption] = []  # the caller removes them
         self.part = part
-        self.placement = placement
+        # A beam search of one step has nothing to hand over.
+        is_whole = submit.HasField("beam_search") and submit.max_tokens == 1
+        self.placement = placement._replace(prefill=None) if is_whole else placement
         self._choices = range(submit.first_choice, submit.first_choice + submit.num_choices)
         self._states = dict.fromkeys(self._choices, ChoiceState.OPENING)  # of choices neither ended nor interrupted
         self._submit = submit
@@ -104,8 +106,6 @@ class Attempt:
         self._registry = registry
         self._timer = timer
         self._is_beam = submit.HasField("beam_search")
-        # A beam search of one step has nothing to hand over.
-        self._prefill_id = None if self._is_beam and submit.max_tokens == 1 else placement.prefill
         self._opener: WorkerStream | None = None  # computes the prompt, and in a pair nothing else
         self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
         self._kv = worker_pb2.KvHandle()  # of the prefill worker, once that has admitted the request
@@ -123,14 +123,14 @@ class Attempt:
         """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if the router
         closes."""
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
-        if self._prefill_id is None:
+        if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_WHOLE
             self._registry.dispatched(decode_id, self.part, num_tokens)
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
-            self._registry.dispatched(self._prefill_id, self.part, num_tokens)
+            self._registry.dispatched(self.placement.prefill, self.part, num_tokens)
             self._registry.dispatched(decode_id, self.part, 0)
-        worker_id = self._prefill_id or decode_id
+        worker_id = self.placement.prefill or decode_id
         self._opener = self._send(worker_id, self._submit)
         if self._opener is None:
             self._interrupt(Cause.LEFT, (worker_id, 0), "worker left")
@@ -172,14 +172,14 @@ class Attempt:
         for stream in (self._opener, self._decoder):
             if stream is not None:
                 stream.cancel()
-        for worker_id in (self._prefill_id, self.placement.decode):
+        for worker_id in (self.placement.prefill, self.placement.decode):
             if worker_id is not None:
                 self._registry.ended(worker_id, self.part.request_id)
 
     @property
     def _needs_opener(self) -> bool:
         """Whether anything that the stream of the prefill worker brings still counts."""
-        return self._prefill_id is None or ChoiceState.OPENING in self._states.values()
+        return self.placement.prefill is None or ChoiceState.OPENING in self._states.values()
 
     def _send_decode(self, number: int) -> None:
         submit = worker_pb2.Submit()
@@ -217,7 +217,7 @@ class Attempt:
         if not self._begun:
             self._begin(output)
         if self._states.get(choice) is ChoiceState.OPENING:
-            following = ChoiceState.DECODING if self._prefill_id is None else ChoiceState.MOVING
+            following = ChoiceState.DECODING if self.placement.prefill is None else ChoiceState.MOVING
             for opened in self._choices if self._is_beam else (choice,):
                 if opened in self._states:
                     self._states[opened] = following
@@ -241,7 +241,7 @@ class Attempt:
     def _begin(self, output: worker_pb2.Output) -> None:
         self._begun = True
         self._timer.observe(output)
-        worker_id = self._prefill_id or self.placement.decode
+        worker_id = self.placement.prefill or self.placement.decode
         self._registry.prefilled(worker_id, self.part.request_id)
         if seconds := output.tokens.prefill_seconds:
             self._registry.record_prefill(worker_id, len(self._submit.token_ids) - self._num_cached, seconds)
@@ -250,18 +250,18 @@ class Attempt:
         self._timer.observe(output, decode=stream is self._decoder)
         if stream is self._opener:
             self._num_cached = output.admitted.cached_tokens
-            if self._prefill_id is not None and self._submit.max_tokens > 1:
+            if self.placement.prefill is not None and self._submit.max_tokens > 1:
                 self._kv = output.admitted.kv
                 self._send_decode(self._submit.attempt)
 
     def _kv_received(self, output: worker_pb2.Output) -> None:
         self._timer.observe(output, decode=True)
         self._states = dict.fromkeys(self._states, ChoiceState.DECODING)
-        if self._prefill_id is not None:
-            self._registry.ended(self._prefill_id, self.part.request_id)
+        if self.placement.prefill is not None:
+            self._registry.ended(self.placement.prefill, self.part.request_id)
             joined = output.joined
             self._registry.record_transfer(
-                self._prefill_id, self.placement.decode, joined.transfer_bytes, joined.transfer_active_seconds
+                self.placement.prefill, self.placement.decode, joined.transfer_bytes, joined.transfer_active_seconds
             )
 
     def _preempted(self, stream: WorkerStream, output: worker_pb2.Output) -> None:

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Collection
+from contextlib import AsyncExitStack
 from functools import partial
 
 from ...proto import inference_pb2, worker_pb2
@@ -32,13 +32,13 @@ class Dispatcher:
         self._admission = admission
         self._max_requests = max_requests
         self._clients: dict[WorkerKey, WorkerClient] = {}
-        self._num_requests = 0
+        self._executions: set[RequestExecution] = set()
         self._closed = False
 
     @property
     def num_requests(self) -> int:
         """Requests in progress, those that wait for admission too."""
-        return self._num_requests
+        return len(self._executions)
 
     async def generate(
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
@@ -46,17 +46,27 @@ class Dispatcher:
         """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full, InternalError when the
         request has cost MAX_WORKERS_LOST workers."""
         timer = RequestTimer(request, timeline)
-        wake = asyncio.Event()
+        wake, late = asyncio.Event(), asyncio.Event()
+
+        def expire() -> None:
+            late.set()
+            wake.set()
+
         execution = RequestExecution(
             request, ended, send=partial(self._send, wake), registry=self._registry, timer=timer
         )
         async with AsyncExitStack() as scope:
             scope.callback(timer.stop)
-            scope.enter_context(self._counted())
+            if self._admission is None and len(self._executions) >= self._max_requests:
+                raise Overloaded(f"{self._max_requests} requests are in progress")
+            self._executions.add(execution)
+            scope.callback(self._executions.discard, execution)
             if self._admission is not None:
                 await before(request.deadline, scope.enter_async_context(self._admission.slot(request)))
             scope.callback(execution.end)
-            alarm = scope.enter_context(_alarm(request.deadline, wake))
+            if request.deadline is not None:  # one timer for a request costs less than one for each token
+                delay = request.deadline - time.monotonic()
+                scope.callback(asyncio.get_running_loop().call_later(delay, expire).cancel)
             execution.start()
             while True:
                 for delta in execution.deltas():
@@ -65,7 +75,7 @@ class Dispatcher:
                     return
                 await wake.wait()
                 wake.clear()
-                if alarm.is_set():
+                if late.is_set():
                     raise deadline_passed()
 
     async def close(self) -> None:
@@ -73,17 +83,6 @@ class Dispatcher:
         self._closed = True
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Counts a request. Raises Overloaded if there are too many."""
-        if self._admission is None and self._num_requests >= self._max_requests:
-            raise Overloaded(f"{self._max_requests} requests are in progress")
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
 
     def _send(self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit) -> WorkerStream | None:
         """Submits over the session with the worker, opening one if there is none. Returns None if the worker has left
@@ -104,23 +103,3 @@ class Dispatcher:
                 on_break=partial(self._registry.session_lost, *key),
             )
         return client.submit(submit, wake)
-
-
-@contextmanager
-def _alarm(deadline: float | None, wake: asyncio.Event) -> Iterator[asyncio.Event]:
-    """Yields an event that is set, with `wake`, when time.monotonic() reaches `deadline`. One timer for a request costs
-    less than one for each token."""
-    late = asyncio.Event()
-    if deadline is None:
-        yield late
-        return
-
-    def ring() -> None:
-        late.set()
-        wake.set()
-
-    timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), ring)
-    try:
-        yield late
-    finally:
-        timer.cancel()
