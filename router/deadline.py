@@ -16,7 +16,7 @@ def deadline_passed() -> DeadlineExceeded:
 
 
 async def before(deadline: float | None, result: Awaitable[_T]) -> _T:
-    """Awaits `result`. Cancels it and raises DeadlineExceeded when time.monotonic() reaches `deadline`; None is never."""
+    """Awaits `result`; cancels it and raises DeadlineExceeded when time.monotonic() reaches `deadline`, if any."""
     if deadline is None:
         return await result
     scope = asyncio.timeout(deadline - time.monotonic())

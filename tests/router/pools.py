@@ -11,7 +11,7 @@ BLOCK_SIZE = 16
 
 
 class Clock:
-    """Time that passes only when the test says so."""
+    """Time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0

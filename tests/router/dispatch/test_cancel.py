@@ -1,4 +1,4 @@
-"""Requests that are abandoned at any moment: within a second nobody holds anything for them, and the others go on."""
+"""Requests that are cancelled at any moment: within a second no worker holds anything for them, and the others go on."""
 
 import asyncio
 import gc
@@ -75,7 +75,7 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "channel"])
-async def test_a_router_that_vanishes_leaves_nothing(how: str) -> None:
+async def test_a_router_that_disconnects_leaves_nothing(how: str) -> None:
     async with fleet(1, 1, rank=small_rank, chunk_tokens=64) as running:
         requests = [token_request(range(n, n + 120), 600, name=str(n)) for n in range(12)]
         tasks = [asyncio.create_task(running.generate(request)) for request in requests]

@@ -122,7 +122,7 @@ async def test_a_beam_search_is_the_same_wherever_it_runs(prefill: int, max_toke
     assert len({tuple(ids) for ids in ids_of(first, 3)}) == 3
 
 
-async def test_choices_that_are_not_wanted_any_more_leave_their_worker() -> None:
+async def test_dropped_choices_are_freed_on_their_worker() -> None:
     prompt = range(30)
     ended: set[int] = set()
     async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.001)) as running:
@@ -193,7 +193,7 @@ class OneAtATime(Admission):
             yield
 
 
-async def test_admission_says_who_may_begin() -> None:
+async def test_admission_decides_when_a_request_starts() -> None:
     async with fleet(0, 1) as running:
         admission = OneAtATime()
         running.dispatcher = Dispatcher(running.registry, admission, max_requests=0)

@@ -1,4 +1,4 @@
-"""A request's way through failures, in a pools of played workers: whatever breaks, its tokens are the same."""
+"""A request through interruptions, on pools of fake workers: whatever fails, its tokens are the same."""
 
 import random
 import time
@@ -60,7 +60,7 @@ def test_whatever_fails_the_tokens_are_those_of_a_run_without_faults(
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), pairs=st.booleans(), kill=st.booleans())
-def test_choices_that_the_caller_ends_say_nothing_more(seed: int, pairs: bool, kill: bool) -> None:
+def test_choices_that_the_caller_ends_have_no_further_delta(seed: int, pairs: bool, kill: bool) -> None:
     request = choices_request(4)
     pools = FakePools(random.Random(seed), pairs)
     whole = [completion(request.prompt, SEED + choice, 30) for choice in range(4)]
@@ -84,7 +84,7 @@ def test_choices_that_the_caller_ends_say_nothing_more(seed: int, pairs: bool, k
     assert all(client.num_streams == 0 for client in pools.clients.values())
 
 
-def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_word() -> None:
+def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_tokens() -> None:
     pools, caller = FakePools(random.Random(3), pairs=False), Caller(2)
     ended: set[int] = set()
     execution, _ = start(pools, choices_request(2), ended)
@@ -107,7 +107,7 @@ def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_word() -> None:
     assert execution.done
 
 
-def test_a_lost_worker_sends_each_choice_its_own_way() -> None:
+def test_after_a_lost_worker_each_choice_has_an_attempt_of_its_own() -> None:
     pools, caller = FakePools(random.Random(3), pairs=False), Caller(4)
     execution, timeline = start(pools, choices_request(4), set())
     caller.read_until(pools, execution, 1)
@@ -127,7 +127,7 @@ def test_a_lost_worker_sends_each_choice_its_own_way() -> None:
     assert timeline.attempts == 1 + len(alone)
 
 
-def test_a_prefill_worker_that_leaves_after_the_hand_over_costs_nothing() -> None:
+def test_a_prefill_worker_lost_after_the_kv_transfer_interrupts_nothing() -> None:
     """Even if the caller has read nothing yet."""
     pools, caller = FakePools(random.Random(3), pairs=True), Caller(1)
     execution, timeline = start(pools, choices_request(1))
@@ -144,7 +144,7 @@ def test_a_prefill_worker_that_leaves_after_the_hand_over_costs_nothing() -> Non
     assert timeline.attempts == 1
 
 
-def test_choices_of_which_nothing_came_go_on_together() -> None:
+def test_choices_without_tokens_are_replayed_together() -> None:
     pools = FakePools(random.Random(3), pairs=True)
     execution, _ = start(pools, choices_request(4))
     pools.running[0].client.receive(next(pools.running[0].outputs))  # admitted
@@ -156,7 +156,7 @@ def test_choices_of_which_nothing_came_go_on_together() -> None:
     assert prefills[1].HasField("prompt_logprobs")
 
 
-def test_a_preempted_choice_goes_alone_and_the_others_stay() -> None:
+def test_a_preempted_choice_is_replayed_alone_and_the_others_stay() -> None:
     pools, caller = FakePools(random.Random(3), pairs=False), Caller(4)
     execution, _ = start(pools, choices_request(4))
     caller.read_until(pools, execution, 1)
@@ -181,7 +181,7 @@ def beam_outputs(submit: worker_pb2.Submit) -> list[worker_pb2.Output]:
 
 
 @pytest.mark.parametrize("num_said", [0, 1])
-def test_a_beam_search_begins_anew_and_repeats_nothing(num_said: int) -> None:
+def test_a_beam_search_restarts_and_repeats_no_token(num_said: int) -> None:
     pools, caller = FakePools(random.Random(3), pairs=True), Caller(2)
     beams = inference_pb2.BeamSearch(width=4, length_penalty=1, early_stopping=False)
     execution, _ = start(pools, choices_request(2, beam_search=beams))
@@ -332,7 +332,7 @@ def lose_worker(pools: FakePools) -> None:
     one.client.kill()
 
 
-def test_a_request_that_cost_two_workers_is_given_up_though_its_choices_run_apart() -> None:
+def test_a_request_that_cost_two_workers_is_given_up_even_if_its_choices_run_apart() -> None:
     pools, caller = FakePools(random.Random(4), pairs=False), Caller(4)
     execution, _ = start(pools, choices_request(4))
     caller.read_until(pools, execution, 1)
@@ -346,7 +346,7 @@ def test_a_request_that_cost_two_workers_is_given_up_though_its_choices_run_apar
     assert all(client.num_streams == 0 for client in pools.clients.values() if not client.broken)
 
 
-def test_choices_that_one_death_costs_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_crash_counts_once_for_all_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     pools, caller = FakePools(random.Random(4), pairs=False), Caller(4)
     execution, _ = start(pools, choices_request(4))
     caller.read_until(pools, execution, 1)
@@ -397,7 +397,7 @@ def test_transfers_are_counted_by_choice(times: int) -> None:
         (worker_pb2.FAILURE_KIND_WORKER, "", Unavailable, "no worker is ready"),
     ],
 )
-def test_failures_that_nobody_can_mend(
+def test_failures_that_end_the_request(
     kind: "worker_pb2.FailureKind", message: str, error: type[Exception], text: str
 ) -> None:
     pools = FakePools(random.Random(4), pairs=False)
@@ -414,7 +414,7 @@ def test_failures_that_nobody_can_mend(
     assert not pools.held
 
 
-def test_the_view_hears_what_was_measured() -> None:
+def test_the_registry_gets_what_was_measured() -> None:
     pools, caller = FakePools(random.Random(4), pairs=True), Caller(2)
     execution, timeline = start(pools, choices_request(2, arrived=time.monotonic()))
     caller.read_until(pools, execution, 30)

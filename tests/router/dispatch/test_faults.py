@@ -1,4 +1,4 @@
-"""KV transfers and workers that go wrong in every way: each is noticed, none yields a wrong token, nothing is left."""
+"""KV transfers and workers that fail in every way: each failure is noticed, none yields a wrong token, nothing is left."""
 
 import asyncio
 import random
@@ -150,7 +150,7 @@ async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatc
 
 
 @pytest.mark.parametrize("times", [2, 3])
-async def test_a_request_outlives_two_lost_transfers_and_not_three(times: int) -> None:
+async def test_a_request_survives_two_failed_transfers_and_not_three(times: int) -> None:
     left = times
 
     async def cut(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -229,7 +229,7 @@ def with_token(complete: Callable[[int, FirstTokens], None], token: int) -> Call
     return lambda exporter, sequence_id, opening: complete(sequence_id, replace(opening, tokens=(token,)))
 
 
-async def test_requests_of_a_failed_decode_worker_end_on_the_other() -> None:
+async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> None:
     ranks = [fake_rank(), fake_rank(step_seconds=0.002), fake_rank(step_seconds=0.002)]
     executor = ranks[1].executor
     assert isinstance(executor, FakeExecutor)
@@ -303,7 +303,7 @@ async def test_preempted_choices_get_exactly_their_tokens(prefill: int) -> None:
 
 @pytest.mark.parametrize("beams", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 28])
-async def test_choices_outlive_their_worker_whenever_it_dies(steps: int, beams: bool) -> None:
+async def test_choices_survive_their_worker_whenever_it_fails(steps: int, beams: bool) -> None:
     ranks = [fake_rank(step_seconds=0.001) for _ in range(3)]
     executor = ranks[1].executor
     assert isinstance(executor, FakeExecutor)

@@ -14,7 +14,7 @@ PARTS = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
 
 
 class Clock:
-    """Time that passes only when the test says so."""
+    """Time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -199,13 +199,13 @@ def test_merging_hides_no_gap_and_keeps_the_order_of_events() -> None:
     assert [(o.tokens.first_index, len(o.tokens.ids)) for o in outputs] == [(0, 2), (3, 1), (0, 0), (4, 2)]
 
 
-@pytest.mark.parametrize("how", ["end", "stop", "close", "nobody"])
+@pytest.mark.parametrize("how", ["end", "stop", "close", "no worker"])
 async def test_the_end_of_the_session_reaches_every_stream(how: str) -> None:
     async with connected() as (worker, client, _):
-        if how == "nobody":
+        if how == "no worker":
             await worker.server.stop(0)
         readers = [Reader(client, name) for name in "abc"]
-        if how != "nobody":
+        if how != "no worker":
             await worker.commands.get()
         if how == "end":
             worker.answers.put_nowait(None)

@@ -55,7 +55,7 @@ class Pools:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What came of a run; seconds are simulated."""
+    """The results of a simulation; seconds are simulated."""
 
     num_requests: int
     hit_rate: float  # of prompt tokens
@@ -100,7 +100,7 @@ class SimulatedRequest:
 
 
 class Worker:
-    """Either kind, in its two queues: prompts are computed one by one, sequences run side by side."""
+    """A worker of either role, with two queues: prompts are computed one by one, sequences run side by side."""
 
     def __init__(self, simulation: "Simulation", known: worker_pb2.WorkerInfo) -> None:
         self.info = known
@@ -193,7 +193,7 @@ Place = Callable[[WorkerRegistry, TokenRequest], Placement | None]
 
 
 class Simulation:
-    """One run. `place` chooses; each turn comes to a router at random."""
+    """One simulation. `place` chooses the workers; each turn comes to a random router."""
 
     def __init__(
         self,

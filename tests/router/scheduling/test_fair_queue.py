@@ -63,7 +63,7 @@ def test_tenants_that_wait_are_served_alike_in_tokens(mine: list[int], yours: li
         assert abs(served["a"] - served["b"]) <= 100  # twice the largest (Goyal et al., 1996)
 
 
-def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+def test_a_tenant_that_was_away_gets_no_credit() -> None:
     waiting = queue()
     for _ in range(100):
         waiting.push(entry("busy", 10))
@@ -75,7 +75,7 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     assert served["back"] == 10
 
 
-def test_who_takes_its_requests_back_is_not_charged_for_them() -> None:
+def test_a_tenant_is_not_charged_for_requests_it_cancels() -> None:
     waiting = queue()
     for _ in range(20):
         waiting.push(entry("other", 10))
@@ -90,7 +90,7 @@ def test_who_takes_its_requests_back_is_not_charged_for_them() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 60)), max_size=60))
-def test_the_bounds_hold_and_only_more_gives_way_to_less(arrivals: list[tuple[str, int, int]]) -> None:
+def test_the_bounds_hold_and_a_longer_backlog_gives_way_to_a_shorter(arrivals: list[tuple[str, int, int]]) -> None:
     waiting = queue(max_tokens=100, max_requests=8)
     for tenant, priority, num_tokens in arrivals:
         new = entry(tenant, num_tokens, priority)
@@ -112,7 +112,7 @@ def test_the_bounds_hold_and_only_more_gives_way_to_less(arrivals: list[tuple[st
             assert before[victim.tenant, victim.priority]
 
 
-def test_a_full_queue_makes_place_for_who_has_less_in_it() -> None:
+def test_a_full_queue_takes_from_the_longest_backlog() -> None:
     waiting = queue(max_requests=10)
     flood = [entry("flood") for _ in range(10)]
     for one in flood:
@@ -125,7 +125,7 @@ def test_a_full_queue_makes_place_for_who_has_less_in_it() -> None:
     assert {waiting.pop().tenant for _ in range(3)} == {"flood", "other"}
 
 
-def test_one_that_is_too_large_may_wait_alone() -> None:
+def test_an_entry_larger_than_the_bound_may_wait_alone() -> None:
     waiting = queue(max_tokens=100)
     waiting.push(entry("a", 500))
     assert waiting.displaced_by(entry("a", 1)) is None
@@ -134,7 +134,7 @@ def test_one_that_is_too_large_may_wait_alone() -> None:
     assert waiting.displaced_by(entry("a", 500)) is None
 
 
-def test_work_ahead_is_that_of_higher_priorities_and_a_fair_part_of_the_rest() -> None:
+def test_tokens_ahead_are_those_of_higher_priorities_and_a_fair_part_of_the_rest() -> None:
     waiting = queue()
     for _ in range(10):
         waiting.push(entry("a", 100))
@@ -146,7 +146,7 @@ def test_work_ahead_is_that_of_higher_priorities_and_a_fair_part_of_the_rest() -
     assert waiting.tokens_ahead(entry("new", 50, priority=2)) == 0
 
 
-def test_a_ranking_forgets_what_it_does_not_hold() -> None:
+def test_a_ranking_keeps_no_stale_entries() -> None:
     ranking: Ranking[int] = Ranking()
     rng = random.Random(0)
     ranks: dict[int, float] = {}

@@ -73,7 +73,7 @@ def test_it_is_pure_and_chooses_among_what_it_is_given(
 
 
 @given(st.integers(1, 4096), candidates("p").filter(bool), candidates("d").filter(bool), st.integers())
-def test_nobody_is_chosen_whom_another_beats_by_more_than_a_tenth(
+def test_no_chosen_worker_costs_more_than_a_tenth_above_the_best(
     tokens: int, prefill: list[Candidate], decode: list[Candidate], seed: int
 ) -> None:
     wanted = needed(tokens)
@@ -94,7 +94,7 @@ def test_a_cached_prefix_decides_between_equals_and_does_not_outweigh_load() -> 
     assert set(chosen(needed(600), [cold, busy], [cold, busy])) == {Placement(prefill="cold", decode="cold")}
 
 
-def test_whoever_is_slower_needs_the_longer_prefix() -> None:
+def test_a_slower_worker_needs_a_longer_cached_prefix() -> None:
     fast, slow = (
         idle("fast", prefill=LinearCost(fixed=0.0, each=1e-4)),
         idle("slow", prefill=LinearCost(fixed=0.0, each=4e-4)),
@@ -105,7 +105,7 @@ def test_whoever_is_slower_needs_the_longer_prefix() -> None:
     assert set(chosen(needed(1000), [fast, slow], decode)) == {Placement(prefill="slow", decode="d")}
 
 
-def test_decode_goes_where_the_prompt_and_its_choices_fit() -> None:
+def test_the_decode_worker_has_capacity_for_the_prompt_and_its_choices() -> None:
     full, busy = idle("full", free_tokens=48), idle("busy", num_requests=9, max_sequences=12)
     assert set(chosen(needed(100), [], [full, busy])) == {Placement(prefill=None, decode="busy")}
     assert set(chosen(needed(40), [], [full, busy])) == {Placement(prefill=None, decode="full")}
@@ -114,7 +114,7 @@ def test_decode_goes_where_the_prompt_and_its_choices_fit() -> None:
     }
 
 
-def test_choices_need_one_place_on_prefill() -> None:
+def test_choices_count_as_one_sequence_on_the_prefill_worker() -> None:
     small = idle("small", max_sequences=1)
     assert set(chosen(needed(100, 8), [small, idle("far", pending_tokens=9000)], [idle("d")])) == {
         Placement(prefill="small", decode="d")
@@ -137,12 +137,12 @@ def test_of_two_near_equals_the_less_loaded_is_taken() -> None:
     ("uncached", "local", "pending", "whole"),
     [
         (40, 64, 2000, True),
-        (40, 64, 0, False),  # nobody is in the way on prefill, and steps are slow here
+        (40, 64, 0, False),  # the prefill worker is idle, and steps are slow here
         (65, 64, 2000, False),  # past the bound
         (40, 0, 2000, False),
     ],
 )
-def test_a_short_rest_is_computed_on_decode_if_that_is_faster(
+def test_a_short_uncached_rest_is_computed_by_the_decode_worker_if_that_is_faster(
     uncached: int, local: int, pending: int, whole: bool
 ) -> None:
     prefill = idle("p", matched_tokens=1000 - uncached, pending_tokens=pending)
@@ -153,7 +153,7 @@ def test_a_short_rest_is_computed_on_decode_if_that_is_faster(
     assert set(chosen(needed(1000), [prefill], [decode], local=local)) == {expected}
 
 
-def test_a_whole_prompt_waits_for_a_step_a_chunk() -> None:
+def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
     running = idle("d", num_requests=1, mixed_chunk_tokens=32, max_sequences=64, step_seconds=0.1)
     one, two = whole_seconds(needed(32), running), whole_seconds(needed(33), running)
     assert two - one == pytest.approx(0.1 + 2e-4)

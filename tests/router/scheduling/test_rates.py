@@ -13,7 +13,7 @@ from tandem.tests.router.pools import Clock
 NEUTRAL = LinearCost(fixed=0.0, each=2e-4)
 
 
-def test_a_line_is_found_under_noise_and_followed_when_it_moves() -> None:
+def test_a_cost_is_fitted_under_noise_and_followed_when_it_changes() -> None:
     rng, fit = random.Random(0), LinearFit()
     for fixed, each in ((0.02, 1e-3), (0.005, 3e-4)):
         for _ in range(120):
@@ -24,7 +24,7 @@ def test_a_line_is_found_under_noise_and_followed_when_it_moves() -> None:
         assert cost.seconds(1000) == pytest.approx(fixed + each * 1000, rel=0.05)
 
 
-def test_equal_amounts_leave_the_slope_to_the_prior_and_the_sum_right() -> None:
+def test_equal_amounts_take_the_slope_of_the_prior() -> None:
     fit = LinearFit()
     for _ in range(10):
         fit.observe(20, 0.02, NEUTRAL)
@@ -33,7 +33,7 @@ def test_equal_amounts_leave_the_slope_to_the_prior_and_the_sum_right() -> None:
     assert cost.each == pytest.approx(NEUTRAL.each)
 
 
-def test_one_stall_is_no_new_speed() -> None:
+def test_one_stall_changes_the_estimate_little() -> None:
     fit = LinearFit()
     for n in range(30):
         fit.observe(100 + 40 * (n % 10), 1e-3 * (100 + 40 * (n % 10)), NEUTRAL)
@@ -51,7 +51,7 @@ def test_no_part_is_ever_negative_or_undefined(observations: list[tuple[int, flo
         assert -1e-6 <= cost.fixed < 1e12
 
 
-def test_the_unknown_are_taken_for_the_best_and_the_long_unseen_become_so() -> None:
+def test_workers_without_recent_observations_are_taken_to_be_as_fast_as_the_best() -> None:
     clock = Clock()
     rates = Rates(NEUTRAL, typical=500, clock=clock)
     assert not rates.known
@@ -70,7 +70,7 @@ def test_the_unknown_are_taken_for_the_best_and_the_long_unseen_become_so() -> N
     assert rates.best() == NEUTRAL
 
 
-def test_a_drain_is_measured_only_while_somebody_waits() -> None:
+def test_a_drain_rate_is_measured_only_while_the_queue_is_not_empty() -> None:
     clock = Clock()
     drain = DrainRate(clock)
     drain.fill()
@@ -83,5 +83,5 @@ def test_a_drain_is_measured_only_while_somebody_waits() -> None:
     clock.now += 1000
     drain.fill()
     assert drain.seconds(100) == pytest.approx(1.0)
-    clock.now += 100  # nobody leaves any more
+    clock.now += 100  # nothing departs any more
     assert drain.seconds(100) > 5.0

@@ -47,7 +47,7 @@ def test_a_burst_spreads_before_any_report_comes() -> None:
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_a_prefix_is_sought_where_it_went_before() -> None:
+def test_a_prefix_goes_to_the_worker_that_has_cached_it() -> None:
     registry = registry_of(3, 3)
     first = request(prompt(1), "1")
     prefill, decode = dispatch(registry, first)
@@ -64,7 +64,7 @@ def test_a_prefix_is_sought_where_it_went_before() -> None:
 
 
 @pytest.mark.parametrize("role", [ROLE_PREFILL, ROLE_DECODE])
-def test_nobody_goes_to_a_draining_or_avoided_worker(role: "worker_pb2.Role") -> None:
+def test_draining_and_avoided_workers_get_no_request(role: "worker_pb2.Role") -> None:
     names = ["p0", "p1", "p2"] if role == ROLE_PREFILL else ["d0", "d1", "d2"]
     registry = registry_of(3, 3)
     registry.update([*registry.workers(), info(names[0], role, draining=True)])
@@ -74,7 +74,7 @@ def test_nobody_goes_to_a_draining_or_avoided_worker(role: "worker_pb2.Role") ->
         assert {names[0], names[1]}.isdisjoint({placement.prefill, placement.decode})
 
 
-def test_without_decode_there_is_no_place_and_without_prefill_decode_does_all() -> None:
+def test_without_a_prefill_worker_the_decode_worker_does_all_and_without_it_there_is_no_placement() -> None:
     registry = registry_of(1, 1)
     assert registry.place(request([1]), avoid={"d0"}) is None
     placement = registry.place(request([1]), avoid={"p0"})
@@ -83,7 +83,7 @@ def test_without_decode_there_is_no_place_and_without_prefill_decode_does_all() 
     assert WorkerRegistry().place(request([1])) is None
 
 
-def test_a_new_life_of_a_worker_begins_with_nothing() -> None:
+def test_a_restarted_worker_starts_empty() -> None:
     registry = registry_of(1, 1, max_sequences=4)
     asked = request(prompt(1), "1")
     dispatch(registry, asked)
@@ -100,7 +100,7 @@ def test_a_new_life_of_a_worker_begins_with_nothing() -> None:
     assert registry.free() == free
 
 
-def test_a_worker_that_left_is_forgotten() -> None:
+def test_a_worker_that_left_is_removed_with_its_cache() -> None:
     registry = registry_of(1, 1)
     dispatch(registry, request(prompt(1), "1"))
     registry.update([])
@@ -120,7 +120,7 @@ def test_a_report_changes_the_next_placement() -> None:
         assert placement.decode == "d1"
 
 
-def test_computed_prompts_are_no_load_on_prefill_any_more() -> None:
+def test_computed_prompts_are_no_longer_load_of_the_prefill_worker() -> None:
     registry = registry_of(2, 1)
     long = request(prompt(1, 1000), "long")
     prefill, _ = dispatch(registry, long)
@@ -130,7 +130,7 @@ def test_computed_prompts_are_no_load_on_prefill_any_more() -> None:
     assert dispatch(registry, request(prompt(9, 100), "9"))[0] == prefill
 
 
-def test_what_workers_report_of_their_caches_draws_and_evictions_let_go() -> None:
+def test_reported_blocks_attract_requests_until_they_are_evicted() -> None:
     registry = registry_of(1, 3)
     asked = request(prompt(1), "1")
     chain = hash_chain(asked.prompt, 16)
@@ -182,7 +182,7 @@ def test_measured_workers_are_preferred_by_their_speed() -> None:
     assert 2 < placed["p0"] < 12  # a tenth of the speed, a tenth of the work
 
 
-def test_a_slow_way_is_avoided_until_the_fast_one_is_crowded() -> None:
+def test_slow_transfers_are_avoided_until_the_fast_worker_is_crowded() -> None:
     registry = registry_of(1, 2)
     for num_bytes in (2**20, 2**23, 2**22):
         registry.record_transfer("p0", "d0", num_bytes, num_bytes * 1e-7)
@@ -192,7 +192,7 @@ def test_a_slow_way_is_avoided_until_the_fast_one_is_crowded() -> None:
     assert "d0" in placed
 
 
-def test_short_rests_go_to_decode_alone_if_that_is_allowed_and_faster() -> None:
+def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_that_is_allowed_and_faster() -> None:
     registry = registry_of(1, 1, local_prefill_tokens=64)
     report(registry, "d0", load=load(step_seconds=0.01))
     dispatch(registry, request(prompt(1, 4000), "long"))
@@ -200,7 +200,7 @@ def test_short_rests_go_to_decode_alone_if_that_is_allowed_and_faster() -> None:
     assert registry.place(request(prompt(2, 90))) == dispatch_of("p0", "d0")
 
 
-def test_what_others_have_is_what_reports_say_beyond_our_own() -> None:
+def test_the_load_of_other_routers_is_what_reports_exceed_our_own_by() -> None:
     registry = registry_of(1, 2, max_sequences=10)
     first = registry.free()
     assert first is not None
@@ -258,7 +258,7 @@ def test_the_kv_cache_of_a_prefill_worker_is_placed_on_another_decode_worker() -
     assert registry.place(request(prompt(1)), prefill="gone") is None
 
 
-def test_what_the_directory_only_repeats_is_older_than_what_a_session_said() -> None:
+def test_a_repeated_heartbeat_does_not_replace_the_report_of_a_session() -> None:
     registry = registry_of(1, 1, max_sequences=10)
     before = registry.workers()
     report(registry, "d0", load=load(num_running=4))
@@ -268,7 +268,7 @@ def test_what_the_directory_only_repeats_is_older_than_what_a_session_said() -> 
     assert free.sequences == 20 - 4
 
 
-def test_room_is_reserved_until_it_is_used() -> None:
+def test_capacity_is_reserved_until_it_is_used() -> None:
     registry = registry_of(1, 1, max_sequences=10)
     woken: list[bool] = []
     registry.subscribe(lambda: woken.append(True))
@@ -294,7 +294,7 @@ def test_room_is_reserved_until_it_is_used() -> None:
     assert registry.free() == before
 
 
-def test_room_is_that_of_workers_that_take_requests() -> None:
+def test_free_capacity_is_that_of_workers_that_take_requests() -> None:
     registry = registry_of(1, 2, max_sequences=10)
     registry.update(
         [info("d0", ROLE_DECODE, max_sequences=10, draining=True), info("d1", ROLE_DECODE, max_sequences=10)]
