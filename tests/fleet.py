@@ -76,7 +76,7 @@ class Fleet:
         return found
 
     async def check_idle(self, timeout: float = 5.0) -> None:
-        """Waits until no worker holds anything for a request; fails if that does not happen or blocks are not accounted for."""
+        """Waits until no worker holds anything for a request; fails if one does, or loses blocks."""
         deadline = time.monotonic() + timeout
         while True:
             statuses = await self.statuses()

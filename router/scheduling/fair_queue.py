@@ -2,8 +2,8 @@
 
 Fair means start-time fair queueing (Goyal et al., 1996) on tokens with equal weights: every tenant of a priority has a
 tag, the tokens that it was served so far; the least tag is next. A tenant that was away continues at the present tag of
-its priority, so that it gets no credit. When the queue is full, the tenant with the longest backlog gives way to one with
-a shorter one (longest queue drop, Suter et al., 1998), and a lower priority to a higher. Every operation is O(log n).
+its priority: it gets no credit. When the queue is full, the tenant with the longest backlog gives way to one with a
+shorter one (longest queue drop, Suter et al., 1998), and a lower priority to a higher. Every operation is O(log n).
 Knows nothing of time and I/O.
 """
 

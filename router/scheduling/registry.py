@@ -82,7 +82,7 @@ class WorkerRegistry:
             self._prefixes.report(worker_id, message.cache.stored, message.cache.evicted)
 
     def session_lost(self, worker_id: str, epoch: int) -> None:
-        """Empties the worker's prefix cache, since no session reports it; the next session begins with the whole of it."""
+        """Empties the worker's prefix cache, which no session reports now; the next one begins with the whole of it."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.info.epoch == epoch:
             self._prefixes.add(worker_id, max(worker.info.block_size, 1), worker.info.load.total_blocks)

@@ -1,4 +1,4 @@
-"""KV transfers and workers that fail in every way: each failure is noticed, none yields a wrong token, nothing is left."""
+"""KV transfers and workers that fail in every way: each is noticed, none yields a wrong token, nothing is left."""
 
 import asyncio
 import random
