@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import TandemError
 from tandem.router.dispatch import execution
-from tandem.router.request import TokenRequest
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
 from tandem.workers.engine.engine import Engine, QueueFull
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import FirstTokens
@@ -202,10 +200,10 @@ async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
 
     monkeypatch.setattr(Engine, "submit", record)
     async with fleet(1, 2, rank=lambda role: next(queue), frame_hook=cut, chunk_tokens=16) as running:
-        ids, attempts = await choices_of(running, token_request(prompt, 30, num_choices=num_choices))
+        ids, timeline = await running.choices(token_request(prompt, 30, num_choices=num_choices))
     assert ids == expected_choices(prompt, num_choices, 30, VOCAB)
     assert tasks == [Task.PREFILL, Task.DECODE, Task.DECODE]
-    assert attempts == 2
+    assert timeline.attempts == 2
     assert steps[-1] < 320 / 16
 
 
@@ -277,26 +275,15 @@ async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None
         assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
 
 
-async def choices_of(running: Fleet, request: TokenRequest) -> tuple[list[list[int]], int]:
-    """The tokens of each choice, checked to be contiguous, and the number of attempts."""
-    timeline = inference_pb2.Timeline()
-    ids: list[list[int]] = [[] for _ in range(request.num_choices)]
-    async with aclosing(running.dispatcher.generate(request, timeline)) as deltas:
-        async for delta in deltas:
-            assert delta.first_index == len(ids[delta.choice])
-            ids[delta.choice] += delta.ids
-    return ids, timeline.attempts
-
-
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_preempted_choices_get_exactly_their_tokens(prefill: int) -> None:
     async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=30), growth_tokens=16) as running:
 
         async def one(number: int) -> int:
             prompt = range(number, number + 30)
-            ids, attempts = await choices_of(running, token_request(prompt, 70, num_choices=3))
+            ids, timeline = await running.choices(token_request(prompt, 70, num_choices=3))
             assert ids == expected_choices(prompt, 3, 70, VOCAB)
-            return attempts
+            return timeline.attempts
 
         assert sum(await asyncio.gather(*(one(number) for number in range(6)))) > 6
 
@@ -313,14 +300,14 @@ async def test_choices_survive_their_worker_whenever_it_fails(steps: int, beams:
     prompt = range(25)
     async with fleet(0, 1) as alone:
         request = token_request(prompt, 30, num_choices=4, beam_search=search)
-        expected, _ = await choices_of(alone, request)
+        expected, _ = await alone.choices(request)
     async with fleet(1, 2, rank=lambda role: next(left)) as running:
 
         async def one() -> int:
             request = token_request(prompt, 30, num_choices=4, beam_search=search)
-            ids, attempts = await choices_of(running, request)
+            ids, timeline = await running.choices(request)
             assert ids == expected
-            return attempts
+            return timeline.attempts
 
         attempts = await asyncio.gather(*(one() for _ in range(6)))
         broken = running.workers[1]

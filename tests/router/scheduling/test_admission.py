@@ -48,6 +48,11 @@ class AdmittedRequests:
         self.tasks[name].cancel()
         await settle()
 
+    async def cancel_all(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
     async def _hold(self, asked: TokenRequest) -> None:
         async with self.admission.slot(asked):
             placement = self.registry.place(asked)
@@ -232,9 +237,7 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> N
     for n in range(40):
         await requests.ask(request([1] * 92, f"more {n}"))
     assert 38 <= requests.admission.num_waiting <= 41  # twenty seconds of work
-    for task in requests.tasks.values():
-        task.cancel()
-    await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
+    await requests.cancel_all()
     assert requests.admission.num_active == requests.admission.num_waiting == 0
 
 
@@ -252,10 +255,8 @@ async def test_a_request_that_waited_too_long_is_refused_and_lets_the_next_in() 
     await impatient.ask(request([1], "0"))
     with pytest.raises(Overloaded, match="waited too long"):
         await (await impatient.ask(request([1], "1")))
-    for one in (requests, impatient):
-        for task in one.tasks.values():
-            task.cancel()
-        await asyncio.gather(*one.tasks.values(), return_exceptions=True)
+    await requests.cancel_all()
+    await impatient.cancel_all()
 
 
 async def test_a_wait_is_bounded_as_the_config_describes() -> None:
@@ -279,9 +280,7 @@ async def test_a_wait_is_bounded_as_the_config_describes() -> None:
         await requests.ask(request([1], "1"))
         await requests.ask(request([1], "2", deadline=time.monotonic() + 1.0))
     assert delays == [3.0 * WAIT_TOLERANCE, pytest.approx(1.0, abs=0.5)]
-    for task in requests.tasks.values():
-        task.cancel()
-    await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
+    await requests.cancel_all()
 
 
 async def test_the_slot_of_a_request_cancelled_at_its_admission_goes_to_the_next() -> None:
@@ -314,9 +313,7 @@ async def test_a_flood_of_one_tenant_leaves_the_other_half_of_the_service() -> N
         rest[name.split()[0]] += 1
         await requests.finish(name)
     assert rest["calm"] >= 0.45 * 200
-    for task in requests.tasks.values():
-        task.cancel()
-    await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
+    await requests.cancel_all()
 
 
 async def test_refusing_is_quick_at_overload() -> None:
@@ -336,9 +333,7 @@ async def test_refusing_is_quick_at_overload() -> None:
                 pass
         took.append(time.perf_counter() - begin)
     assert sorted(took)[990] < 0.010
-    for task in requests.tasks.values():
-        task.cancel()
-    await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
+    await requests.cancel_all()
 
 
 OPERATIONS = st.one_of(
