@@ -153,7 +153,6 @@ class Admission:
     def _remove(self, entry: _Waiting) -> None:
         """Removes a request from the queue without a slot; a later one may fit."""
         self._queue.remove(entry)
-        self._clear_if_empty()
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
@@ -161,19 +160,14 @@ class Admission:
         while (entry := self._queue.first()) is not None:
             if entry.admitted.cancelled():  # its task has not run since
                 self._queue.remove(entry)
-                self._clear_if_empty()
-                continue
-            if not self._fits(entry.needed):
+            elif self._fits(entry.needed):
+                self._queue.pop()
+                self._take(entry.request, entry.num_tokens)
+                self._drain.depart(entry.num_tokens)
+                entry.admitted.set_result(None)
+            else:
                 return
-            self._queue.pop()
-            self._take(entry.request, entry.num_tokens)
-            self._drain.depart(entry.num_tokens)
-            self._clear_if_empty()
-            entry.admitted.set_result(None)
-
-    def _clear_if_empty(self) -> None:
-        if not self._queue:
-            self._drain.clear()
+        self._drain.clear()
 
     def _take(self, request: TokenRequest, num_tokens: int) -> None:
         self._num_active += 1
