@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
+from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import default_chunk_tokens
 
 MAX_FILE_BYTES: Final = 1024 * 1024
@@ -45,7 +46,7 @@ class RouterConfig(_Section):
     # Requests that wait for room, and their tokens: prompts, and what they are expected to generate.
     max_queued_requests: int = Field(default=1_024, ge=1, le=1_048_576)
     max_queued_tokens: int = Field(default=1_048_576, ge=1, le=1_073_741_824)
-    max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400)  # predicted or real, whichever comes first
+    max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400, description=QUEUE_SECONDS_HELP)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
 

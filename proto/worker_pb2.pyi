@@ -235,7 +235,7 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "waiting_tokens", "free_blocks", "cached_blocks", "owned_blocks", "leased_blocks", "reserved_blocks", "total_blocks", "step_seconds")
+    __slots__ = ("num_waiting", "num_running", "waiting_tokens", "free_blocks", "cached_blocks", "owned_blocks", "leased_blocks", "reserved_blocks", "total_blocks", "step_seconds", "version")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +246,7 @@ class WorkerLoad(_message.Message):
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     waiting_tokens: int
@@ -256,7 +257,8 @@ class WorkerLoad(_message.Message):
     reserved_blocks: int
     total_blocks: int
     step_seconds: float
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ...) -> None: ...
+    version: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "role", "address", "layout", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens")

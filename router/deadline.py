@@ -1,4 +1,4 @@
-"""Awaiting something no longer than a request may last."""
+"""Bounds waits by the deadline of a request."""
 
 import asyncio
 import time
@@ -11,12 +11,12 @@ _T = TypeVar("_T")
 
 
 def deadline_passed() -> DeadlineExceeded:
-    """The error of every request that is late."""
+    """Returns the error of a request that misses its deadline."""
     return DeadlineExceeded("the request's deadline passed")
 
 
 async def before(deadline: float | None, result: Awaitable[_T]) -> _T:
-    """Awaits `result`; raises DeadlineExceeded, having cancelled it, if time.monotonic() passes `deadline`."""
+    """Awaits `result`; cancels it and raises DeadlineExceeded when time.monotonic() reaches `deadline`, if any."""
     if deadline is None:
         return await result
     scope = asyncio.timeout(deadline - time.monotonic())

@@ -45,7 +45,7 @@ class Fleet:
     """A running set of workers. One that a test has broken leaves `workers`: it is stopped, but not audited."""
 
     workers: list[Worker]
-    view: WorkerRegistry
+    registry: WorkerRegistry
     dispatcher: Dispatcher
     ranks: list[RankServer] = field(default_factory=list)  # other than 0, worker by worker
 
@@ -70,7 +70,7 @@ class Fleet:
         return tokens, timeline
 
     async def statuses(self) -> list[worker_pb2.GetStatusResponse]:
-        """What every worker says of itself over gRPC."""
+        """Returns every worker's status, over gRPC."""
         found = []
         for worker in self.workers:
             async with peer_channel(worker.address) as channel:
@@ -78,7 +78,7 @@ class Fleet:
         return found
 
     async def check_idle(self, timeout: float = 5.0) -> None:
-        """Waits until no worker holds anything for anybody; fails if that does not come or the books do not balance."""
+        """Waits until no worker holds anything for a request; fails if one does, or loses blocks."""
         deadline = time.monotonic() + timeout
         while True:
             statuses = await self.statuses()
@@ -95,7 +95,7 @@ def worker_stub(channel: grpc.aio.Channel) -> WorkerStub:
 
 
 def is_idle(status: worker_pb2.GetStatusResponse) -> bool:
-    """No job, lease, transfer, and every block free or cached."""
+    """Whether there is no request, lease or transfer, and every block is free or cached."""
     load = status.info.load
     held = load.owned_blocks + load.leased_blocks + load.reserved_blocks + load.num_waiting + load.num_running
     adds_up = load.free_blocks + load.cached_blocks == load.total_blocks
@@ -139,14 +139,14 @@ async def fleet(
         )
         for n, role in enumerate(roles)
     ]
-    async with _together(workers) as running:
+    async with _running(workers) as running:
         yield running
 
 
 @asynccontextmanager
 async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: Any) -> AsyncIterator[Fleet]:
-    """Like `fleet`, with workers whose ranks share a real model, in float32: `tp` says for each role how many ranks
-    each of its workers has. All ranks are in this process."""
+    """Like `fleet`, with workers whose ranks share a real model, in float32: `tp` has for each role the number of ranks
+    of each of its workers. All ranks are in this process."""
     settings = worker_config(str(folder), **({"dtype": "float32", "kv_cache_bytes": 2**22} | config))
     workers, ranks = [], []
     for role, sizes in tp.items():
@@ -156,17 +156,17 @@ async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: A
             addresses = [rank.address for rank in others]
             workers.append(await Worker.start(settings, worker_id=f"{role}-{n}", role=role, ranks=addresses))
     try:
-        async with _together(workers, ranks) as running:
+        async with _running(workers, ranks) as running:
             yield running
     finally:
         await asyncio.gather(*(rank.stop() for rank in ranks))
 
 
 @asynccontextmanager
-async def _together(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
-    view = WorkerRegistry()
-    view.update(worker.info() for worker in workers)
-    running = Fleet(list(workers), view, Dispatcher(view), list(ranks))
+async def _running(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
+    registry = WorkerRegistry()
+    registry.update(worker.info() for worker in workers)
+    running = Fleet(list(workers), registry, Dispatcher(registry), list(ranks))
     try:
         yield running
         await running.check_idle()

@@ -101,6 +101,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             kv_handle=self._kv_handle,
             failed=self._fail,
         )
+        self._last_load = worker_pb2.WorkerLoad()
         self._draining = False
         self._failure: BaseException | None = None
         self._server = peer_server()
@@ -176,7 +177,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         blocks between two reads, the free ones are the rest."""
         requests, blocks, total = self._engine.requests, self._engine.blocks(), self._rank.num_blocks
         blocks[BlockState.FREE] = max(total - sum(blocks.values()) + blocks[BlockState.FREE], 0)
-        return worker_pb2.WorkerLoad(
+        load = worker_pb2.WorkerLoad(
+            version=self._last_load.version,
             num_waiting=len(requests.waiting),
             num_running=requests.num_holding,
             waiting_tokens=requests.waiting_tokens,
@@ -184,6 +186,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             step_seconds=self._engine.step_seconds,
             **{f"{state.value}_blocks": count for state, count in blocks.items()},
         )
+        if load != self._last_load:
+            load.version += 1
+            self._last_load = load
+        return load
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Returns this worker's entry in the directory."""

@@ -1,1 +1,1 @@
-"""Carries requests through workers and their failures."""
+"""Dispatches requests to workers and continues them after interruptions."""

@@ -1,53 +1,86 @@
-"""One dispatch of a request, or of one of its choices, to a worker or a pair of them.
+"""One attempt to carry a request, or one of its choices, through a worker or a pair of them.
 
-Takes what the workers have said and says what it means; whoever drives it waits, and tries again. Awaits nothing.
+Interprets what the workers have sent; its caller waits, and decides what follows an interruption. Awaits nothing.
 """
 
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
 
 from ...proto import worker_pb2
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
 from .request_timer import RequestTimer
-from .worker_client import WorkerStream
+from .worker_client import WorkerKey, WorkerStream
 
-WorkerKey = tuple[str, int]  # id, epoch
+_MAX_FETCHES: Final = 2
+"""Of one KV cache: after so many that failed, the fault is taken to be the prefill worker's."""
+
+Submitter = Callable[[str, worker_pb2.Submit], WorkerStream | None]
+"""Sends a submit to a worker. Returns None if that has left the registry; raises Unavailable if the router closes."""
+
+
+class ChoiceState(Enum):
+    """How far a choice of an attempt is.
+
+        OPENING ──first token──> DECODING                             one worker
+        OPENING ──first token──> MOVING ──KV cache received──> DECODING    a pair
+
+    A choice that has ended or was interrupted is no longer in the attempt.
+    """
+
+    OPENING = auto()  # its prompt waits or is computed
+    MOVING = auto()  # the decode worker waits for the KV cache, which the prefill worker holds
+    DECODING = auto()
+
+
+class Cause(Enum):
+    """Why choices of an attempt were interrupted. The values tell who is blamed: whether the request avoids the worker
+    from then on, and whether the request itself may be at fault."""
+
+    INVALID = ("invalid", False, True)  # the worker refused the request: another would, too
+    FULL = ("full", True, False)  # the worker's queue or KV budget is full
+    LEFT = ("left", True, False)  # the worker drains, has left, or was lost before it had begun with the request
+    CRASHED = ("crashed", True, True)  # the worker was lost after it had begun
+    TRANSFER = ("transfer", False, False)  # the KV cache could not be fetched; which side failed is not known
+    PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
+
+    @property
+    def avoids_worker(self) -> bool:
+        return self.value[1]
+
+    @property
+    def blames_request(self) -> bool:
+        return self.value[2]
+
+
+_CAUSES: Final = {
+    worker_pb2.FAILURE_KIND_INVALID: Cause.INVALID,
+    worker_pb2.FAILURE_KIND_FULL: Cause.FULL,
+    worker_pb2.FAILURE_KIND_TRANSFER: Cause.TRANSFER,
+    worker_pb2.FAILURE_KIND_PREEMPTED: Cause.PREEMPTED,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFailure:
-    """A flight, or some of its choices, has ended without the request's end; another may follow."""
+class Interruption:
+    """The end of choices of an attempt before their time."""
 
-    kind: "worker_pb2.FailureKind"
+    cause: Cause
     worker: WorkerKey
     message: str
-    admitted: bool  # the worker had begun to compute it, so that it may be what killed the worker
-    choices: frozenset[int]  # whom it concerns
-
-
-class WorkerLeft(Exception):
-    """The worker is not in the view any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leg:
-    """A submit that is under way."""
-
-    worker: WorkerKey
-    attempt: WorkerStream
-
-
-Send = Callable[[str, worker_pb2.Submit], Leg]
-"""Sends a submit to a worker. Raises WorkerLeft, or Unavailable if the router has closed."""
+    choices: frozenset[int]
+    can_rehand: bool  # the prefill worker holds the KV cache still: they stay in the attempt until `abandon`
 
 
 class Attempt:
-    """`start` sends its first submit, `poll` says what has come of it, `end` is due however it ends.
+    """Call `start`, then `poll` whenever there may be something new, and `end` however it ends.
 
-    A pair's first leg is over when each choice has its first token; only then the second one counts, though its worker
-    is asked as soon as there is a handle of the KV cache, and may say something earlier.
+    In a pair, the decode worker gets its submit as soon as there is a handle of the KV cache. Its tokens are taken once
+    each choice has its first token from the prefill worker; a refusal is taken at once. As long as it has not received
+    the KV cache, the prefill worker holds that and `rehand` can give it to another decode worker.
     """
 
     def __init__(
@@ -56,108 +89,143 @@ class Attempt:
         submit: worker_pb2.Submit,
         placement: Placement,
         *,
-        send: Send,
-        view: WorkerRegistry,
-        watch: RequestTimer,
+        send: Submitter,
+        registry: WorkerRegistry,
+        timer: RequestTimer,
     ) -> None:
-        """`part` is what the view is told of: the request itself, or what is left of one choice."""
-        self.choices = set(
-            range(submit.first_choice, submit.first_choice + submit.num_choices)
-        )  # neither ended nor lost
-        self.failures: list[AttemptFailure] = []  # the driver takes them out
-        self._part = part
+        """`part` is what the registry counts: the request itself, or what is left of one choice."""
+        self.interruptions: list[Interruption] = []  # the caller removes them
+        self.part = part
+        # A beam search of one step has nothing to hand over.
+        is_whole = submit.HasField("beam_search") and submit.max_tokens == 1
+        self.placement = placement._replace(prefill=None) if is_whole else placement
+        self._choices = range(submit.first_choice, submit.first_choice + submit.num_choices)
+        self._states = dict.fromkeys(self._choices, ChoiceState.OPENING)  # of choices neither ended nor interrupted
         self._submit = submit
         self._send = send
-        self._view = view
-        self._watch = watch
+        self._registry = registry
+        self._timer = timer
         self._is_beam = submit.HasField("beam_search")
-        self._begun = False  # the prompt has been computed
-        self._over = False
+        self._opener: WorkerStream | None = None  # computes the prompt, and in a pair nothing else
+        self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
+        self._kv = worker_pb2.KvHandle()  # of the prefill worker, once that has admitted the request
+        self._num_fetches_failed = 0
         self._num_cached = 0
-        self._decode_id = placement.decode
-        self._legs: list[Leg] = []
-        # A beam search of one step has nothing to hand over.
-        self._prefill_id = None if self._is_beam and submit.max_tokens == 1 else placement.prefill
-        self._unopened = set() if self._prefill_id is None else set(self.choices)  # without their first token
-
-    def start(self) -> None:
-        """Follows `view.place` at once. Raises Unavailable if the router has closed."""
-        num_tokens = len(self._submit.token_ids)
-        if self._prefill_id is None:
-            self._submit.task = worker_pb2.TASK_WHOLE
-            self._view.sent(self._decode_id, self._part, num_tokens)
-        else:
-            self._submit.task = worker_pb2.TASK_PREFILL
-            self._view.sent(self._prefill_id, self._part, num_tokens)
-            self._view.sent(self._decode_id, self._part, 0)
-        self._start_leg(self._prefill_id or self._decode_id, self._submit)
-
-    def poll(self) -> Iterator[TokenDelta]:
-        """What has come since the last call. What has failed is in `failures` then, and not in `choices` any more."""
-        if not self.choices:
-            return
-        leg = self._leg
-        yield from self._read(leg)
-        if self.choices and self._leg is not leg:
-            yield from self._read(self._leg)
-
-    def drop(self, choice: int) -> None:
-        """The choice is not wanted any more."""
-        self.choices.discard(choice)
-        self._unopened.discard(choice)
-        self._legs[-1].attempt.end_choice(choice)
-
-    def end(self) -> None:
-        """The workers free what they still hold for it. Idempotent."""
-        if self._over:  # what the view now knows of the request is another flight's
-            return
-        self._over = True
-        for leg in self._legs:
-            leg.attempt.end()
-        for worker_id in (self._prefill_id, self._decode_id):
-            if worker_id is not None:
-                self._view.ended(worker_id, self._part.request_id)
+        self._begun = False  # the prompt has been computed
+        self._ended = False
 
     @property
-    def _leg(self) -> Leg:
-        return self._legs[0] if self._unopened else self._legs[-1]
+    def choices(self) -> Set[int]:
+        """The choices that go on."""
+        return self._states.keys()
 
-    def _start_leg(self, worker_id: str, submit: worker_pb2.Submit) -> None:
-        try:
-            self._legs.append(self._send(worker_id, submit))
-        except WorkerLeft:
-            self._lose(worker_pb2.FAILURE_KIND_WORKER, (worker_id, 0), "worker left", admitted=False)
+    def start(self) -> None:
+        """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if the router
+        closes."""
+        num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
+        if self.placement.prefill is None:
+            self._submit.task = worker_pb2.TASK_WHOLE
+            self._registry.dispatched(decode_id, self.part, num_tokens)
+        else:
+            self._submit.task = worker_pb2.TASK_PREFILL
+            self._registry.dispatched(self.placement.prefill, self.part, num_tokens)
+            self._registry.dispatched(decode_id, self.part, 0)
+        worker_id = self.placement.prefill or decode_id
+        self._opener = self._send(worker_id, self._submit)
+        if self._opener is None:
+            self._interrupt(Cause.LEFT, (worker_id, 0), "worker left")
 
-    def _read(self, leg: Leg) -> Iterator[TokenDelta]:
-        for output in leg.attempt.take():
+    def poll(self) -> Iterator[TokenDelta]:
+        """Yields what has come since the last call. What was interrupted is in `interruptions` then."""
+        if self._opener is not None and self._needs_opener:
+            yield from self._read(self._opener)
+        decoder = self._decoder
+        if decoder is not None and self._states:
+            is_refused = decoder.failure is not None and not decoder.received_kv
+            if is_refused or not self._needs_opener:
+                yield from self._read(decoder)
+
+    def drop(self, choice: int) -> None:
+        """Cancels a choice that is no longer wanted."""
+        if self._states.pop(choice, None) is not None and (stream := self._decoder or self._opener):
+            stream.cancel_choice(choice)
+
+    def rehand(self, placement: Placement, number: int) -> None:
+        """Gives the KV cache to the decode worker of `placement`, as attempt `number`."""
+        self._registry.ended(self.placement.decode, self.part.request_id)
+        self.placement = placement
+        self._registry.dispatched(placement.decode, self.part, 0)
+        self._send_decode(number)
+
+    def abandon(self, choices: Set[int]) -> None:
+        """Removes choices that go on in another attempt; without any left the attempt ends."""
+        for choice in choices:
+            self._states.pop(choice, None)
+        if not self._states:
+            self.end()
+
+    def end(self) -> None:
+        """Lets the workers free what they still hold. Idempotent."""
+        if self._ended:  # what the registry counts for the request now is another attempt's
+            return
+        self._ended = True
+        for stream in (self._opener, self._decoder):
+            if stream is not None:
+                stream.cancel()
+        for worker_id in (self.placement.prefill, self.placement.decode):
+            if worker_id is not None:
+                self._registry.ended(worker_id, self.part.request_id)
+
+    @property
+    def _needs_opener(self) -> bool:
+        """Whether anything that the stream of the prefill worker brings still counts."""
+        return self.placement.prefill is None or ChoiceState.OPENING in self._states.values()
+
+    def _send_decode(self, number: int) -> None:
+        submit = worker_pb2.Submit()
+        submit.CopyFrom(self._submit)
+        submit.attempt = number
+        submit.task = worker_pb2.TASK_DECODE
+        submit.kv.CopyFrom(self._kv)
+        self._decoder = self._send(self.placement.decode, submit)
+        if self._decoder is None:
+            self._interrupt(Cause.LEFT, (self.placement.decode, 0), "worker left", can_rehand=True)
+            return
+        for choice in self._choices:  # those that have ended since the prefill worker was asked
+            if choice not in self._states:
+                self._decoder.cancel_choice(choice)
+
+    def _read(self, stream: WorkerStream) -> Iterator[TokenDelta]:
+        for output in stream.take():
             kind = output.WhichOneof("event")
             if kind == "tokens":
                 if delta := self._tokens(output):
                     yield delta
-            elif kind == "failure" and leg is self._leg:
-                self._fail(leg, output)
             elif kind == "admitted":
-                self._admit(leg, output)
+                self._admitted(stream, output)
             elif kind == "kv_received":
-                self._join(output)
-            if not self.choices:
+                self._kv_received(output)
+            else:
+                self._preempted(stream, output)
+            if not self._states:
                 return
-        if leg is self._leg and leg.attempt.broken:  # a leg that is over may break
-            # A worker reads a grammar before it admits the request.
-            begun = leg.attempt.admitted or bool(self._submit.grammar)
-            self._lose(worker_pb2.FAILURE_KIND_WORKER, leg.worker, "worker lost", admitted=begun)
+        if stream.failure is not None and (stream is self._decoder or self._needs_opener):
+            self._failed(stream, stream.failure)
 
     def _tokens(self, output: worker_pb2.Output) -> TokenDelta | None:
         tokens, choice = output.tokens, output.choice
         if not self._begun:
             self._begin(output)
-        if self._unopened:
-            self._unopened -= self.choices if self._is_beam else {choice}
-        if choice not in self.choices:
+        if self._states.get(choice) is ChoiceState.OPENING:
+            following = ChoiceState.DECODING if self.placement.prefill is None else ChoiceState.MOVING
+            for opened in self._choices if self._is_beam else (choice,):
+                if opened in self._states:
+                    self._states[opened] = following
+        if choice not in self._states:
             return None
         finish_reason = tokens.finish_reason
         if finish_reason:
-            self.choices.discard(choice)
+            del self._states[choice]
         elif not tokens.ids:  # a beam search has been prefilled
             return None
         return TokenDelta(
@@ -172,62 +240,64 @@ class Attempt:
 
     def _begin(self, output: worker_pb2.Output) -> None:
         self._begun = True
-        self._watch.observe(output)
-        worker_id = self._prefill_id or self._decode_id
-        self._view.computed(worker_id, self._part.request_id)
-        if output.tokens.prefill_seconds:
-            self._view.measured(
-                worker_id,
-                prefill_tokens=len(self._submit.token_ids) - self._num_cached,
-                prefill_seconds=output.tokens.prefill_seconds,
+        self._timer.observe(output)
+        worker_id = self.placement.prefill or self.placement.decode
+        self._registry.prefilled(worker_id, self.part.request_id)
+        if seconds := output.tokens.prefill_seconds:
+            self._registry.record_prefill(worker_id, len(self._submit.token_ids) - self._num_cached, seconds)
+
+    def _admitted(self, stream: WorkerStream, output: worker_pb2.Output) -> None:
+        self._timer.observe(output, decode=stream is self._decoder)
+        if stream is self._opener:
+            self._num_cached = output.admitted.cached_tokens
+            if self.placement.prefill is not None and self._submit.max_tokens > 1:
+                self._kv = output.admitted.kv
+                self._send_decode(self._submit.attempt)
+
+    def _kv_received(self, output: worker_pb2.Output) -> None:
+        self._timer.observe(output, decode=True)
+        self._states = dict.fromkeys(self._states, ChoiceState.DECODING)
+        if self.placement.prefill is not None:
+            self._registry.ended(self.placement.prefill, self.part.request_id)
+            received = output.kv_received
+            self._registry.record_transfer(
+                self.placement.prefill, self.placement.decode, received.transfer_bytes, received.transfer_active_seconds
             )
 
-    def _admit(self, leg: Leg, output: worker_pb2.Output) -> None:
-        is_decode = leg is not self._legs[0]
-        self._watch.observe(output, decode=is_decode)
-        if is_decode:
-            return
-        self._num_cached = output.admitted.cached_tokens
-        if self._prefill_id is not None and self._submit.max_tokens > 1:
-            self._start_leg(self._decode_id, _with_kv(self._submit, output.admitted.kv))
+    def _preempted(self, stream: WorkerStream, output: worker_pb2.Output) -> None:
+        choices = frozenset({output.choice}) if self._begun else None
+        self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
 
-    def _join(self, output: worker_pb2.Output) -> None:
-        self._watch.observe(output, decode=True)
-        if self._prefill_id is not None:
-            self._view.ended(self._prefill_id, self._part.request_id)
-            joined = output.kv_received
-            self._view.transferred(
-                self._prefill_id, self._decode_id, joined.transfer_bytes, joined.transfer_active_seconds
-            )
+    def _failed(self, stream: WorkerStream, failure: worker_pb2.Failure) -> None:
+        cause = _CAUSES.get(failure.kind)
+        if cause is None:
+            # A worker reads a grammar before it admits the request.
+            cause = Cause.CRASHED if stream.admitted or self._submit.grammar else Cause.LEFT
+        is_decoder = stream is self._decoder
+        if is_decoder:
+            self._decoder = None
+            self._num_fetches_failed += cause is Cause.TRANSFER
+        self._interrupt(cause, stream.worker, failure.message, can_rehand=is_decoder)
 
-    def _fail(self, leg: Leg, output: worker_pb2.Output) -> None:
-        failure = output.failure
-        is_of_one = failure.kind == worker_pb2.FAILURE_KIND_PREEMPTED and self._begun and not self._is_beam
-        choices = {output.choice} if is_of_one else None
-        self._lose(failure.kind, leg.worker, failure.message, admitted=leg.attempt.admitted, choices=choices)
-
-    def _lose(
+    def _interrupt(
         self,
-        kind: "worker_pb2.FailureKind",
+        cause: Cause,
         worker: WorkerKey,
         message: str,
+        choices: frozenset[int] | None = None,
         *,
-        admitted: bool,
-        choices: Set[int] | None = None,
+        can_rehand: bool = False,
     ) -> None:
-        """`choices`: None for all."""
-        lost = frozenset(self.choices if choices is None else self.choices & choices)
-        if lost:
-            self.choices -= lost
-            self._unopened -= lost
-            self.failures.append(
-                AttemptFailure(kind=kind, worker=worker, message=message, admitted=admitted, choices=lost)
-            )
-
-
-def _with_kv(submit: worker_pb2.Submit, handle: worker_pb2.KvHandle) -> worker_pb2.Submit:
-    decode = worker_pb2.Submit()
-    decode.CopyFrom(submit)
-    decode.task = worker_pb2.TASK_DECODE
-    decode.kv.CopyFrom(handle)
-    return decode
+        """Interrupts `choices`, None for all."""
+        is_held = self._opener is not None and self._opener.failure is None
+        is_held &= ChoiceState.DECODING not in self._states.values()
+        can_rehand &= is_held and self._num_fetches_failed < _MAX_FETCHES and cause is not Cause.INVALID
+        interrupted = frozenset(self._states if choices is None else choices & self._states.keys())
+        if not interrupted:
+            return
+        self.interruptions.append(
+            Interruption(cause=cause, worker=worker, message=message, choices=interrupted, can_rehand=can_rehand)
+        )
+        if not can_rehand:
+            for choice in interrupted:
+                del self._states[choice]

@@ -1,12 +1,13 @@
-"""One request from its first dispatch to the end of its last choice, through the failures of workers.
+"""Executes one request from its first attempt to the end of its last choice, whatever happens to workers.
 
-Prompt and emitted tokens stay here: whatever happens to a worker, the next flight prefills prompt + emitted tokens
-(mostly hits in a prefix cache) and goes on at the next index. Several choices fly together until one of them, or their
-worker, is lost; what is left of them then flies alone. Knows token ids, not text. Awaits nothing.
+Prompt and emitted tokens stay here. After an interruption the choices continue on one of two ways: *rehand*, while the
+prefill worker still holds the KV cache, gives that to another decode worker; *replay* prefills prompt + emitted tokens,
+mostly hits in a prefix cache, and continues at the next index. Several choices share an attempt until one of them, or
+their worker, is lost; then each continues in an attempt of its own. Knows token ids, not text. Awaits nothing.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -14,76 +15,122 @@ from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.registry import WorkerRegistry
-from .attempt import Attempt, AttemptFailure, Send
+from .attempt import Attempt, Cause, Interruption, Submitter
 from .request_timer import RequestTimer
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_LOST: Final = 2
-"""A request that so many workers had begun when they died is not given to another."""
+"""A request that so many workers had begun when they crashed is not given to another."""
 
 MAX_TRANSFERS_LOST: Final = 3
-"""Of one choice. Those that fly alone may lose as many at the same moment, by one death."""
+"""Of one choice. Choices in attempts of their own may lose as many at the same moment, by one crash."""
 
-_AVOIDED: Final = (worker_pb2.FAILURE_KIND_FULL, worker_pb2.FAILURE_KIND_WORKER)
 _FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"}
-"""Fields of a submit by what the caller calls them; whatever else a worker refuses is too long a prompt for it."""
+"""Fields of a submit by the names of the API. Every other refusal of a worker concerns the length of the prompt."""
 
 
 class RequestExecution:
-    """`start`, then `deltas` whenever something may have come, until `done`; at last `end`, whatever happened."""
+    """Call `start`, then `deltas` whenever something may have come, until `done`; in the end `end`, whatever
+    happened."""
 
     def __init__(
-        self, request: TokenRequest, ended: Collection[int], *, send: Send, view: WorkerRegistry, watch: RequestTimer
+        self,
+        request: TokenRequest,
+        ended: Collection[int],
+        *,
+        send: Submitter,
+        registry: WorkerRegistry,
+        timer: RequestTimer,
     ) -> None:
+        """`ended`: choices that are no longer wanted; the caller may add to it."""
         self._request = request
         self._ended = ended
         self._send = send
-        self._view = view
-        self._watch = watch
+        self._registry = registry
+        self._timer = timer
         self._emitted: list[list[int]] = [[] for _ in range(request.num_choices)]
         self._finished: set[int] = set()
         self._has_prompt_logprobs = False
-        self._flights: list[Attempt] = []
-        self._num_flights = 0
-        self._failures: list[AttemptFailure] = []
+        self._attempts: list[Attempt] = []
+        self._num_attempts = 0
+        self._interruptions: list[Interruption] = []
 
     @property
     def done(self) -> bool:
-        return not self._flights
+        return not self._attempts
 
-    def start(self) -> None:
-        """The first dispatch. Raises Unavailable without a worker."""
-        self._launch_all()
+    def start(self, choice: int | None = None) -> None:
+        """Starts an attempt, of one choice or, if None, of all. Raises Unavailable or Overloaded without a worker."""
+        request = self._request
+        emitted = [] if choice is None else self._emitted[choice]
+        part = request if choice is None else replace(request, request_id=f"{request.request_id}#{choice}")
+        if choice is not None:
+            max_tokens = request.max_tokens - len(emitted)
+            part = replace(part, prompt=(*request.prompt, *emitted), max_tokens=max_tokens, num_choices=1)
+        placement = self._registry.place(part, self._avoided())
+        if placement is None:
+            if self._interruptions and self._interruptions[-1].cause is Cause.FULL:
+                raise Overloaded("every worker's queue is full")
+            raise Unavailable("no worker is ready")
+        self._num_attempts += 1
+        submit = worker_pb2.Submit(
+            request_id=request.request_id,
+            attempt=self._num_attempts,
+            token_ids=part.prompt,
+            first_index=len(emitted),
+            max_tokens=part.max_tokens,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            cache_salt=request.cache_salt,
+            num_choices=part.num_choices,
+            first_choice=choice or 0,
+            beam_search=request.beam_search,
+            logprobs=request.logprobs,
+            prompt_logprobs=None if self._has_prompt_logprobs else request.prompt_logprobs,
+            bad_words=[inference_pb2.TokenIds(ids=word) for word in request.bad_words],
+            min_tokens=request.min_tokens,
+            grammar=request.grammar,
+            priority=request.priority,
+        )
+        self._timer.dispatched(placement, self._num_attempts)
+        attempt = Attempt(part, submit, placement, send=self._send, registry=self._registry, timer=self._timer)
+        self._attempts.append(attempt)
+        attempt.start()
 
     def deltas(self) -> Iterator[TokenDelta]:
-        """What has come since the last call. Raises a TandemError if the request cannot be carried through."""
-        for flight in self._flights:  # grows meanwhile: by those that follow lost ones
-            for delta in flight.poll():
-                if delta.choice in self._ended:
-                    flight.drop(delta.choice)
-                elif fresh := self._fresh(delta):
-                    self._emitted[fresh.choice] += fresh.ids
-                    self._watch.tokens(len(fresh.ids))
-                    yield fresh
-            failures, flight.failures = flight.failures, []
-            for failure in failures:
-                self._recover(failure, flight)
-            if not flight.choices:
-                flight.end()
-        self._flights = [flight for flight in self._flights if flight.choices]
+        """Yields what has come since the last call. Raises a TandemError if the request cannot be continued."""
+        for attempt in self._attempts:  # grows meanwhile, by those that replay
+            while True:
+                for delta in attempt.poll():
+                    if delta.choice in self._ended:
+                        attempt.drop(delta.choice)
+                    elif fresh := self._fresh(delta):
+                        self._emitted[fresh.choice] += fresh.ids
+                        self._timer.tokens(len(fresh.ids))
+                        yield fresh
+                if not attempt.interruptions:
+                    break
+                interruptions, attempt.interruptions = attempt.interruptions, []
+                for interruption in interruptions:
+                    self._continue(interruption, attempt)
+            if not attempt.choices:
+                attempt.end()
+        self._attempts = [attempt for attempt in self._attempts if attempt.choices]
 
     def end(self) -> None:
-        """Workers free whatever they still hold for the request. Idempotent."""
-        for flight in self._flights:
-            flight.end()
+        """Lets the workers free whatever they still hold for the request. Idempotent."""
+        for attempt in self._attempts:
+            attempt.end()
 
     def _fresh(self, delta: TokenDelta) -> TokenDelta | None:
-        """The delta without what the caller has already: prompt logprobs and, of a beam search that began anew,
-        tokens."""
-        if self._has_prompt_logprobs and delta.prompt_logprobs:
-            delta = replace(delta, prompt_logprobs=())
-        self._has_prompt_logprobs |= bool(delta.prompt_logprobs)
+        """Returns the delta without what the caller has already: prompt logprobs and, of a beam search that started
+        again, tokens."""
+        if delta.prompt_logprobs:
+            if self._has_prompt_logprobs:
+                delta = replace(delta, prompt_logprobs=())
+            self._has_prompt_logprobs = True
         if self._request.beam_search is None:
             return delta
         if delta.choice in self._finished:
@@ -100,81 +147,49 @@ class RequestExecution:
             logprobs=delta.logprobs[num_known:],
         )
 
-    def _recover(self, failure: AttemptFailure, flight: Attempt) -> None:
-        """Dispatches again what was lost. Counted before it is sent: a crash skips any later place."""
-        logger.warning("%s: %s on %s", self._request.request_id, failure.message, failure.worker[0])
-        self._failures.append(failure)
-        _check(self._failures)
-        if not flight.choices:
-            flight.end()
-        choices = failure.choices - set(self._ended)
+    def _continue(self, interruption: Interruption, attempt: Attempt) -> None:
+        """Continues interrupted choices: rehand if that is possible, else replay. Raises the request's error if it was
+        interrupted too often. A crash counts before the next placement, which avoids the worker."""
+        logger.warning("%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0])
+        self._interruptions.append(interruption)
+        _check(self._interruptions)
+        if interruption.can_rehand and self._rehand(interruption, attempt):
+            return
+        attempt.abandon(interruption.choices)
+        choices = interruption.choices - set(self._ended)
         is_untouched = len(choices) == self._request.num_choices and not any(self._emitted)
         if self._request.beam_search is not None or is_untouched:
-            self._launch_all()
+            self.start()
         else:
             for choice in sorted(choices):
-                self._launch_alone(choice)
+                self.start(choice)
 
-    def _launch_all(self) -> None:
-        self._launch(self._request, self._submit(self._request.prompt, self._request.max_tokens))
-
-    def _launch_alone(self, choice: int) -> None:
-        request, emitted = self._request, self._emitted[choice]
-        part = replace(
-            request,
-            request_id=f"{request.request_id}#{choice}",
-            prompt=(*request.prompt, *emitted),
-            max_tokens=request.max_tokens - len(emitted),
-            num_choices=1,
-        )
-        submit = self._submit(part.prompt, part.max_tokens)
-        submit.first_index = len(emitted)
-        submit.num_choices, submit.first_choice = 1, choice
-        self._launch(part, submit)
-
-    def _launch(self, part: TokenRequest, submit: worker_pb2.Submit) -> None:
-        placement = self._view.place(part, {f.worker[0] for f in self._failures if f.kind in _AVOIDED})
+    def _rehand(self, interruption: Interruption, attempt: Attempt) -> bool:
+        """Gives the KV cache of the attempt to another decode worker; to the same one if there is no other and it may
+        not be at fault. Returns False, having done nothing, without a decode worker."""
+        avoided, prefill = self._avoided(), attempt.placement.prefill
+        placement = self._registry.place(attempt.part, avoided | {interruption.worker[0]}, prefill=prefill)
+        placement = placement or self._registry.place(attempt.part, avoided, prefill=prefill)
         if placement is None:
-            if self._failures and self._failures[-1].kind == worker_pb2.FAILURE_KIND_FULL:
-                raise Overloaded("every worker's queue is full")
-            raise Unavailable("no worker is ready")
-        self._num_flights = submit.attempt = self._num_flights + 1
-        self._watch.dispatched(placement, attempt=submit.attempt)
-        flight = Attempt(part, submit, placement, send=self._send, view=self._view, watch=self._watch)
-        self._flights.append(flight)
-        flight.start()
+            return False
+        self._num_attempts += 1
+        self._timer.dispatched(placement, self._num_attempts)
+        attempt.rehand(placement, self._num_attempts)
+        return True
 
-    def _submit(self, tokens: Iterable[int], max_tokens: int) -> worker_pb2.Submit:
-        """Of all choices; without the number of the attempt."""
-        request = self._request
-        return worker_pb2.Submit(
-            request_id=request.request_id,
-            token_ids=tokens,
-            max_tokens=max_tokens,
-            sampling=request.sampling,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
-            cache_salt=request.cache_salt,
-            num_choices=request.num_choices,
-            beam_search=request.beam_search,
-            logprobs=request.logprobs,
-            prompt_logprobs=None if self._has_prompt_logprobs else request.prompt_logprobs,
-            bad_words=[inference_pb2.TokenIds(ids=word) for word in request.bad_words],
-            min_tokens=request.min_tokens,
-            grammar=request.grammar,
-            priority=request.priority,
-        )
+    def _avoided(self) -> set[str]:
+        return {one.worker[0] for one in self._interruptions if one.cause.avoids_worker}
 
 
-def _check(failures: list[AttemptFailure]) -> None:
-    """Raises the request's end if it has failed often enough; returns if another flight is due."""
-    last = failures[-1]
-    if last.kind == worker_pb2.FAILURE_KIND_INVALID:
+def _check(interruptions: list[Interruption]) -> None:
+    """Raises the request's error if the last interruption was one too many; returns if the request continues."""
+    last = interruptions[-1]
+    if last.cause is Cause.INVALID:
         field, _, reason = last.message.partition(": ")
         raise InvalidArgument(reason if field in _FIELDS else last.message, _FIELDS.get(field, "prompt"))
-    begun = {f.worker for f in failures if f.kind == worker_pb2.FAILURE_KIND_WORKER and f.admitted}
-    if len(begun) >= MAX_WORKERS_LOST:
+    crashed = {one.worker for one in interruptions if one.cause.blames_request}
+    if len(crashed) >= MAX_WORKERS_LOST:
         raise InternalError("the request was given up after two workers were lost")
-    lost = [f.choices for f in failures if f.kind == worker_pb2.FAILURE_KIND_TRANSFER]
+    lost = [one.choices for one in interruptions if one.cause is Cause.TRANSFER]
     if any(sum(choice in choices for choices in lost) >= MAX_TRANSFERS_LOST for choice in last.choices):
         raise InternalError("the KV cache could not be moved")

@@ -1,4 +1,4 @@
-"""Fills the timeline of one request from what its router sees and its workers measure."""
+"""Fills the timeline of one request from what its router observes and its workers measure."""
 
 import time
 
@@ -8,10 +8,10 @@ from ..scheduling.policy import Placement
 
 
 class RequestTimer:
-    """Stamps the stations of one request, each the first time it is passed; `stop` writes the timeline.
+    """Stamps each stage of one request the first time it is reached; `stop` writes the timeline.
 
-    After a failure the time lost counts where the request then was: as dispatch before the first token, as decode after
-    it.
+    Time lost by an interruption counts for the stage the request was in: as dispatch before the first token, as decode
+    after it.
     """
 
     def __init__(self, request: TokenRequest, timeline: inference_pb2.Timeline) -> None:
@@ -19,9 +19,9 @@ class RequestTimer:
         self._num_choices = request.num_choices
         self._timeline = timeline
         self._dispatched: float | None = None
-        self._first: float | None = None
+        self._first: float | None = None  # token
         self._decode_admitted: float | None = None
-        self._joined: float | None = None
+        self._kv_received: float | None = None
         self._last = request.arrived
         self._queue = 0.0
         self._num_tokens = 0
@@ -29,14 +29,14 @@ class RequestTimer:
         timeline.prompt_tokens = len(request.prompt)
 
     def dispatched(self, placement: Placement, attempt: int) -> None:
-        """An attempt is on its way."""
+        """Stamps the dispatch of an attempt."""
         self._dispatched = self._dispatched or time.monotonic()
         self._timeline.attempts = attempt
         self._timeline.prefill_worker = placement.prefill or placement.decode
         self._timeline.decode_worker = placement.decode
 
     def observe(self, output: worker_pb2.Output, *, decode: bool = False) -> None:
-        """An answer of the prefill worker, or of the decode worker of a pair."""
+        """Stamps an output of the worker that prefills, or, if `decode`, of the decode worker of a pair."""
         now = time.monotonic()
         if output.HasField("admitted") and decode:
             self._decode_admitted = self._decode_admitted or now
@@ -47,32 +47,32 @@ class RequestTimer:
             self._first = now
             self._timeline.prefill_seconds = output.tokens.prefill_seconds
         elif output.HasField("kv_received"):
-            joined = output.kv_received
-            self._joined = self._joined or now
-            self._timeline.kv_transfer_bytes += joined.transfer_bytes
-            self._timeline.kv_transfer_active_seconds += joined.transfer_active_seconds
-            self._timeline.kv_transport = joined.transport
+            received = output.kv_received
+            self._kv_received = self._kv_received or now
+            self._timeline.kv_transfer_bytes += received.transfer_bytes
+            self._timeline.kv_transfer_active_seconds += received.transfer_active_seconds
+            self._timeline.kv_transport = received.transport
 
     def tokens(self, count: int) -> None:
-        """`count` tokens have reached the router."""
+        """Counts tokens that have reached the router."""
         self._num_tokens += count
         self._last = time.monotonic()
 
     def stop(self) -> None:
-        """The request has ended, whichever way."""
+        """Writes the timeline: the request has ended, whichever way."""
         timeline, end = self._timeline, self._last if self._num_tokens else time.monotonic()
         dispatched = self._dispatched or end
         first = self._first or end
-        joined = min(self._joined or first, end)
+        received = min(self._kv_received or first, end)
         # Waiting for blocks on the decode worker after the first token is queueing, too.
-        waited = min(max((self._decode_admitted or first) - first, 0.0), joined - first)
+        waited = min(max((self._decode_admitted or first) - first, 0.0), received - first)
         timeline.tokenize_seconds = dispatched - self._arrived
         timeline.queue_seconds = self._queue + waited
         timeline.dispatch_seconds = first - dispatched - self._queue - timeline.prefill_seconds
-        timeline.kv_transfer_seconds = joined - first - waited
-        timeline.decode_seconds = end - joined
+        timeline.kv_transfer_seconds = received - first - waited
+        timeline.decode_seconds = end - received
         timeline.end_to_end_seconds = end - self._arrived
         timeline.ttft_seconds = first - self._arrived
         timeline.completion_tokens = self._num_tokens
-        num_steps = self._num_tokens / self._num_choices - 1  # the choices go on at the same time
+        num_steps = self._num_tokens / self._num_choices - 1  # the choices are generated at the same time
         timeline.tpot_seconds = (end - first) / num_steps if num_steps > 0 else 0.0

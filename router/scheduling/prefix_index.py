@@ -1,6 +1,7 @@
-"""Which worker's prefix cache holds which blocks: what this router has sent there, and what the workers report.
+"""Maps prefixes to the workers whose prefix caches hold them: what this router sent there, and what workers report.
 
-Blocks go by their hashes (proto/hashing.py), at each worker's own block size. Knows nothing of load or of time.
+Blocks are identified by their hashes (proto/hashing.py), at each worker's own block size. Knows nothing of load or
+time.
 """
 
 from collections import OrderedDict
@@ -10,11 +11,11 @@ from typing import Final
 from ...proto.hashing import hash_chain
 
 DEFAULT_CAPACITY: Final = 65_536
-"""Blocks remembered of a worker that has not said how many it has."""
+"""Blocks remembered of a worker that has not reported how many it has."""
 
 
 class Prefix:
-    """A prompt as caches know it: its hash chain at any block size, each computed once."""
+    """Holds a prompt's hash chains, one for each block size, each computed once."""
 
     def __init__(self, tokens: Sequence[int], salt: bytes = b"") -> None:
         self._tokens = tokens
@@ -22,7 +23,7 @@ class Prefix:
         self._chains: dict[int, list[bytes]] = {}
 
     def chain(self, block_size: int) -> list[bytes]:
-        """The hashes of the prompt's full blocks."""
+        """Returns the hashes of the prompt's full blocks."""
         found = self._chains.get(block_size)
         if found is None:
             found = self._chains[block_size] = hash_chain(self._tokens, block_size, self._salt)
@@ -30,23 +31,23 @@ class Prefix:
 
 
 class _Cache:
-    """One worker's blocks, those first that are forgotten first."""
+    """Holds one worker's blocks, the least recently used first."""
 
     def __init__(self, bit: int, block_size: int, capacity: int) -> None:
         self.bit = bit
         self.block_size = block_size
         self.capacity = capacity
-        self.blocks: OrderedDict[bytes, bool] = OrderedDict()  # whether the worker has said so itself
+        self.blocks: OrderedDict[bytes, bool] = OrderedDict()  # whether the worker has reported it
         self.reports = False
 
 
 class PrefixIndex:
-    """Maps block hashes to the workers that hold them, a bit for each. At most `capacity` blocks of each worker."""
+    """Maps block hashes to the workers that hold them, one bit for each. At most `capacity` blocks of each worker."""
 
     def __init__(self) -> None:
         self._caches: dict[str, _Cache] = {}
         self._names: dict[int, str] = {}  # by bit
-        self._sizes: dict[int, int] = {}  # the bits of the workers of a block size
+        self._sizes: dict[int, int] = {}  # by block size: the bits of its workers
         self._holders: dict[bytes, int] = {}
 
     @property
@@ -55,15 +56,15 @@ class PrefixIndex:
         return sum(len(cache.blocks) for cache in self._caches.values())
 
     def add(self, worker_id: str, block_size: int, capacity: int = 0) -> None:
-        """A worker begins with an empty cache of `capacity` blocks; 0 takes DEFAULT_CAPACITY."""
-        self.forget(worker_id)
+        """Adds a worker with an empty cache of `capacity` blocks; 0 takes DEFAULT_CAPACITY."""
+        self.remove(worker_id)
         bit = next(1 << index for index in range(len(self._names) + 1) if 1 << index not in self._names)
         self._caches[worker_id] = _Cache(bit, block_size, capacity or DEFAULT_CAPACITY)
         self._names[bit] = worker_id
         self._sizes[block_size] = self._sizes.get(block_size, 0) | bit
 
-    def forget(self, worker_id: str) -> None:
-        """The worker is gone, and its cache with it."""
+    def remove(self, worker_id: str) -> None:
+        """Removes a worker and its cache. Idempotent."""
         cache = self._caches.pop(worker_id, None)
         if cache is None:
             return
@@ -74,22 +75,22 @@ class PrefixIndex:
             del self._sizes[cache.block_size]
 
     def match(self, prefix: Prefix) -> dict[str, int]:
-        """For each worker that holds the prompt's first block, how many of the prompt's tokens it holds in a row."""
+        """Returns how many of the prompt's first tokens each worker holds, for those that hold its first block."""
         found: dict[str, int] = {}
         for block_size, bits in self._sizes.items():
             num_tokens = 0
             for digest in prefix.chain(block_size):
                 holding = bits & self._holders.get(digest, 0)
-                self._note(bits ^ holding, num_tokens, found)
+                self._record(bits ^ holding, num_tokens, found)
                 bits = holding
                 if not bits:
                     break
                 num_tokens += block_size
-            self._note(bits, num_tokens, found)
+            self._record(bits, num_tokens, found)
         return found
 
     def expect(self, worker_id: str, prefix: Prefix) -> None:
-        """The prompt was sent to the worker, which will hold it soon."""
+        """Adds a prompt that was sent to the worker, which will hold it soon."""
         cache = self._caches.get(worker_id)
         if cache is None:
             return
@@ -99,15 +100,15 @@ class PrefixIndex:
         self._trim(cache)
 
     def settle(self, worker_id: str, prefix: Prefix) -> None:
-        """The prompt's request has left the worker: what it has not reported by now, it does not hold. Of a worker that
-        has never reported anything, the expectation stays."""
+        """Removes what the worker has not reported of a prompt whose request it has ended: it does not hold that. Of a
+        worker that has never reported anything, the expectation stays."""
         cache = self._caches.get(worker_id)
         if cache is not None and cache.reports:
             chain = prefix.chain(cache.block_size)
             self._drop(cache, [digest for digest in chain if cache.blocks.get(digest) is False])
 
     def report(self, worker_id: str, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """What the worker says has come into its cache, and what has gone."""
+        """Applies what the worker reports to have stored in its cache and evicted from it."""
         cache = self._caches.get(worker_id)
         if cache is None:
             return
@@ -127,7 +128,7 @@ class PrefixIndex:
         assert held == self._holders
         assert self._names == {cache.bit: worker_id for worker_id, cache in self._caches.items()}
 
-    def _note(self, bits: int, num_tokens: int, found: dict[str, int]) -> None:
+    def _record(self, bits: int, num_tokens: int, found: dict[str, int]) -> None:
         while bits and num_tokens:
             lowest = bits & -bits
             found[self._names[lowest]] = num_tokens

@@ -1,6 +1,6 @@
-"""Workers as a directory describes them, and requests, for tests of a router without workers."""
+"""Workers as a directory describes them, their reports, and requests, for tests of a router without workers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
@@ -11,7 +11,7 @@ BLOCK_SIZE = 16
 
 
 class Clock:
-    """Goes by hand."""
+    """Time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,9 +42,23 @@ def info(
     )
 
 
-def fill(view: WorkerRegistry, *, prefill: int, decode: int, max_sequences: int = 0, num_blocks: int = 256) -> None:
+def report(
+    registry: WorkerRegistry,
+    worker_id: str,
+    *,
+    epoch: int = 1,
+    load: worker_pb2.WorkerLoad | None = None,
+    stored: Iterable[bytes] = (),
+    evicted: Iterable[bytes] = (),
+) -> None:
+    """A worker's session reports its load, or what its prefix cache has stored and evicted."""
+    cache = None if load else worker_pb2.CacheChange(stored=stored, evicted=evicted)
+    registry.report(worker_id, epoch, worker_pb2.SessionResponse(load=load, cache=cache))
+
+
+def fill(registry: WorkerRegistry, *, prefill: int, decode: int, max_sequences: int = 0, num_blocks: int = 256) -> None:
     """Workers p0, p1, ... and d0, d1, ..."""
-    view.update(
+    registry.update(
         [info(f"p{n}", ROLE_PREFILL, num_blocks=num_blocks) for n in range(prefill)]
         + [info(f"d{n}", ROLE_DECODE, max_sequences=max_sequences, num_blocks=num_blocks) for n in range(decode)]
     )

@@ -1,4 +1,4 @@
-"""Requests that are abandoned at any moment: within a second nobody holds anything for them, and the others go on."""
+"""Requests cancelled at any moment: within a second no worker holds anything for them, and the others go on."""
 
 import asyncio
 import gc
@@ -25,8 +25,8 @@ def small_rank(role: str) -> Rank:
     return fake_rank(num_blocks=48, step_seconds=0.002)
 
 
-def links(running: Fleet) -> list[WorkerClient]:
-    return list(running.dispatcher._links.values())
+def clients(running: Fleet) -> list[WorkerClient]:
+    return list(running.dispatcher._clients.values())
 
 
 async def abandon(running: Fleet, request: TokenRequest, num_tokens: int) -> None:
@@ -69,13 +69,13 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
         await running.check_idle(timeout=1.0)
         assert num_exact == NUM_CANCELS // 2
         assert running.dispatcher.num_requests == 0
-        assert [link._attempts for link in links(running)] == [{}] * 4
+        assert [client._streams for client in clients(running)] == [{}] * 4
         tokens, _ = await running.generate(token_request(range(300), 30))
         assert tokens == expected_tokens(range(300), 30, VOCAB)
 
 
 @pytest.mark.parametrize("how", ["close", "channel"])
-async def test_a_router_that_vanishes_leaves_nothing(how: str) -> None:
+async def test_a_router_that_disconnects_leaves_nothing(how: str) -> None:
     async with fleet(1, 1, rank=small_rank, chunk_tokens=64) as running:
         requests = [token_request(range(n, n + 120), 600, name=str(n)) for n in range(12)]
         tasks = [asyncio.create_task(running.generate(request)) for request in requests]
@@ -86,7 +86,7 @@ async def test_a_router_that_vanishes_leaves_nothing(how: str) -> None:
             await running.dispatcher.close()
         else:
             running.dispatcher._closed = True  # it is dead: it sends nothing more
-            await asyncio.gather(*(link._channel.close() for link in links(running)))
+            await asyncio.gather(*(client._channel.close() for client in clients(running)))
         await running.check_idle(timeout=1.0)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, Unavailable) for result in results), results
@@ -105,8 +105,8 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
         def held() -> list[int]:
             counts = [
                 len(asyncio.all_tasks()),
-                len(links(running)),
-                sum(len(link._attempts) for link in links(running)),
+                len(clients(running)),
+                sum(len(client._streams) for client in clients(running)),
             ]
             for worker in running.workers:
                 counts += [
@@ -115,7 +115,7 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
                     len(worker._endpoint._channels),
                     worker._endpoint.sender.num_offers,
                 ]
-            return counts + [len(known.sent) for known in running.view._workers.values()]
+            return counts + [len(worker.requests) for worker in running.registry._workers.values()]
 
         async def num_objects(rounds: int) -> int:
             """After so many rounds of 25 requests, when all is quiet."""

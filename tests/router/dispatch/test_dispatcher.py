@@ -4,14 +4,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.proto.errors import DeadlineExceeded, Overloaded
+from tandem.proto.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
 
@@ -120,7 +122,7 @@ async def test_a_beam_search_is_the_same_wherever_it_runs(prefill: int, max_toke
     assert len({tuple(ids) for ids in ids_of(first, 3)}) == 3
 
 
-async def test_choices_that_are_not_wanted_any_more_leave_their_worker() -> None:
+async def test_dropped_choices_are_freed_on_their_worker() -> None:
     prompt = range(30)
     ended: set[int] = set()
     async with fleet(1, 1, rank=lambda role: fake_rank(step_seconds=0.001)) as running:
@@ -191,10 +193,10 @@ class OneAtATime(Admission):
             yield
 
 
-async def test_admission_says_who_may_begin() -> None:
+async def test_admission_decides_when_a_request_starts() -> None:
     async with fleet(0, 1) as running:
         admission = OneAtATime()
-        running.dispatcher = Dispatcher(running.view, admission, max_requests=0)
+        running.dispatcher = Dispatcher(running.registry, admission, max_requests=0)
         with pytest.raises(Overloaded, match="not you"):
             await running.generate(token_request(range(20), 4, tenant="refused"))
         first = running.dispatcher.generate(token_request(range(20), 4, name="first"), inference_pb2.Timeline())
@@ -215,10 +217,48 @@ async def test_admission_says_who_may_begin() -> None:
 
 async def test_without_admission_there_is_a_bound() -> None:
     async with fleet(0, 1) as running:
-        bounded = Dispatcher(running.view, max_requests=1)
+        bounded = Dispatcher(running.registry, max_requests=1)
         first = bounded.generate(token_request(range(20), 4), inference_pb2.Timeline())
         await anext(first)
-        with pytest.raises(Overloaded, match="1 requests"):
+        with pytest.raises(Overloaded, match="1 requests are in progress"):
             await anext(bounded.generate(token_request(range(20), 4), inference_pb2.Timeline()))
         await first.aclose()
         await bounded.close()
+
+
+async def test_routers_share_workers_without_knowing_of_each_other() -> None:
+    """Their request ids are the same; the end of one leaves the others' requests alone."""
+    async with fleet(1, 2, rank=lambda role: fake_rank(step_seconds=0.002), max_sequences=4) as running:
+        routers = [add_router(running) for _ in range(3)]
+        vanishes, *stay = routers
+
+        async def one(router: Fleet, number: int) -> None:
+            prompt = range(number, number + 60)
+            tokens, _ = await router.generate(token_request(prompt, 30, name=str(number % 15)))
+            assert tokens == expected_tokens(prompt, 30, VOCAB)
+
+        lost = [asyncio.create_task(one(vanishes, n)) for n in range(15)]
+        kept = [asyncio.create_task(one(router, 15 * n + m)) for n, router in enumerate(stay) for m in range(15)]
+        async with asyncio.timeout(20):
+            while not any(status.num_sessions == 3 for status in await running.statuses()):
+                await asyncio.sleep(0.005)
+        await vanishes.dispatcher.close()
+        await asyncio.gather(*kept)
+        for result in await asyncio.gather(*lost, return_exceptions=True):
+            assert result is None or isinstance(result, Unavailable)
+        await running.check_idle()
+        fresh = WorkerRegistry()
+        fresh.update(worker.info() for worker in running.workers)
+        for router in stay:
+            router.registry.update(worker.info() for worker in running.workers)
+            free, expected = router.registry.free(), fresh.free()
+            assert free is not None
+            assert expected is not None
+            assert (free.sequences, free.kv_tokens) == (expected.sequences, expected.kv_tokens)
+            await router.dispatcher.close()
+
+
+def add_router(running: Fleet) -> Fleet:
+    registry = WorkerRegistry()
+    registry.update(worker.info() for worker in running.workers)
+    return replace(running, registry=registry, dispatcher=Dispatcher(registry, Admission(registry)))

@@ -1,4 +1,4 @@
-"""A request's way through failures, in a world of played workers: whatever breaks, its tokens are the same."""
+"""A request through interruptions, on pools of fake workers: whatever fails, its tokens are the same."""
 
 import random
 import time
@@ -9,12 +9,20 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
-from tandem.router.dispatch import execution as run_module
+from tandem.router.dispatch.execution import MAX_TRANSFERS_LOST
 from tandem.router.scheduling.policy import Placement
-from tandem.tests.router.world import SEED, Caller, World, choices_request, completion, deltas_until, outputs_of, start
+from tandem.tests.router.fake_pools import (
+    SEED,
+    Caller,
+    FakePools,
+    choices_request,
+    completion,
+    outputs_of,
+    start,
+)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     num_choices=st.integers(1, 5),
@@ -26,88 +34,85 @@ def test_whatever_fails_the_tokens_are_those_of_a_run_without_faults(
     seed: int, num_choices: int, max_tokens: int, pairs: bool, faults: list[str]
 ) -> None:
     request = choices_request(num_choices, max_tokens)
-    world = World(random.Random(seed), pairs)
+    pools = FakePools(random.Random(seed), pairs)
     caller = Caller(num_choices)
     faults = sorted(set(faults) - {"preempt"}) + [kind for kind in faults if kind == "preempt"]
-    run, _ = start(world, request)
+    execution, _ = start(pools, request)
     for _ in range(10_000):
-        if run.done:
+        if execution.done:
             break
-        if faults and world.chance.random() < 0.15:
-            world.strike(faults.pop(world.chance.randrange(len(faults))))
-        world.advance()
-        if world.chance.random() < 0.5:
-            for delta in run.deltas():
-                caller.take(delta)
+        if faults and pools.chance.random() < 0.15:
+            pools.strike(faults.pop(pools.chance.randrange(len(faults))))
+        pools.advance()
+        if pools.chance.random() < 0.5:
+            caller.read(execution)
     assert caller.finished == set(range(num_choices))
     assert caller.ids == [completion(request.prompt, SEED + choice, max_tokens) for choice in range(num_choices)]
     assert caller.num_prompt_logprobs == 1
-    run.end()
-    assert all(link.num_attempts == 0 for link in world.links.values())
-    assert not world.held
-    assert len({submit.attempt for submit in world.submits if submit.task != worker_pb2.TASK_DECODE}) == len(
-        [submit for submit in world.submits if submit.task != worker_pb2.TASK_DECODE]
+    execution.end()
+    assert all(client.num_streams == 0 for client in pools.clients.values())
+    assert not pools.held
+    assert len({submit.attempt for submit in pools.submits if submit.task != worker_pb2.TASK_DECODE}) == len(
+        [submit for submit in pools.submits if submit.task != worker_pb2.TASK_DECODE]
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), pairs=st.booleans(), kill=st.booleans())
-def test_choices_that_the_caller_ends_say_nothing_more(seed: int, pairs: bool, kill: bool) -> None:
+def test_choices_that_the_caller_ends_have_no_further_delta(seed: int, pairs: bool, kill: bool) -> None:
     request = choices_request(4)
-    world = World(random.Random(seed), pairs)
+    pools = FakePools(random.Random(seed), pairs)
     whole = [completion(request.prompt, SEED + choice, 30) for choice in range(4)]
-    limits = [world.chance.randrange(1, 40) for _ in range(4)]
+    limits = [pools.chance.randrange(1, 40) for _ in range(4)]
     ended: set[int] = set()
     caller = Caller(4)
-    run, _ = start(world, request, ended)
-    while not run.done:
-        if kill and world.chance.random() < 0.05:
+    execution, _ = start(pools, request, ended)
+    while not execution.done:
+        if kill and pools.chance.random() < 0.05:
             kill = False
-            world.strike("kill")
-        world.advance()
-        for delta in run.deltas():
+            pools.strike("kill")
+        pools.advance()
+        for delta in execution.deltas():
             assert delta.choice not in ended
             caller.take(delta)
             if len(caller.ids[delta.choice]) >= limits[delta.choice] and delta.choice not in caller.finished:
                 ended.add(delta.choice)
     assert caller.finished | ended == {0, 1, 2, 3}
     assert all(whole[choice][: len(ids)] == ids for choice, ids in enumerate(caller.ids))
-    assert not world.held
-    assert all(link.num_attempts == 0 for link in world.links.values())
+    assert not pools.held
+    assert all(client.num_streams == 0 for client in pools.clients.values())
 
 
-def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_word() -> None:
-    world, caller = World(random.Random(3), pairs=False), Caller(2)
+def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_tokens() -> None:
+    pools, caller = FakePools(random.Random(3), pairs=False), Caller(2)
     ended: set[int] = set()
-    run, _ = start(world, choices_request(2), ended)
-    link, outputs = world.jobs[0].link, outputs_of(world.submits[0])
+    execution, _ = start(pools, choices_request(2), ended)
+    client, outputs = pools.running[0].client, outputs_of(pools.submits[0])
 
     def say(count: int) -> None:
         for _ in range(count):
-            link.say(next(outputs))
-        for delta in run.deltas():
-            caller.take(delta)
+            client.receive(next(outputs))
+        caller.read(execution)
 
     say(3)  # admitted, and the first token of each
     ended.add(0)
     say(2)
     assert [len(ids) for ids in caller.ids] == [1, 2]
-    assert link.cancels() == [worker_pb2.Cancel(request_id="r", attempt=1, choice=0)]
+    assert client.cancels() == [worker_pb2.Cancel(request_id="r", attempt=1, choice=0)]
     ended.add(1)
-    assert not run.done
+    assert not execution.done
     say(2)
-    assert link.cancels() == [worker_pb2.Cancel(request_id="r", attempt=1)]
-    assert run.done
+    assert client.cancels() == [worker_pb2.Cancel(request_id="r", attempt=1)]
+    assert execution.done
 
 
-def test_a_lost_worker_sends_each_choice_its_own_way() -> None:
-    world, caller = World(random.Random(3), pairs=False), Caller(4)
-    run, timeline = start(world, choices_request(4), set())
-    deltas_until(world, run, caller, 1)
-    world.links[world.jobs[0].worker].kill()
-    for delta in run.deltas():
-        caller.take(delta)
-    first, *alone = world.submits
+def test_after_a_lost_worker_each_choice_has_an_attempt_of_its_own() -> None:
+    pools, caller = FakePools(random.Random(3), pairs=False), Caller(4)
+    execution, timeline = start(pools, choices_request(4), set())
+    caller.read_until(pools, execution, 1)
+    pools.clients[pools.running[0].worker].kill()
+    caller.read(execution)
+    first, *alone = pools.submits
     open_choices = [choice for choice in range(4) if choice not in caller.finished]
     assert (first.num_choices, first.first_choice, first.first_index) == (4, 0, 0)
     assert [(s.num_choices, s.first_choice) for s in alone] == [(1, choice) for choice in open_choices]
@@ -121,46 +126,44 @@ def test_a_lost_worker_sends_each_choice_its_own_way() -> None:
     assert timeline.attempts == 1 + len(alone)
 
 
-def test_a_prefill_worker_that_leaves_after_the_hand_over_costs_nothing() -> None:
+def test_a_prefill_worker_lost_after_the_kv_transfer_interrupts_nothing() -> None:
     """Even if the caller has read nothing yet."""
-    world, caller = World(random.Random(3), pairs=True), Caller(1)
-    run, timeline = start(world, choices_request(1))
-    prefill = world.jobs[0]
-    prefill.link.say(next(prefill.outputs))  # admitted
-    assert list(run.deltas()) == []
-    for job in world.jobs:
-        for output in job.outputs:
-            job.link.say(output)
-    prefill.link.kill()
-    for delta in run.deltas():
-        caller.take(delta)
-    assert run.done
+    pools, caller = FakePools(random.Random(3), pairs=True), Caller(1)
+    execution, timeline = start(pools, choices_request(1))
+    prefill = pools.running[0]
+    prefill.client.receive(next(prefill.outputs))  # admitted
+    assert list(execution.deltas()) == []
+    for one in pools.running:
+        for output in one.outputs:
+            one.client.receive(output)
+    prefill.client.kill()
+    caller.read(execution)
+    assert execution.done
     assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
     assert timeline.attempts == 1
 
 
-def test_choices_of_which_nothing_came_go_on_together() -> None:
-    world = World(random.Random(3), pairs=True)
-    run, _ = start(world, choices_request(4))
-    world.jobs[0].link.say(next(world.jobs[0].outputs))  # admitted
-    assert list(run.deltas()) == []
-    world.links[world.jobs[0].worker].kill()
-    assert list(run.deltas()) == []
-    prefills = [submit for submit in world.submits if submit.task == worker_pb2.TASK_PREFILL]
+def test_choices_without_tokens_are_replayed_together() -> None:
+    pools = FakePools(random.Random(3), pairs=True)
+    execution, _ = start(pools, choices_request(4))
+    pools.running[0].client.receive(next(pools.running[0].outputs))  # admitted
+    assert list(execution.deltas()) == []
+    pools.clients[pools.running[0].worker].kill()
+    assert list(execution.deltas()) == []
+    prefills = [submit for submit in pools.submits if submit.task == worker_pb2.TASK_PREFILL]
     assert [submit.num_choices for submit in prefills] == [4, 4]
     assert prefills[1].HasField("prompt_logprobs")
 
 
-def test_a_preempted_choice_goes_alone_and_the_others_stay() -> None:
-    world, caller = World(random.Random(3), pairs=False), Caller(4)
-    run, _ = start(world, choices_request(4))
-    deltas_until(world, run, caller, 1)
+def test_a_preempted_choice_is_replayed_alone_and_the_others_stay() -> None:
+    pools, caller = FakePools(random.Random(3), pairs=False), Caller(4)
+    execution, _ = start(pools, choices_request(4))
+    caller.read_until(pools, execution, 1)
     choice = next(choice for choice in range(4) if choice not in caller.finished)
-    world.fail(world.jobs[0], worker_pb2.FAILURE_KIND_PREEMPTED, choice)
-    for delta in run.deltas():
-        caller.take(delta)
-    assert [submit.first_choice for submit in world.submits] == [0, choice]
-    assert not world.links[world.jobs[0].worker].cancels()
+    pools.fail(pools.running[0], worker_pb2.FAILURE_KIND_PREEMPTED, choice)
+    caller.read(execution)
+    assert [submit.first_choice for submit in pools.submits] == [0, choice]
+    assert not pools.clients[pools.running[0].worker].cancels()
 
 
 def beam_outputs(submit: worker_pb2.Submit) -> list[worker_pb2.Output]:
@@ -177,86 +180,86 @@ def beam_outputs(submit: worker_pb2.Submit) -> list[worker_pb2.Output]:
 
 
 @pytest.mark.parametrize("num_said", [0, 1])
-def test_a_beam_search_begins_anew_and_repeats_nothing(num_said: int) -> None:
-    world, caller = World(random.Random(3), pairs=True), Caller(2)
+def test_a_beam_search_restarts_and_repeats_no_token(num_said: int) -> None:
+    pools, caller = FakePools(random.Random(3), pairs=True), Caller(2)
     beams = inference_pb2.BeamSearch(width=4, length_penalty=1, early_stopping=False)
-    run, _ = start(world, choices_request(2, beam_search=beams))
+    execution, _ = start(pools, choices_request(2, beam_search=beams))
     for attempt in (1, 2):
-        prefill = world.jobs[-1]
-        prefill.link.say(next(prefill.outputs))
-        list(run.deltas())
+        prefill = pools.running[-1]
+        prefill.client.receive(next(prefill.outputs))
+        list(execution.deltas())
         opened = worker_pb2.Tokens(prefill_seconds=0.5)
-        prefill.link.say(worker_pb2.Output(request_id="r", attempt=attempt, tokens=opened))
-        decode = world.jobs[-1]
+        prefill.client.receive(worker_pb2.Output(request_id="r", attempt=attempt, tokens=opened))
+        decode = pools.running[-1]
         assert decode.submit.task == worker_pb2.TASK_DECODE
+        pools.step(decode, 2)  # admitted, KV cache received
         hypotheses = beam_outputs(decode.submit)
         for output in hypotheses[:num_said] if attempt == 1 else hypotheses:
-            decode.link.say(output)
-        for delta in run.deltas():
-            caller.take(delta)
+            decode.client.receive(output)
+        caller.read(execution)
         if attempt == 1:
-            decode.link.kill()
-            assert list(run.deltas()) == []
+            decode.client.kill()
+            assert list(execution.deltas()) == []
     assert caller.ids == [[1, 2, 3], [1, 2, 4]]
     assert caller.finished == {0, 1}
-    assert run.done
-    assert [list(submit.token_ids) for submit in world.submits] == [[5, 6, 7, 8]] * 4
+    assert execution.done
+    assert [list(submit.token_ids) for submit in pools.submits] == [[5, 6, 7, 8]] * 4
 
 
-def lose_worker(world: World) -> None:
-    job = world.jobs[-1]
-    job.link.say(next(job.outputs))  # admitted
-    job.link.kill()
+def lose_worker(pools: FakePools) -> None:
+    one = pools.running[-1]
+    one.client.receive(next(one.outputs))  # admitted
+    one.client.kill()
 
 
-def test_a_request_that_cost_two_workers_is_given_up_though_its_choices_run_apart() -> None:
-    world, caller = World(random.Random(4), pairs=False), Caller(4)
-    run, _ = start(world, choices_request(4))
-    deltas_until(world, run, caller, 1)
-    world.links[world.jobs[0].worker].kill()
-    list(run.deltas())
-    lose_worker(world)
+def test_a_request_that_cost_two_workers_is_given_up_even_if_its_choices_run_apart() -> None:
+    pools, caller = FakePools(random.Random(4), pairs=False), Caller(4)
+    execution, _ = start(pools, choices_request(4))
+    caller.read_until(pools, execution, 1)
+    pools.clients[pools.running[0].worker].kill()
+    list(execution.deltas())
+    lose_worker(pools)
     with pytest.raises(InternalError, match="two workers"):
-        list(run.deltas())
-    run.end()
-    assert not world.held
-    assert all(link.num_attempts == 0 for link in world.links.values() if not link.broken)
+        list(execution.deltas())
+    execution.end()
+    assert not pools.held
+    assert all(client.num_streams == 0 for client in pools.clients.values() if not client.broken)
 
 
-def test_choices_that_one_death_costs_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, caller = World(random.Random(4), pairs=False), Caller(4)
-    run, _ = start(world, choices_request(4))
-    deltas_until(world, run, caller, 1)
+def test_one_crash_counts_once_for_all_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, caller = FakePools(random.Random(4), pairs=False), Caller(4)
+    execution, _ = start(pools, choices_request(4))
+    caller.read_until(pools, execution, 1)
     for choice in range(4):  # each goes alone, all to one worker
         if choice not in caller.finished:
-            monkeypatch.setattr(world, "place", lambda *_: Placement(prefill=None, decode="d2"))
-            world.fail(world.jobs[0], worker_pb2.FAILURE_KIND_PREEMPTED, choice)
-    list(run.deltas())
-    alone = world.jobs[1:]
+            monkeypatch.setattr(pools, "place", lambda *_: Placement(prefill=None, decode="d2"))
+            pools.fail(pools.running[0], worker_pb2.FAILURE_KIND_PREEMPTED, choice)
+    list(execution.deltas())
+    alone = pools.running[1:]
     assert len(alone) > 1
-    for job in alone:
-        job.link.say(next(job.outputs))
+    for one in alone:
+        one.client.receive(next(one.outputs))
     monkeypatch.undo()
-    world.links["d2"].kill()
-    list(run.deltas())
-    assert len(world.submits) == 1 + 2 * len(alone)
+    pools.clients["d2"].kill()
+    list(execution.deltas())
+    assert len(pools.submits) == 1 + 2 * len(alone)
 
 
 @pytest.mark.parametrize("times", [2, 3])
 def test_transfers_are_counted_by_choice(times: int) -> None:
-    world, caller = World(random.Random(4), pairs=True), Caller(2)
-    run, _ = start(world, choices_request(2))
+    pools, caller = FakePools(random.Random(4), pairs=True), Caller(2)
+    execution, _ = start(pools, choices_request(2))
     for _ in range(times - 1):
-        world.fail(world.jobs[-1], worker_pb2.FAILURE_KIND_TRANSFER)
-        list(run.deltas())
-    world.fail(world.jobs[-1], worker_pb2.FAILURE_KIND_TRANSFER)
-    if times < run_module.MAX_TRANSFERS_LOST:
-        list(run.deltas())
-        deltas_until(world, run, caller, 30)
-        assert run.done
+        pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_TRANSFER)
+        list(execution.deltas())
+    pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_TRANSFER)
+    if times < MAX_TRANSFERS_LOST:
+        list(execution.deltas())
+        caller.read_until(pools, execution, 30)
+        assert execution.done
     else:
         with pytest.raises(InternalError, match="could not be moved"):
-            list(run.deltas())
+            list(execution.deltas())
 
 
 @pytest.mark.parametrize(
@@ -274,27 +277,27 @@ def test_transfers_are_counted_by_choice(times: int) -> None:
         (worker_pb2.FAILURE_KIND_WORKER, "", Unavailable, "no worker is ready"),
     ],
 )
-def test_failures_that_nobody_can_mend(
+def test_failures_that_end_the_request(
     kind: "worker_pb2.FailureKind", message: str, error: type[Exception], text: str
 ) -> None:
-    world = World(random.Random(4), pairs=False)
-    run, _ = start(world, choices_request(1))
+    pools = FakePools(random.Random(4), pairs=False)
+    execution, _ = start(pools, choices_request(1))
 
     def fail_for_ever() -> None:
         for _ in range(5):
-            world.fail(world.jobs[-1], kind, message=message)
-            assert list(run.deltas()) == []
+            pools.fail(pools.running[-1], kind, message=message)
+            assert list(execution.deltas()) == []
 
     with pytest.raises(error, match=f"^{text}$"):
         fail_for_ever()
-    run.end()
-    assert not world.held
+    execution.end()
+    assert not pools.held
 
 
-def test_the_view_hears_what_was_measured() -> None:
-    world, caller = World(random.Random(4), pairs=True), Caller(2)
-    run, timeline = start(world, choices_request(2, arrived=time.monotonic()))
-    deltas_until(world, run, caller, 30)
-    assert world.measured_tokens == [3]  # the prompt less what was cached
-    assert world.num_transfers == 1
+def test_the_registry_gets_what_was_measured() -> None:
+    pools, caller = FakePools(random.Random(4), pairs=True), Caller(2)
+    execution, timeline = start(pools, choices_request(2, arrived=time.monotonic()))
+    caller.read_until(pools, execution, 30)
+    assert pools.prefilled_tokens == [3]  # the prompt less what was cached
+    assert pools.num_transfers == 1
     assert timeline.kv_transfer_bytes == 10

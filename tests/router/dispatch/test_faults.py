@@ -1,10 +1,9 @@
-"""KV transfers and workers that go wrong in every way: each is noticed, none yields a wrong token, nothing is left."""
+"""KV transfers and workers that fail in every way: each is noticed, none yields a wrong token, nothing is left."""
 
 import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -12,10 +11,11 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import TandemError
 from tandem.router.dispatch import execution
-from tandem.router.request import TokenRequest
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
+from tandem.workers.engine.engine import Engine, QueueFull
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.engine.sequence import SequenceSpec, Task
 from tandem.workers.transfer import frames
 from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import Commit, Data, TransferError, TransferKey, decode, encode
@@ -149,7 +149,7 @@ async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatc
 
 
 @pytest.mark.parametrize("times", [2, 3])
-async def test_a_request_outlives_two_lost_transfers_and_not_three(times: int) -> None:
+async def test_a_request_survives_two_failed_transfers_and_not_three(times: int) -> None:
     left = times
 
     async def cut(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -170,6 +170,44 @@ async def test_a_request_outlives_two_lost_transfers_and_not_three(times: int) -
                 await running.generate(token_request(range(100), 4))
 
 
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("fault", ["full", "transfer"])
+async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
+    fault: str, num_choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [fake_rank(step_seconds=0.03), fake_rank(), fake_rank()]
+    prefill, queue = ranks[0].executor, iter(ranks)
+    assert isinstance(prefill, FakeExecutor)
+    tasks: list[Task] = []
+    steps: list[int] = []  # of the prefill worker, at each submit
+    submit, prompt, left = Engine.submit, range(320), 1
+
+    def record(engine: Engine, spec: SequenceSpec, submitted: float) -> None:
+        nonlocal left
+        tasks.append(spec.task)
+        steps.append(prefill.num_steps)
+        if fault == "full" and spec.task is Task.DECODE and left:
+            left -= 1
+            raise QueueFull
+        submit(engine, spec, submitted)
+
+    async def cut(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        nonlocal left
+        async for frame in frames:
+            if fault == "transfer" and left:
+                left -= 1
+                raise TransferError("cut")
+            yield frame
+
+    monkeypatch.setattr(Engine, "submit", record)
+    async with fleet(1, 2, rank=lambda role: next(queue), frame_hook=cut, chunk_tokens=16) as running:
+        ids, timeline = await running.choices(token_request(prompt, 30, num_choices=num_choices))
+    assert ids == expected_choices(prompt, num_choices, 30, VOCAB)
+    assert tasks == [Task.PREFILL, Task.DECODE, Task.DECODE]
+    assert timeline.attempts == 2
+    assert steps[-1] < 320 / 16
+
+
 @pytest.mark.parametrize("first_token", [VOCAB, 2**40])
 async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
     first_token: int, monkeypatch: pytest.MonkeyPatch
@@ -187,10 +225,10 @@ async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
 
 
 def with_token(complete: Callable[[int, FirstTokens], None], token: int) -> Callable[[object, int, FirstTokens], None]:
-    return lambda sender, sequence_id, opening: complete(sequence_id, replace(opening, tokens=(token,)))
+    return lambda exporter, sequence_id, opening: complete(sequence_id, replace(opening, tokens=(token,)))
 
 
-async def test_requests_of_a_failed_decode_worker_end_on_the_other() -> None:
+async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> None:
     ranks = [fake_rank(), fake_rank(step_seconds=0.002), fake_rank(step_seconds=0.002)]
     executor = ranks[1].executor
     assert isinstance(executor, FakeExecutor)
@@ -238,33 +276,22 @@ async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None
         assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
 
 
-async def choices_of(running: Fleet, request: TokenRequest) -> tuple[list[list[int]], int]:
-    """The tokens of each choice, checked to be contiguous, and the number of attempts."""
-    timeline = inference_pb2.Timeline()
-    ids: list[list[int]] = [[] for _ in range(request.num_choices)]
-    async with aclosing(running.dispatcher.generate(request, timeline)) as deltas:
-        async for delta in deltas:
-            assert delta.first_index == len(ids[delta.choice])
-            ids[delta.choice] += delta.ids
-    return ids, timeline.attempts
-
-
 @pytest.mark.parametrize("prefill", [0, 1])
 async def test_preempted_choices_get_exactly_their_tokens(prefill: int) -> None:
     async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=30), growth_tokens=16) as running:
 
         async def one(number: int) -> int:
             prompt = range(number, number + 30)
-            ids, attempts = await choices_of(running, token_request(prompt, 70, num_choices=3))
+            ids, timeline = await running.choices(token_request(prompt, 70, num_choices=3))
             assert ids == expected_choices(prompt, 3, 70, VOCAB)
-            return attempts
+            return timeline.attempts
 
         assert sum(await asyncio.gather(*(one(number) for number in range(6)))) > 6
 
 
 @pytest.mark.parametrize("beams", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 13, 21, 28])
-async def test_choices_outlive_their_worker_whenever_it_dies(steps: int, beams: bool) -> None:
+async def test_choices_survive_their_worker_whenever_it_fails(steps: int, beams: bool) -> None:
     ranks = [fake_rank(step_seconds=0.001) for _ in range(3)]
     executor = ranks[1].executor
     assert isinstance(executor, FakeExecutor)
@@ -274,14 +301,14 @@ async def test_choices_outlive_their_worker_whenever_it_dies(steps: int, beams: 
     prompt = range(25)
     async with fleet(0, 1) as alone:
         request = token_request(prompt, 30, num_choices=4, beam_search=search)
-        expected, _ = await choices_of(alone, request)
+        expected, _ = await alone.choices(request)
     async with fleet(1, 2, rank=lambda role: next(left)) as running:
 
         async def one() -> int:
             request = token_request(prompt, 30, num_choices=4, beam_search=search)
-            ids, attempts = await choices_of(running, request)
+            ids, timeline = await running.choices(request)
             assert ids == expected
-            return attempts
+            return timeline.attempts
 
         attempts = await asyncio.gather(*(one() for _ in range(6)))
         broken = running.workers[1]

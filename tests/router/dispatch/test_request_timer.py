@@ -14,7 +14,7 @@ PARTS = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
 
 
 class Clock:
-    """Time that passes only when the test says so."""
+    """Time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -23,15 +23,15 @@ class Clock:
         return self.now
 
 
-class Run:
-    """A stopwatch on a clock of its own."""
+class TimedRequest:
+    """A request timer on a clock of its own."""
 
     def __init__(self, num_choices: int = 1) -> None:
         self.clock = Clock()
         self.timeline = inference_pb2.Timeline()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(request_timer, "time", self.clock)
-            self.watch = RequestTimer(token_request(range(50), arrived=100.0, num_choices=num_choices), self.timeline)
+            self.timer = RequestTimer(token_request(range(50), arrived=100.0, num_choices=num_choices), self.timeline)
 
     def at(self, now: float, event: str) -> None:
         self.clock.now = now
@@ -41,72 +41,72 @@ class Run:
             patch.setattr(request_timer, "time", self.clock)
             match event.removeprefix("decode "):
                 case "dispatched":
-                    self.watch.dispatched(Placement(prefill="p", decode="d"), 1)
+                    self.timer.dispatched(Placement(prefill="p", decode="d"), 1)
                     return
                 case "stop":
-                    self.watch.stop()
+                    self.timer.stop()
                     return
                 case "admitted":
                     output.admitted.queue_seconds = 0.25
-                case "kv_received":
+                case "received":
                     output.kv_received.transfer_bytes = 1000
                 case "token":
                     output.tokens.prefill_seconds = 0.0 if decode else 0.5
-                    self.watch.observe(output, decode=decode)
-                    self.watch.tokens(1)
+                    self.timer.observe(output, decode=decode)
+                    self.timer.tokens(1)
                     return
-            self.watch.observe(output, decode=decode)
+            self.timer.observe(output, decode=decode)
 
     def parts(self) -> list[float]:
         return [getattr(self.timeline, f"{part}_seconds") for part in PARTS]
 
 
-STATIONS = [
+STAGES = [
     (1.0, "dispatched"),
     (1.5, "admitted"),
     (2.0, "decode admitted"),
     (4.0, "token"),
-    (7.0, "decode kv_received"),
+    (7.0, "decode received"),
     (9.0, "decode token"),
     (11.0, "decode token"),
 ]
 
 
 def test_a_whole_request() -> None:
-    run = Run()
-    for after, event in [*STATIONS, (12.0, "stop")]:
-        run.at(100 + after, event)
-    assert run.parts() == pytest.approx([1.0, 0.25, 2.25, 0.5, 3.0, 4.0])
-    assert run.timeline.end_to_end_seconds == pytest.approx(11.0)
-    assert run.timeline.ttft_seconds == pytest.approx(4.0)
-    assert run.timeline.tpot_seconds == pytest.approx(3.5)
-    assert (run.timeline.completion_tokens, run.timeline.kv_transfer_bytes) == (3, 1000)
+    timed = TimedRequest()
+    for after, event in [*STAGES, (12.0, "stop")]:
+        timed.at(100 + after, event)
+    assert timed.parts() == pytest.approx([1.0, 0.25, 2.25, 0.5, 3.0, 4.0])
+    assert timed.timeline.end_to_end_seconds == pytest.approx(11.0)
+    assert timed.timeline.ttft_seconds == pytest.approx(4.0)
+    assert timed.timeline.tpot_seconds == pytest.approx(3.5)
+    assert (timed.timeline.completion_tokens, timed.timeline.kv_transfer_bytes) == (3, 1000)
 
 
 def test_the_time_of_a_token_is_that_of_a_step_of_all_choices() -> None:
-    run = Run(num_choices=2)
+    timed = TimedRequest(num_choices=2)
     for after, event in [(1.0, "dispatched"), *((t, "token") for t in (4.0, 4.0, 6.0, 6.0, 8.0, 8.0)), (9.0, "stop")]:
-        run.at(100 + after, event)
-    assert run.timeline.tpot_seconds == pytest.approx(2.0)
-    assert run.timeline.completion_tokens == 6
+        timed.at(100 + after, event)
+    assert timed.timeline.tpot_seconds == pytest.approx(2.0)
+    assert timed.timeline.completion_tokens == 6
 
 
 def test_waiting_for_blocks_after_the_first_token_is_queueing() -> None:
-    run = Run()
-    late = [s for s in STATIONS if s[1] != "decode admitted"]
+    timed = TimedRequest()
+    late = [s for s in STAGES if s[1] != "decode admitted"]
     late.insert(3, (6.0, "decode admitted"))
     for after, event in [*late, (12.0, "stop")]:
-        run.at(100 + after, event)
-    assert run.parts() == pytest.approx([1.0, 2.25, 2.25, 0.5, 1.0, 4.0])
+        timed.at(100 + after, event)
+    assert timed.parts() == pytest.approx([1.0, 2.25, 2.25, 0.5, 1.0, 4.0])
 
 
-@given(st.integers(0, len(STATIONS)), st.lists(st.floats(0.75, 5), min_size=8, max_size=8), st.booleans())
+@given(st.integers(0, len(STAGES)), st.lists(st.floats(0.75, 5), min_size=8, max_size=8), st.booleans())
 def test_the_parts_add_up_wherever_it_ends(count: int, waits: list[float], retried: bool) -> None:
-    run, now = Run(), 100.0
-    stations = STATIONS[:count]
-    for (_, event), wait in zip(stations + (STATIONS[:3] if retried and count else []), waits * 2, strict=False):
+    timed, now = TimedRequest(), 100.0
+    stages = STAGES[:count]
+    for (_, event), wait in zip(stages + (STAGES[:3] if retried and count else []), waits * 2, strict=False):
         now += wait
-        run.at(now, event)
-    run.at(now + waits[-1], "stop")
-    assert sum(run.parts()) == pytest.approx(run.timeline.end_to_end_seconds)
-    assert min(run.parts()) >= -1e-9
+        timed.at(now, event)
+    timed.at(now + waits[-1], "stop")
+    assert sum(timed.parts()) == pytest.approx(timed.timeline.end_to_end_seconds)
+    assert min(timed.parts()) >= -1e-9

@@ -1,4 +1,4 @@
-"""The session between a router and a worker, against a worker that the test plays."""
+"""The session between a router and a worker, against a worker whose answers the test writes."""
 
 import asyncio
 import random
@@ -12,45 +12,47 @@ from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
 from tandem.router.dispatch.worker_client import WorkerClient, WorkerStream
-from tandem.tests.router.played import PlayedWorker, token
+from tandem.tests.router.fake_worker import FakeWorker, token
+
+WORKER = ("d0", 1)
 
 
 class Reader:
-    """Submits, and takes answers one by one."""
+    """Submits, and takes outputs one by one."""
 
-    def __init__(self, link: WorkerClient, request_id: str, **submit: Any) -> None:
+    def __init__(self, client: WorkerClient, request_id: str, **submit: Any) -> None:
         self._wake = asyncio.Event()
         fields = {"attempt": 1, "num_choices": 1} | submit
-        self.attempt = link.submit(worker_pb2.Submit(request_id=request_id, **fields), self._wake)
+        self.stream = client.submit(worker_pb2.Submit(request_id=request_id, **fields), self._wake)
         self._taken: list[worker_pb2.Output] = []
 
     async def next(self) -> worker_pb2.Output | None:
-        """None when the link has broken."""
-        while not self._taken:
-            if self.attempt.broken:
+        """None when the stream has failed and all before that was taken."""
+        while not self._taken and not (taken := self.stream.take()):
+            if self.stream.failure is not None:
                 return None
             await self._wake.wait()
             self._wake.clear()
-            self._taken = self.attempt.take()
+        self._taken = self._taken or taken
         return self._taken.pop(0)
 
 
 @asynccontextmanager
-async def linked() -> AsyncIterator[tuple[PlayedWorker, WorkerClient, list[int]]]:
-    worker = PlayedWorker()
+async def connected() -> AsyncIterator[tuple[FakeWorker, WorkerClient, list[int]]]:
+    worker = FakeWorker()
     await worker.server.start()
     loads: list[int] = []
-    link = WorkerClient(worker.address, lambda message: loads.append(message.load.num_waiting))
+    client = WorkerClient(WORKER, worker.address, lambda message: loads.append(message.load.num_waiting))
     try:
         async with asyncio.timeout(20):
-            yield worker, link, loads
+            yield worker, client, loads
     finally:
-        await link.close()
+        await client.close()
         await worker.server.stop(0)
 
 
 async def tokens(reader: Reader, count: int) -> list[int]:
-    """The indices of the next tokens, however many are in one answer."""
+    """The indices of the next tokens, however many are in one output."""
     found: list[int] = []
     while len(found) < count:
         output = await reader.next()
@@ -59,25 +61,25 @@ async def tokens(reader: Reader, count: int) -> list[int]:
     return found
 
 
-async def test_each_attempt_gets_its_own_answers_in_order() -> None:
-    async with linked() as (worker, link, loads):
-        readers = {name: Reader(link, name) for name in "abc"}
+async def test_each_stream_gets_its_own_outputs_in_order() -> None:
+    async with connected() as (worker, client, loads):
+        readers = {name: Reader(client, name) for name in "abc"}
         for name in "abc":
             assert (await worker.commands.get()).submit.request_id == name
         for index in range(3):
-            worker.say(*(token(name, index) for name in "cab"), waiting=index)
+            worker.send(*(token(name, index) for name in "cab"), waiting=index)
         for reader in readers.values():
             assert await tokens(reader, 3) == [0, 1, 2]
         assert loads == [0, 1, 2]
 
 
-async def test_answers_to_an_older_attempt_are_dropped() -> None:
-    async with linked() as (worker, link, _):
-        first = Reader(link, "a", attempt=1)
-        first.attempt.end()
-        first.attempt.end()
-        second = Reader(link, "a", attempt=2)
-        worker.say(token("a", 0, attempt=1), token("b", 5), token("a", 9, attempt=2))
+async def test_outputs_of_an_older_attempt_are_dropped() -> None:
+    async with connected() as (worker, client, _):
+        first = Reader(client, "a", attempt=1)
+        first.stream.cancel()
+        first.stream.cancel()
+        second = Reader(client, "a", attempt=2)
+        worker.send(token("a", 0, attempt=1), token("b", 5), token("a", 9, attempt=2))
         assert await tokens(second, 1) == [9]
         commands = [await worker.commands.get() for _ in range(3)]
         assert [command.WhichOneof("command") for command in commands] == ["submit", "cancel", "submit"]
@@ -85,49 +87,48 @@ async def test_answers_to_an_older_attempt_are_dropped() -> None:
 
 
 async def test_what_the_worker_ended_is_not_cancelled() -> None:
-    async with linked() as (worker, link, _):
-        finished, failed = Reader(link, "a"), Reader(link, "b")
-        failure = worker_pb2.Output(request_id="b", attempt=1, failure=worker_pb2.Failure())
-        worker.say(token("a", 0, last=True), failure)
+    async with connected() as (worker, client, _):
+        finished, failed = Reader(client, "a"), Reader(client, "b")
+        failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_FULL, message="queue full")
+        worker.send(token("a", 0, last=True), worker_pb2.Output(request_id="b", attempt=1, failure=failure))
         assert await tokens(finished, 1) == [0]
-        answer = await failed.next()
-        assert answer is not None
-        assert answer.HasField("failure")
-        finished.attempt.end()
-        failed.attempt.end()
-        Reader(link, "c")
+        assert await failed.next() is None
+        assert failed.stream.failure == failure
+        finished.stream.cancel()
+        failed.stream.cancel()
+        Reader(client, "c")
         commands = [await worker.commands.get() for _ in range(3)]
         assert [command.submit.request_id for command in commands] == ["a", "b", "c"]
 
 
 async def test_choices_end_one_by_one() -> None:
-    """Choice 0 by itself, choice 1 at our wish, so that the cancel of the last is one of the whole."""
-    async with linked() as (worker, link, _):
-        reader = Reader(link, "a", num_choices=3)
+    """Choice 0 ends by itself and choice 1 is cancelled, so that cancelling the last cancels the whole submit."""
+    async with connected() as (worker, client, _):
+        reader = Reader(client, "a", num_choices=3)
         await worker.commands.get()
-        worker.say(token("a", 0, choice=0, last=True), token("a", 0, choice=1), token("a", 0, choice=2))
+        worker.send(token("a", 0, choice=0, last=True), token("a", 0, choice=1), token("a", 0, choice=2))
         for choice in range(3):
             answer = await reader.next()
             assert answer is not None
             assert answer.choice == choice
-        reader.attempt.end_choice(0)
-        reader.attempt.end_choice(1)
-        worker.say(token("a", 1, choice=1, number=66), token("a", 1, choice=2, number=77))
+        reader.stream.cancel_choice(0)
+        reader.stream.cancel_choice(1)
+        worker.send(token("a", 1, choice=1, number=66), token("a", 1, choice=2, number=77))
         answer = await reader.next()
         assert answer is not None
         assert list(answer.tokens.ids) == [77]
-        reader.attempt.end_choice(2)
-        reader.attempt.end()
+        reader.stream.cancel_choice(2)
+        reader.stream.cancel()
         cancels = [(await worker.commands.get()).cancel for _ in range(2)]
         assert cancels[0] == worker_pb2.Cancel(request_id="a", attempt=1, choice=1)
         assert cancels[1] == worker_pb2.Cancel(request_id="a", attempt=1)
         assert worker.commands.empty()
 
 
-async def test_a_choice_by_itself_keeps_its_number() -> None:
-    async with linked() as (worker, link, _):
-        reader = Reader(link, "a", first_choice=3)
-        worker.say(token("a", 4))
+async def test_a_single_choice_keeps_its_number() -> None:
+    async with connected() as (worker, client, _):
+        reader = Reader(client, "a", first_choice=3)
+        worker.send(token("a", 4))
         answer = await reader.next()
         assert answer is not None
         assert answer.choice == 3
@@ -146,19 +147,19 @@ def scored(choice: int, first_index: int, ids: Sequence[int], last: bool) -> wor
     order=st.randoms(use_true_random=False),
     takes=st.sets(st.integers(0, 40)),
 )
-def test_merging_changes_nothing_but_the_number_of_answers(
+def test_merging_changes_nothing_but_the_number_of_outputs(
     lengths: list[int], order: random.Random, takes: set[int]
 ) -> None:
-    """Answers that wait are at most one for each choice; together they say what the worker said."""
-    link = WorkerClient.__new__(WorkerClient)
+    """At most one output waits for each choice; together they hold what the worker sent."""
+    client = WorkerClient.__new__(WorkerClient)
     submit = worker_pb2.Submit(request_id="a", attempt=1, num_choices=len(lengths))
-    attempt = WorkerStream(link, submit, asyncio.Event())
-    said = [0] * len(lengths)
+    stream = WorkerStream(client, submit, asyncio.Event())
+    sent = [0] * len(lengths)
     found: dict[int, list[int]] = {choice: [] for choice in range(len(lengths))}
     ended: set[int] = set()
 
     def take() -> None:
-        outputs = attempt.take()
+        outputs = stream.take()
         assert len(outputs) == len({output.choice for output in outputs})
         for output in outputs:
             tokens, ids = output.tokens, found[output.choice]
@@ -171,13 +172,13 @@ def test_merging_changes_nothing_but_the_number_of_answers(
                 ended.add(output.choice)
 
     step = 0
-    while open_choices := [choice for choice, length in enumerate(lengths) if said[choice] < length]:
+    while open_choices := [choice for choice, length in enumerate(lengths) if sent[choice] < length]:
         choice = order.choice(open_choices)
-        first, count = said[choice], order.randint(1, lengths[choice] - said[choice])
-        said[choice] += count
-        is_last = said[choice] == lengths[choice]
-        over = attempt.put(scored(choice, first, range(first, first + count), is_last))
-        assert over == (said == lengths)
+        first, count = sent[choice], order.randint(1, lengths[choice] - sent[choice])
+        sent[choice] += count
+        is_last = sent[choice] == lengths[choice]
+        over = stream.put(scored(choice, first, range(first, first + count), is_last))
+        assert over == (sent == lengths)
         if step in takes:
             take()
         step += 1
@@ -187,67 +188,67 @@ def test_merging_changes_nothing_but_the_number_of_answers(
 
 
 def test_merging_hides_no_gap_and_keeps_the_order_of_events() -> None:
-    attempt = WorkerStream(
+    stream = WorkerStream(
         WorkerClient.__new__(WorkerClient), worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event()
     )
     joined = worker_pb2.Output(request_id="a", attempt=1, kv_received=worker_pb2.KvReceived())
     for output in (token("a", 0), token("a", 1), token("a", 3), joined, token("a", 4), token("a", 5)):
-        attempt.put(output)
-    outputs = attempt.take()
+        stream.put(output)
+    outputs = stream.take()
     assert [output.WhichOneof("event") for output in outputs] == ["tokens", "tokens", "kv_received", "tokens"]
     assert [(o.tokens.first_index, len(o.tokens.ids)) for o in outputs] == [(0, 2), (3, 1), (0, 0), (4, 2)]
 
 
-@pytest.mark.parametrize("how", ["end", "stop", "close", "nobody"])
-async def test_the_end_of_the_stream_reaches_every_attempt(how: str) -> None:
-    async with linked() as (worker, link, _):
-        if how == "nobody":
+@pytest.mark.parametrize("how", ["end", "stop", "close", "no worker"])
+async def test_the_end_of_the_session_reaches_every_stream(how: str) -> None:
+    async with connected() as (worker, client, _):
+        if how == "no worker":
             await worker.server.stop(0)
-        readers = [Reader(link, name) for name in "abc"]
-        if how != "nobody":
+        readers = [Reader(client, name) for name in "abc"]
+        if how != "no worker":
             await worker.commands.get()
         if how == "end":
             worker.answers.put_nowait(None)
         elif how == "stop":
             await worker.server.stop(0)
         elif how == "close":
-            await link.close()
+            await client.close()
         for reader in readers:
             assert await reader.next() is None
-        assert link.broken
-        assert await Reader(link, "late").next() is None
+        assert client.broken
+        assert await Reader(client, "late").next() is None
         for reader in readers:
-            reader.attempt.end()
+            reader.stream.cancel()
 
 
 async def test_what_came_before_the_break_is_still_there() -> None:
-    async with linked() as (worker, link, _):
-        reader = Reader(link, "a")
+    async with connected() as (worker, client, _):
+        reader = Reader(client, "a")
         await worker.commands.get()
-        worker.say(token("a", 0))
+        worker.send(token("a", 0))
         worker.answers.put_nowait(None)
-        while not link.broken:
+        while not client.broken:
             await asyncio.sleep(0)
-        assert not reader.attempt.broken
+        assert reader.stream.failure is not None
         assert await tokens(reader, 1) == [0]
         assert await reader.next() is None
 
 
-async def test_a_submit_in_the_very_moment_of_the_break_is_told() -> None:
-    """Whoever hears of the break first may submit again at once, while the link still tidies up."""
-    async with linked() as (worker, link, _):
-        first = Reader(link, "a")
+async def test_a_submit_at_the_moment_of_the_break_fails() -> None:
+    """A request that sees the break first may submit again at once, while the client still cleans up."""
+    async with connected() as (worker, client, _):
+        first = Reader(client, "a")
         await worker.commands.get()
         worker.answers.put_nowait(None)
         assert await first.next() is None
-        assert await Reader(link, "b").next() is None
+        assert await Reader(client, "b").next() is None
 
 
-async def test_a_link_closed_before_it_began_breaks_too() -> None:
+async def test_a_client_closed_before_its_session_began_breaks_too() -> None:
     breaks: list[bool] = []
-    link = WorkerClient("127.0.0.1:1", lambda message: None, lambda: breaks.append(True))
-    reader = Reader(link, "a")
+    client = WorkerClient(WORKER, "127.0.0.1:1", lambda message: None, lambda: breaks.append(True))
+    reader = Reader(client, "a")
     async with asyncio.timeout(5):
-        await link.close()
+        await client.close()
         assert await reader.next() is None
     assert breaks == [True]

@@ -1,4 +1,4 @@
-"""A service in simulated time: routers with real views before workers that only count.
+"""A service in simulated time: routers with real registries before workers that only count.
 
 Prefill workers compute one prompt after another, decode workers as many sequences as they take; both have a prefix
 cache that drops the least recently used blocks and reports what it stores and evicts. Run as a module, it prints how
@@ -56,7 +56,7 @@ class Pools:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What came of a run; seconds are simulated."""
+    """The results of a simulation; seconds are simulated."""
 
     num_requests: int
     hit_rate: float  # of prompt tokens
@@ -68,7 +68,7 @@ class Figures:
 
 
 class Cache:
-    """Blocks in order of their last use, and views that hear of them."""
+    """Blocks in order of their last use, and registries that hear of them."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -91,44 +91,44 @@ class Cache:
 
 
 @dataclass(eq=False, kw_only=True)
-class Job:
+class SimulatedRequest:
     request: TokenRequest
     prefix: Prefix
     placement: Placement
-    view: WorkerRegistry
+    registry: WorkerRegistry
     answer: tuple[int, ...]
     done: Callable[[], None]
 
 
 class Worker:
-    """Either kind, in its two queues: prompts are computed one by one, sequences run side by side."""
+    """A worker of either role, with two queues: prompts are computed one by one, sequences run side by side."""
 
     def __init__(self, simulation: "Simulation", known: worker_pb2.WorkerInfo) -> None:
         self.info = known
         self.cache = Cache(simulation.pools.num_blocks)
         self._simulation = simulation
         self._pace = simulation.pools.slow.get(known.worker_id, 1.0)
-        self._prompts: deque[tuple[Job, Callable[[Job], None]]] = deque()
+        self._prompts: deque[tuple[SimulatedRequest, Callable[[SimulatedRequest], None]]] = deque()
         self._computing = False
-        self._joining: deque[Job] = deque()
+        self._waiting: deque[SimulatedRequest] = deque()
         self._running = 0
 
-    def prefill(self, job: Job, then: Callable[[Job], None]) -> None:
-        self._prompts.append((job, then))
+    def prefill(self, one: SimulatedRequest, then: Callable[[SimulatedRequest], None]) -> None:
+        self._prompts.append((one, then))
         self._compute()
         self._report()
 
-    def join(self, job: Job) -> None:
-        self._joining.append(job)
+    def decode(self, one: SimulatedRequest) -> None:
+        self._waiting.append(one)
         self._run()
 
     def _compute(self) -> None:
         if self._computing or not self._prompts:
             return
         self._computing = True
-        job, then = self._prompts.popleft()
-        pools, num_tokens = self._simulation.pools, len(job.request.prompt)
-        cached = min(self.cache.cached_tokens(job.prefix.chain(BLOCK_SIZE)), num_tokens - 1)
+        one, then = self._prompts.popleft()
+        pools, num_tokens = self._simulation.pools, len(one.request.prompt)
+        cached = min(self.cache.cached_tokens(one.prefix.chain(BLOCK_SIZE)), num_tokens - 1)
         chunks = -(-(num_tokens - cached) // 32) if self._running else 0
         seconds = self._pace * (
             max(pools.prefill_fixed, chunks * STEP_SECONDS) + pools.token_seconds * (num_tokens - cached)
@@ -137,42 +137,42 @@ class Worker:
 
         def computed() -> None:
             self._computing = False
-            self._report(job.prefix)
-            job.view.computed(self.info.worker_id, job.request.request_id)
-            job.view.measured(self.info.worker_id, prefill_tokens=num_tokens - cached, prefill_seconds=seconds)
-            then(job)
+            self._report(one.prefix)
+            one.registry.prefilled(self.info.worker_id, one.request.request_id)
+            one.registry.record_prefill(self.info.worker_id, num_tokens - cached, seconds)
+            then(one)
             self._compute()
 
         self._simulation.after(seconds, computed)
 
     def _run(self) -> None:
-        while self._joining and self._running < self._simulation.pools.max_sequences:
+        while self._waiting and self._running < self._simulation.pools.max_sequences:
             self._running += 1
-            job = self._joining.popleft()
+            one = self._waiting.popleft()
             moving = 0.0
-            if job.placement.prefill is not None:
-                missing = len(job.request.prompt) - self.cache.cached_tokens(job.prefix.chain(BLOCK_SIZE))
+            if one.placement.prefill is not None:
+                missing = len(one.request.prompt) - self.cache.cached_tokens(one.prefix.chain(BLOCK_SIZE))
                 self._simulation.moved_tokens += missing
                 moving = self._pace * (1e-3 + missing * TOKEN_BYTES * self._simulation.pools.byte_seconds)
-                job.view.transferred(job.placement.prefill, self.info.worker_id, missing * TOKEN_BYTES, moving)
+                one.registry.record_transfer(one.placement.prefill, self.info.worker_id, missing * TOKEN_BYTES, moving)
             crowd = 1 + self._running / self._simulation.pools.max_sequences
-            seconds = moving + self._pace * crowd * STEP_SECONDS * len(job.answer)
-            self._simulation.after(seconds, lambda job=job: self._end(job))  # type: ignore[misc]
+            seconds = moving + self._pace * crowd * STEP_SECONDS * len(one.answer)
+            self._simulation.after(seconds, lambda one=one: self._end(one))  # type: ignore[misc]
 
-    def _end(self, job: Job) -> None:
+    def _end(self, one: SimulatedRequest) -> None:
         self._running -= 1
-        self._report(Prefix(job.request.prompt + job.answer))
-        for worker_id in (job.placement.prefill, job.placement.decode):
+        self._report(Prefix(one.request.prompt + one.answer))
+        for worker_id in (one.placement.prefill, one.placement.decode):
             if worker_id is not None:
-                job.view.ended(worker_id, job.request.request_id)
-        job.done()
+                one.registry.ended(worker_id, one.request.request_id)
+        one.done()
         self._run()
 
     def _report(self, used: Prefix | None = None) -> None:
         stored, evicted = self.cache.use(used.chain(BLOCK_SIZE) if used else [])
-        waiting = [len(job.request.prompt) for job, _ in self._prompts]
+        waiting = [len(one.request.prompt) for one, _ in self._prompts]
         load = worker_pb2.WorkerLoad(
-            num_waiting=len(waiting) + len(self._joining),
+            num_waiting=len(waiting) + len(self._waiting),
             num_running=self._running,
             waiting_tokens=sum(waiting),
             free_blocks=self._simulation.pools.num_blocks - len(self.cache),
@@ -181,19 +181,20 @@ class Worker:
             step_seconds=STEP_SECONDS,
         )
 
-        def come() -> None:
-            for view in self._simulation.views:
-                view.report_load(self.info.worker_id, load)
-                view.report_cache(self.info.worker_id, self.info.epoch, stored, evicted)
+        message = worker_pb2.SessionResponse(load=load, cache=worker_pb2.CacheChange(stored=stored, evicted=evicted))
 
-        self._simulation.after(REPORT_SECONDS, come)
+        def arrive() -> None:
+            for registry in self._simulation.registries:
+                registry.report(self.info.worker_id, self.info.epoch, message)
+
+        self._simulation.after(REPORT_SECONDS, arrive)
 
 
 Place = Callable[[WorkerRegistry, TokenRequest], Placement | None]
 
 
 class Simulation:
-    """One run. `place` chooses; each turn comes to a router at random."""
+    """One simulation. `place` chooses the workers; each turn comes to a random router."""
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class Simulation:
         self._clock = Clock()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self.views = [
+        self.registries = [
             WorkerRegistry(local_prefill_tokens=local_prefill_tokens, rng=random.Random(seed + n), clock=self._clock)
             for n in range(routers)
         ]
@@ -229,8 +230,8 @@ class Simulation:
         for known in infos:  # TOKEN_BYTES a token
             known.layout.CopyFrom(worker_pb2.KvLayout(layers=[LAYERS], dtype="bfloat16"))
         self._workers = {known.worker_id: Worker(self, known) for known in infos}
-        for view in self.views:
-            view.update(infos)
+        for registry in self.registries:
+            registry.update(infos)
         self._ttfts: list[float] = []
         self._used: dict[str, int] = dict.fromkeys(self._workers, 0)
         self._num_local = 0
@@ -267,8 +268,8 @@ class Simulation:
         prompt = history + self._tokens(self._rng.randint(*self._traffic.turn_tokens))
         answer = self._tokens(self._rng.randint(*self._traffic.answer_tokens))
         asked = request(prompt, str(next(self._order)), max_tokens=len(answer))
-        view = self._rng.choice(self.views)
-        placement = self._place(view, asked)
+        registry = self._rng.choice(self.registries)
+        placement = self._place(registry, asked)
         assert placement is not None
         arrived = self._clock.now
 
@@ -277,32 +278,34 @@ class Simulation:
                 think = self._rng.expovariate(1 / self._traffic.think_seconds)
                 self.after(think, lambda: self._turn(prompt + answer, turns - 1))
 
-        def first_token(job: Job) -> None:
+        def first_token(one: SimulatedRequest) -> None:
             self._ttfts.append(self._clock.now - arrived)
-            self._workers[placement.decode].join(job)
+            self._workers[placement.decode].decode(one)
 
         for worker_id in (placement.prefill, placement.decode):
             if worker_id is not None:
                 computes = worker_id == (placement.prefill or placement.decode)
-                view.sent(worker_id, asked, len(prompt) if computes else 0)
+                registry.dispatched(worker_id, asked, len(prompt) if computes else 0)
                 self._used[worker_id] += 1
         self._num_local += placement.prefill is None
         self._prompt_tokens += len(prompt)
-        job = Job(request=asked, prefix=Prefix(prompt), placement=placement, view=view, answer=answer, done=done)
-        self._workers[placement.prefill or placement.decode].prefill(job, first_token)
+        one = SimulatedRequest(
+            request=asked, prefix=Prefix(prompt), placement=placement, registry=registry, answer=answer, done=done
+        )
+        self._workers[placement.prefill or placement.decode].prefill(one, first_token)
 
 
-def by_cost(view: WorkerRegistry, asked: TokenRequest) -> Placement | None:
+def by_cost(registry: WorkerRegistry, asked: TokenRequest) -> Placement | None:
     """As the router does it."""
-    return view.place(asked)
+    return registry.place(asked)
 
 
 def at_random(seed: int = 1) -> Place:
     rng = random.Random(seed)
 
-    def place(view: WorkerRegistry, asked: TokenRequest) -> Placement:
-        prefill = [w.worker_id for w in view.workers() if w.role == ROLE_PREFILL]
-        decode = [w.worker_id for w in view.workers() if w.role == ROLE_DECODE]
+    def place(registry: WorkerRegistry, asked: TokenRequest) -> Placement:
+        prefill = [w.worker_id for w in registry.workers() if w.role == ROLE_PREFILL]
+        decode = [w.worker_id for w in registry.workers() if w.role == ROLE_DECODE]
         return Placement(prefill=rng.choice(prefill), decode=rng.choice(decode))
 
     return place
@@ -311,9 +314,9 @@ def at_random(seed: int = 1) -> Place:
 def in_turns() -> Place:
     turn = itertools.count()
 
-    def place(view: WorkerRegistry, asked: TokenRequest) -> Placement:
-        prefill = [w.worker_id for w in view.workers() if w.role == ROLE_PREFILL]
-        decode = [w.worker_id for w in view.workers() if w.role == ROLE_DECODE]
+    def place(registry: WorkerRegistry, asked: TokenRequest) -> Placement:
+        prefill = [w.worker_id for w in registry.workers() if w.role == ROLE_PREFILL]
+        decode = [w.worker_id for w in registry.workers() if w.role == ROLE_DECODE]
         number = next(turn)
         return Placement(prefill=prefill[number % len(prefill)], decode=decode[number % len(decode)])
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.scheduling.policy import Candidate, Demand, Placement, place, prefill_seconds, whole_seconds
+from tandem.router.scheduling.capacity import Capacity
+from tandem.router.scheduling.policy import Candidate, Placement, place, prefill_seconds, whole_seconds
 from tandem.router.scheduling.rates import LinearCost
 
 KV_BYTES = 131_072
@@ -26,6 +27,7 @@ def candidates(prefix: str) -> st.SearchStrategy[list[Candidate]]:
             "max_sequences": st.sampled_from([0, 1, 64]),
             "prefill": st.builds(LinearCost, fixed=st.floats(0, 0.1), each=st.floats(1e-6, 1e-2)),
             "step_seconds": st.floats(1e-4, 0.1),
+            "token_bytes": st.just(KV_BYTES),
         }
     )
     return st.lists(one, max_size=5).map(
@@ -34,16 +36,16 @@ def candidates(prefix: str) -> st.SearchStrategy[list[Candidate]]:
 
 
 def idle(worker_id: str, **fields: Any) -> Candidate:
-    base: dict[str, Any] = {"pending_tokens": 0, "num_requests": 0, "free_tokens": 16_000}
+    base: dict[str, Any] = {"pending_tokens": 0, "num_requests": 0, "free_tokens": 16_000, "token_bytes": KV_BYTES}
     return Candidate(worker_id=worker_id, **base | fields)
 
 
-def demand(num_tokens: int, num_sequences: int = 1) -> Demand:
-    return Demand(num_tokens=num_tokens, num_sequences=num_sequences, token_bytes=KV_BYTES)
+def needed(num_tokens: int, num_sequences: int = 1) -> Capacity:
+    return Capacity(prompt_tokens=num_tokens, sequences=num_sequences)
 
 
 def chosen(
-    wanted: Demand, prefill: list[Candidate], decode: list[Candidate], *, local: int = 0, tries: int = 40
+    wanted: Capacity, prefill: list[Candidate], decode: list[Candidate], *, local: int = 0, tries: int = 40
 ) -> Counter[Placement | None]:
     return Counter(place(wanted, prefill, decode, random.Random(n), local_prefill_tokens=local) for n in range(tries))
 
@@ -54,7 +56,7 @@ def test_it_is_pure_and_chooses_among_what_it_is_given(
 ) -> None:
     before = copy.deepcopy((prefill, decode))
     placements = {
-        place(demand(tokens), prefill, decode, random.Random(seed), local_prefill_tokens=local) for _ in range(2)
+        place(needed(tokens), prefill, decode, random.Random(seed), local_prefill_tokens=local) for _ in range(2)
     }
     assert len(placements) == 1
     assert (prefill, decode) == before
@@ -71,63 +73,63 @@ def test_it_is_pure_and_chooses_among_what_it_is_given(
 
 
 @given(st.integers(1, 4096), candidates("p").filter(bool), candidates("d").filter(bool), st.integers())
-def test_nobody_is_chosen_whom_another_beats_by_more_than_a_tenth(
+def test_no_chosen_worker_costs_more_than_a_tenth_above_the_best(
     tokens: int, prefill: list[Candidate], decode: list[Candidate], seed: int
 ) -> None:
-    wanted = demand(tokens)
+    wanted = needed(tokens)
     placement = place(wanted, prefill, decode, random.Random(seed))
     assert placement is not None
     taken = next(c for c in prefill if c.worker_id == placement.prefill)
     sending = 1e-3 + tokens * KV_BYTES * 1e-9  # the same from everybody
     for other in prefill:
         roomy = other.free_tokens + other.matched_tokens >= tokens and other.num_requests < (other.max_sequences or 999)
-        cost = prefill_seconds(wanted, other) + sending
-        assert not roomy or prefill_seconds(wanted, taken) + sending <= 1.1 * cost * (1 + 1e-9)
+        cost = prefill_seconds(tokens, other) + sending
+        assert not roomy or prefill_seconds(tokens, taken) + sending <= 1.1 * cost * (1 + 1e-9)
 
 
 def test_a_cached_prefix_decides_between_equals_and_does_not_outweigh_load() -> None:
     cold, warm = idle("cold"), idle("warm", matched_tokens=512)
-    assert set(chosen(demand(600), [cold, warm], [cold, warm])) == {Placement(prefill="warm", decode="warm")}
+    assert set(chosen(needed(600), [cold, warm], [cold, warm])) == {Placement(prefill="warm", decode="warm")}
     busy = idle("busy", matched_tokens=512, pending_tokens=2000, num_requests=30)
-    assert set(chosen(demand(600), [cold, busy], [cold, busy])) == {Placement(prefill="cold", decode="cold")}
+    assert set(chosen(needed(600), [cold, busy], [cold, busy])) == {Placement(prefill="cold", decode="cold")}
 
 
-def test_whoever_is_slower_needs_the_longer_prefix() -> None:
+def test_a_slower_worker_needs_a_longer_cached_prefix() -> None:
     fast, slow = (
         idle("fast", prefill=LinearCost(fixed=0.0, each=1e-4)),
         idle("slow", prefill=LinearCost(fixed=0.0, each=4e-4)),
     )
     decode = [idle("d")]
-    assert set(chosen(demand(1000), [fast, slow], decode)) == {Placement(prefill="fast", decode="d")}
+    assert set(chosen(needed(1000), [fast, slow], decode)) == {Placement(prefill="fast", decode="d")}
     slow = idle("slow", prefill=LinearCost(fixed=0.0, each=4e-4), matched_tokens=900)
-    assert set(chosen(demand(1000), [fast, slow], decode)) == {Placement(prefill="slow", decode="d")}
+    assert set(chosen(needed(1000), [fast, slow], decode)) == {Placement(prefill="slow", decode="d")}
 
 
-def test_decode_goes_where_the_prompt_and_its_choices_fit() -> None:
+def test_the_decode_worker_has_capacity_for_the_prompt_and_its_choices() -> None:
     full, busy = idle("full", free_tokens=48), idle("busy", num_requests=9, max_sequences=12)
-    assert set(chosen(demand(100), [], [full, busy])) == {Placement(prefill=None, decode="busy")}
-    assert set(chosen(demand(40), [], [full, busy])) == {Placement(prefill=None, decode="full")}
-    assert set(chosen(demand(100, 4), [], [idle("other", num_requests=70), busy])) == {
+    assert set(chosen(needed(100), [], [full, busy])) == {Placement(prefill=None, decode="busy")}
+    assert set(chosen(needed(40), [], [full, busy])) == {Placement(prefill=None, decode="full")}
+    assert set(chosen(needed(100, 4), [], [idle("other", num_requests=70), busy])) == {
         Placement(prefill=None, decode="other")
     }
 
 
-def test_choices_need_one_place_on_prefill() -> None:
+def test_choices_count_as_one_sequence_on_the_prefill_worker() -> None:
     small = idle("small", max_sequences=1)
-    assert set(chosen(demand(100, 8), [small, idle("far", pending_tokens=9000)], [idle("d")])) == {
+    assert set(chosen(needed(100, 8), [small, idle("far", pending_tokens=9000)], [idle("d")])) == {
         Placement(prefill="small", decode="d")
     }
 
 
 def test_equals_take_turns() -> None:
-    got = chosen(demand(9), [idle("a"), idle("b"), idle("c")], [idle("d"), idle("e")], tries=300)
+    got = chosen(needed(9), [idle("a"), idle("b"), idle("c")], [idle("d"), idle("e")], tries=300)
     assert len(got) == 6
     assert min(got.values()) > 20
 
 
 def test_of_two_near_equals_the_less_loaded_is_taken() -> None:
     near = [idle("least", pending_tokens=1000), idle("more", pending_tokens=1080), idle("far", pending_tokens=1400)]
-    got = chosen(demand(1000), near, [idle("d")])
+    got = chosen(needed(1000), near, [idle("d")])
     assert set(got) == {Placement(prefill="least", decode="d")}
 
 
@@ -135,12 +137,12 @@ def test_of_two_near_equals_the_less_loaded_is_taken() -> None:
     ("uncached", "local", "pending", "whole"),
     [
         (40, 64, 2000, True),
-        (40, 64, 0, False),  # nobody is in the way on prefill, and steps are slow here
+        (40, 64, 0, False),  # the prefill worker is idle, and steps are slow here
         (65, 64, 2000, False),  # past the bound
         (40, 0, 2000, False),
     ],
 )
-def test_a_short_rest_is_computed_on_decode_if_that_is_faster(
+def test_a_short_uncached_rest_is_computed_by_the_decode_worker_if_that_is_faster(
     uncached: int, local: int, pending: int, whole: bool
 ) -> None:
     prefill = idle("p", matched_tokens=1000 - uncached, pending_tokens=pending)
@@ -148,11 +150,11 @@ def test_a_short_rest_is_computed_on_decode_if_that_is_faster(
         "d", matched_tokens=1000 - uncached, num_requests=4, mixed_chunk_tokens=32, max_sequences=64, step_seconds=0.05
     )
     expected = Placement(prefill=None if whole else "p", decode="d")
-    assert set(chosen(demand(1000), [prefill], [decode], local=local)) == {expected}
+    assert set(chosen(needed(1000), [prefill], [decode], local=local)) == {expected}
 
 
-def test_a_whole_prompt_waits_for_a_step_a_chunk() -> None:
+def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
     running = idle("d", num_requests=1, mixed_chunk_tokens=32, max_sequences=64, step_seconds=0.1)
-    one, two = whole_seconds(demand(32), running), whole_seconds(demand(33), running)
+    one, two = whole_seconds(needed(32), running), whole_seconds(needed(33), running)
     assert two - one == pytest.approx(0.1 + 2e-4)
-    assert whole_seconds(demand(33), idle("d", mixed_chunk_tokens=32, step_seconds=0.1)) == pytest.approx(33 * 2e-4)
+    assert whole_seconds(needed(33), idle("d", mixed_chunk_tokens=32, step_seconds=0.1)) == pytest.approx(33 * 2e-4)

@@ -1,4 +1,4 @@
-"""The index says exactly which blocks a worker holds: against a plain model, in its bounds, and block size by size."""
+"""The index knows exactly which blocks a worker holds: against a plain model, in its bounds, and block size by size."""
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -77,29 +77,29 @@ class AgainstAModel(RuleBasedStateMachine):
             assert self.index.match(Prefix(prompt)) == expected
 
 
-AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestAgainstAModel = AgainstAModel.TestCase
 
 
-def test_what_was_sent_is_expected_until_the_worker_tells_otherwise() -> None:
+def test_a_dispatched_prompt_is_expected_until_the_worker_reports() -> None:
     index, prompt = index_of(16), Prefix(range(40))
     index.expect("a", prompt)
     assert index.match(prompt) == {"a": 32}
     index.settle("a", prompt)
-    assert index.match(prompt) == {"a": 32}  # a worker that never reports is taken at its word of honour
+    assert index.match(prompt) == {"a": 32}  # of a worker that never reports the expectation stays
     index.report("a", [], [])
     index.settle("a", prompt)
     assert index.match(prompt) == {}
 
 
-def test_the_salt_parts_tenants() -> None:
+def test_the_salt_separates_tenants() -> None:
     index = index_of(16)
     index.expect("a", Prefix(range(40), b"one"))
     assert index.match(Prefix(range(40), b"one")) == {"a": 32}
     assert index.match(Prefix(range(40), b"two")) == {}
 
 
-def test_every_block_size_has_its_chain_and_each_is_hashed_once() -> None:
+def test_a_prompt_is_hashed_once_for_each_block_size() -> None:
     index, prompt = index_of(16, 64), Prefix(range(200))
     assert prompt.chain(16) is prompt.chain(16)
     index.expect("a", prompt)
@@ -108,7 +108,7 @@ def test_every_block_size_has_its_chain_and_each_is_hashed_once() -> None:
     assert index.match(Prefix(range(100))) == {"a": 96, "b": 64}
 
 
-def test_each_worker_is_bounded_and_ends_are_forgotten_before_beginnings() -> None:
+def test_each_worker_is_bounded_and_the_ends_of_prompts_are_forgotten_first() -> None:
     index = PrefixIndex()
     index.add("a", 16, capacity=3)
     index.add("b", 16)
@@ -122,18 +122,18 @@ def test_each_worker_is_bounded_and_ends_are_forgotten_before_beginnings() -> No
     index.check_integrity()
 
 
-def test_who_is_gone_leaves_nothing_and_its_place_is_used_again() -> None:
+def test_a_removed_worker_leaves_nothing_and_its_bit_is_reused() -> None:
     index = index_of(16, 16)
     for worker_id in ("a", "b"):
         index.expect(worker_id, Prefix(range(64)))
-    index.forget("a")
-    index.forget("a")
+    index.remove("a")
+    index.remove("a")
     index.add("c", 16)
     assert index.match(Prefix(range(64))) == {"b": 64}
     index.report("a", hash_chain(range(64), 16), [])
     index.expect("a", Prefix(range(64)))
     index.settle("a", Prefix(range(64)))
-    index.forget("b")
-    index.forget("c")
+    index.remove("b")
+    index.remove("c")
     assert index.num_blocks == 0
     index.check_integrity()

@@ -1,4 +1,4 @@
-"""Rates are learnt from few, noisy observations, and nobody is written off for ever."""
+"""Rates are learnt from few, noisy observations, and no worker is avoided for ever."""
 
 import random
 
@@ -6,38 +6,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.scheduling.rates import DrainRate, LinearCost, LinearFit, Rates
+from tandem.router.scheduling.capacity import DrainRate
+from tandem.router.scheduling.rates import LinearCost, LinearFit, Rates
 from tandem.tests.router.pools import Clock
 
 NEUTRAL = LinearCost(fixed=0.0, each=2e-4)
 
 
-def test_a_line_is_found_under_noise_and_followed_when_it_moves() -> None:
+def test_a_cost_is_fitted_under_noise_and_followed_when_it_changes() -> None:
     rng, fit = random.Random(0), LinearFit()
     for fixed, each in ((0.02, 1e-3), (0.005, 3e-4)):
         for _ in range(120):
             amount = rng.randint(10, 2000)
             fit.observe(amount, (fixed + each * amount) * rng.uniform(0.95, 1.05), NEUTRAL)
-        line = fit.line(NEUTRAL)
-        assert line.each == pytest.approx(each, rel=0.1)
-        assert line.seconds(1000) == pytest.approx(fixed + each * 1000, rel=0.05)
+        cost = fit.cost(NEUTRAL)
+        assert cost.each == pytest.approx(each, rel=0.1)
+        assert cost.seconds(1000) == pytest.approx(fixed + each * 1000, rel=0.05)
 
 
-def test_equal_amounts_leave_the_slope_to_the_prior_and_the_sum_right() -> None:
+def test_equal_amounts_take_the_slope_of_the_prior() -> None:
     fit = LinearFit()
     for _ in range(10):
         fit.observe(20, 0.02, NEUTRAL)
-    line = fit.line(NEUTRAL)
-    assert line.seconds(20) == pytest.approx(0.02)
-    assert line.each == pytest.approx(NEUTRAL.each)
+    cost = fit.cost(NEUTRAL)
+    assert cost.seconds(20) == pytest.approx(0.02)
+    assert cost.each == pytest.approx(NEUTRAL.each)
 
 
-def test_one_stall_is_no_new_speed() -> None:
+def test_one_stall_changes_the_estimate_little() -> None:
     fit = LinearFit()
     for n in range(30):
         fit.observe(100 + 40 * (n % 10), 1e-3 * (100 + 40 * (n % 10)), NEUTRAL)
     fit.observe(200, 60.0, NEUTRAL)
-    assert fit.line(NEUTRAL).seconds(200) < 0.3
+    assert fit.cost(NEUTRAL).seconds(200) < 0.3
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**10), st.floats(0, 1e3)), min_size=1, max_size=30))
@@ -45,42 +46,42 @@ def test_no_part_is_ever_negative_or_undefined(observations: list[tuple[int, flo
     fit = LinearFit()
     for amount, seconds in observations:
         fit.observe(amount, seconds, NEUTRAL)
-        line = fit.line(NEUTRAL)
-        assert 0 <= line.each < 1e12
-        assert -1e-6 <= line.fixed < 1e12
+        cost = fit.cost(NEUTRAL)
+        assert 0 <= cost.each < 1e12
+        assert -1e-6 <= cost.fixed < 1e12
 
 
-def test_the_unknown_are_taken_for_the_best_and_the_long_unseen_become_so() -> None:
+def test_workers_without_recent_observations_are_taken_to_be_as_fast_as_the_best() -> None:
     clock = Clock()
     rates = Rates(NEUTRAL, typical=500, clock=clock)
     assert not rates.known
-    assert rates.line("new") == NEUTRAL
+    assert rates.cost("new") == NEUTRAL
     for amount in (100, 900, 500, 300):
         rates.observe("fast", amount, 1e-3 * amount)
         rates.observe("slow", amount, 1e-2 * amount)
-    assert rates.line("new") == rates.best()
-    assert rates.line("new").each == pytest.approx(1e-3, rel=0.05)
-    assert rates.line("slow").each == pytest.approx(1e-2, rel=0.05)
+    assert rates.cost("new") == rates.best()
+    assert rates.cost("new").each == pytest.approx(1e-3, rel=0.05)
+    assert rates.cost("slow").each == pytest.approx(1e-2, rel=0.05)
     clock.now = 600.0
-    assert rates.line("slow").each < 1.1e-3
+    assert rates.cost("slow").each < 1.1e-3
     rates.forget("fast")
     assert rates.best().each == pytest.approx(1e-2, rel=0.05)
     rates.forget("slow")
     assert rates.best() == NEUTRAL
 
 
-def test_a_drain_is_measured_only_while_somebody_waits() -> None:
+def test_a_drain_rate_is_measured_only_while_the_queue_is_not_empty() -> None:
     clock = Clock()
     drain = DrainRate(clock)
     drain.fill()
     for _ in range(20):
         assert drain.seconds(100) in (0.0, pytest.approx(1.0))
         clock.now += 0.5
-        drain.drain(50)
+        drain.depart(50)
     assert drain.seconds(100) == pytest.approx(1.0)
     drain.clear()
     clock.now += 1000
     drain.fill()
     assert drain.seconds(100) == pytest.approx(1.0)
-    clock.now += 100  # nobody leaves any more
+    clock.now += 100  # nothing departs any more
     assert drain.seconds(100) > 5.0

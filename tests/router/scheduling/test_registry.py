@@ -11,26 +11,26 @@ from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.policy import Placement
 from tandem.router.scheduling.registry import WorkerRegistry
-from tandem.tests.router.pools import fill, info, request
+from tandem.tests.router.pools import fill, info, report, request
 
 
-def view_of(prefill: int, decode: int, *, max_sequences: int = 0, local_prefill_tokens: int = 0) -> WorkerRegistry:
-    view = WorkerRegistry(local_prefill_tokens=local_prefill_tokens, rng=random.Random(0), clock=lambda: 0.0)
-    fill(view, prefill=prefill, decode=decode, max_sequences=max_sequences, num_blocks=4096)
-    return view
+def registry_of(prefill: int, decode: int, *, max_sequences: int = 0, local_prefill_tokens: int = 0) -> WorkerRegistry:
+    registry = WorkerRegistry(local_prefill_tokens=local_prefill_tokens, rng=random.Random(0), clock=lambda: 0.0)
+    fill(registry, prefill=prefill, decode=decode, max_sequences=max_sequences, num_blocks=4096)
+    return registry
 
 
 def load(**fields: int | float) -> worker_pb2.WorkerLoad:
     return worker_pb2.WorkerLoad(free_blocks=4096, total_blocks=4096, **fields)  # type: ignore[arg-type]
 
 
-def dispatch(view: WorkerRegistry, asked: TokenRequest) -> tuple[str, str]:
+def dispatch(registry: WorkerRegistry, asked: TokenRequest) -> tuple[str, str]:
     """Places a request as the dispatcher does."""
-    placement = view.place(asked)
+    placement = registry.place(asked)
     assert placement is not None
     assert placement.prefill is not None
-    view.sent(placement.prefill, asked, len(asked.prompt))
-    view.sent(placement.decode, asked, 0)
+    registry.dispatched(placement.prefill, asked, len(asked.prompt))
+    registry.dispatched(placement.decode, asked, 0)
     return placement.prefill, placement.decode
 
 
@@ -39,117 +39,117 @@ def prompt(number: int, length: int = 200) -> list[int]:
 
 
 def test_a_burst_spreads_before_any_report_comes() -> None:
-    view = view_of(4, 4)
-    placed = [dispatch(view, request(prompt(n), str(n))) for n in range(32)]
+    registry = registry_of(4, 4)
+    placed = [dispatch(registry, request(prompt(n), str(n))) for n in range(32)]
     for side in (0, 1):
         counts = Counter(place[side] for place in placed)
         assert len(counts) == 4
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_a_prefix_is_sought_where_it_went_before() -> None:
-    view = view_of(3, 3)
+def test_a_prefix_goes_to_the_worker_that_has_cached_it() -> None:
+    registry = registry_of(3, 3)
     first = request(prompt(1), "1")
-    prefill, decode = dispatch(view, first)
+    prefill, decode = dispatch(registry, first)
     for worker_id in (prefill, decode):
-        view.ended(worker_id, "1")
+        registry.ended(worker_id, "1")
     for n in range(4):
         again = request(prompt(1) + prompt(n), f"again {n}")
-        assert dispatch(view, again) == (prefill, decode)
-        view.ended(prefill, again.request_id)
-        view.ended(decode, again.request_id)
+        assert dispatch(registry, again) == (prefill, decode)
+        registry.ended(prefill, again.request_id)
+        registry.ended(decode, again.request_id)
     salted = request(prompt(1), "salted", cache_salt=b"another tenant")
-    turns = {view.place(salted) for _ in range(60)}
+    turns = {registry.place(salted) for _ in range(60)}
     assert len(turns) == 9  # to another tenant all are equal, and equals take turns
 
 
 @pytest.mark.parametrize("role", [ROLE_PREFILL, ROLE_DECODE])
-def test_nobody_goes_to_a_draining_or_avoided_worker(role: "worker_pb2.Role") -> None:
+def test_draining_and_avoided_workers_get_no_request(role: "worker_pb2.Role") -> None:
     names = ["p0", "p1", "p2"] if role == ROLE_PREFILL else ["d0", "d1", "d2"]
-    view = view_of(3, 3)
-    view.update([*view.workers(), info(names[0], role, draining=True)])
+    registry = registry_of(3, 3)
+    registry.update([*registry.workers(), info(names[0], role, draining=True)])
     for n in range(12):
-        placement = view.place(request(prompt(n)), avoid={names[1]})
+        placement = registry.place(request(prompt(n)), avoid={names[1]})
         assert placement is not None
         assert {names[0], names[1]}.isdisjoint({placement.prefill, placement.decode})
 
 
-def test_without_decode_there_is_no_place_and_without_prefill_decode_does_all() -> None:
-    view = view_of(1, 1)
-    assert view.place(request([1]), avoid={"d0"}) is None
-    placement = view.place(request([1]), avoid={"p0"})
+def test_without_a_prefill_worker_the_decode_worker_does_all_and_without_it_there_is_no_placement() -> None:
+    registry = registry_of(1, 1)
+    assert registry.place(request([1]), avoid={"d0"}) is None
+    placement = registry.place(request([1]), avoid={"p0"})
     assert placement is not None
     assert (placement.prefill, placement.decode) == (None, "d0")
     assert WorkerRegistry().place(request([1])) is None
 
 
-def test_a_new_life_of_a_worker_begins_with_nothing() -> None:
-    view = view_of(1, 1, max_sequences=4)
+def test_a_restarted_worker_starts_empty() -> None:
+    registry = registry_of(1, 1, max_sequences=4)
     asked = request(prompt(1), "1")
-    dispatch(view, asked)
-    view.update([info("p0", ROLE_PREFILL), info("d0", ROLE_DECODE, max_sequences=4)])
-    assert view._workers["d0"].sent.keys() == {"1"}
-    view.update([info("p0", ROLE_PREFILL), info("d0", ROLE_DECODE, max_sequences=4, epoch=2)])
-    assert view._workers["d0"].sent == {}
-    room = view.room()
-    assert room is not None
-    assert room.sequences == 4
-    view.ended("d0", "1")
-    view.computed("gone", "1")
-    view.report_load("gone", worker_pb2.WorkerLoad())
-    assert view.room() == room
+    dispatch(registry, asked)
+    registry.update([info("p0", ROLE_PREFILL), info("d0", ROLE_DECODE, max_sequences=4)])
+    assert registry._workers["d0"].requests.keys() == {"1"}
+    registry.update([info("p0", ROLE_PREFILL), info("d0", ROLE_DECODE, max_sequences=4, epoch=2)])
+    assert registry._workers["d0"].requests == {}
+    free = registry.free()
+    assert free is not None
+    assert free.sequences == 4
+    registry.ended("d0", "1")
+    registry.prefilled("gone", "1")
+    report(registry, "gone", load=worker_pb2.WorkerLoad())
+    assert registry.free() == free
 
 
-def test_a_worker_that_left_is_forgotten() -> None:
-    view = view_of(1, 1)
-    dispatch(view, request(prompt(1), "1"))
-    view.update([])
-    assert view.workers() == []
-    assert view.get("p0") is None
-    fill(view, prefill=2, decode=2)
-    placed = {view.place(request(prompt(1))) for _ in range(60)}
+def test_a_worker_that_left_is_removed_with_its_cache() -> None:
+    registry = registry_of(1, 1)
+    dispatch(registry, request(prompt(1), "1"))
+    registry.update([])
+    assert registry.workers() == []
+    assert registry.get("p0") is None
+    fill(registry, prefill=2, decode=2)
+    placed = {registry.place(request(prompt(1))) for _ in range(60)}
     assert len(placed) == 4  # nothing draws it anywhere
 
 
 def test_a_report_changes_the_next_placement() -> None:
-    view = view_of(0, 2)
-    view.report_load("d0", load(num_running=5))
+    registry = registry_of(0, 2)
+    report(registry, "d0", load=load(num_running=5))
     for _ in range(4):
-        placement = view.place(request([1]))
+        placement = registry.place(request([1]))
         assert placement is not None
         assert placement.decode == "d1"
 
 
-def test_computed_prompts_are_no_load_on_prefill_any_more() -> None:
-    view = view_of(2, 1)
+def test_computed_prompts_are_no_longer_load_of_the_prefill_worker() -> None:
+    registry = registry_of(2, 1)
     long = request(prompt(1, 1000), "long")
-    prefill, _ = dispatch(view, long)
+    prefill, _ = dispatch(registry, long)
     other = "p1" if prefill == "p0" else "p0"
-    assert all(dispatch(view, request(prompt(n, 100), str(n)))[0] == other for n in range(2, 6))
-    view.computed(prefill, "long")
-    assert dispatch(view, request(prompt(9, 100), "9"))[0] == prefill
+    assert all(dispatch(registry, request(prompt(n, 100), str(n)))[0] == other for n in range(2, 6))
+    registry.prefilled(prefill, "long")
+    assert dispatch(registry, request(prompt(9, 100), "9"))[0] == prefill
 
 
-def test_what_workers_report_of_their_caches_draws_and_evictions_let_go() -> None:
-    view = view_of(1, 3)
+def test_reported_blocks_attract_requests_until_they_are_evicted() -> None:
+    registry = registry_of(1, 3)
     asked = request(prompt(1), "1")
     chain = hash_chain(asked.prompt, 16)
-    view.report_cache("d1", 1, chain, [])
-    view.report_cache("d2", 7, chain, [])  # another life of it
-    view.report_cache("gone", 1, chain, [])
-    assert {view.place(asked) for _ in range(20)} == {dispatch_of("p0", "d1")}
-    view.report_cache("d1", 1, [], chain)
-    assert len({view.place(asked) for _ in range(60)}) == 3
+    report(registry, "d1", epoch=1, stored=chain)
+    report(registry, "d2", epoch=7, stored=chain)  # of another start
+    report(registry, "gone", epoch=1, stored=chain)
+    assert {registry.place(asked) for _ in range(20)} == {dispatch_of("p0", "d1")}
+    report(registry, "d1", epoch=1, evicted=chain)
+    assert len({registry.place(asked) for _ in range(60)}) == 3
 
 
 def test_a_cache_is_unknown_without_a_session() -> None:
-    view = view_of(1, 3)
+    registry = registry_of(1, 3)
     asked = request(prompt(1), "1")
-    view.report_cache("d1", 1, hash_chain(asked.prompt, 16), [])
-    view.lost_session("d1", 2)
-    assert {view.place(asked) for _ in range(20)} == {dispatch_of("p0", "d1")}
-    view.lost_session("d1", 1)
-    assert len({view.place(asked) for _ in range(60)}) == 3
+    report(registry, "d1", epoch=1, stored=hash_chain(asked.prompt, 16))
+    registry.session_lost("d1", 2)
+    assert {registry.place(asked) for _ in range(20)} == {dispatch_of("p0", "d1")}
+    registry.session_lost("d1", 1)
+    assert len({registry.place(asked) for _ in range(60)}) == 3
 
 
 def dispatch_of(prefill: str | None, decode: str) -> Placement:
@@ -164,100 +164,144 @@ def test_a_prompt_is_hashed_once_a_request(monkeypatch: pytest.MonkeyPatch) -> N
         return hash_chain(tokens, block_size, salt)
 
     monkeypatch.setattr("tandem.router.scheduling.prefix_index.hash_chain", counting)
-    view = view_of(4, 4)
-    prefill, decode = dispatch(view, request(prompt(1), "1"))
-    view.ended(prefill, "1")
-    view.ended(decode, "1")
+    registry = registry_of(4, 4)
+    prefill, decode = dispatch(registry, request(prompt(1), "1"))
+    registry.ended(prefill, "1")
+    registry.ended(decode, "1")
     assert calls == [16]
 
 
 def test_measured_workers_are_preferred_by_their_speed() -> None:
-    view = view_of(2, 1)
+    registry = registry_of(2, 1)
     for tokens in (100, 800, 400, 200):
-        view.measured("p0", prefill_tokens=tokens, prefill_seconds=tokens * 1e-3)
-        view.measured("p1", prefill_tokens=tokens, prefill_seconds=tokens * 1e-4)
-        view.measured("gone", prefill_tokens=tokens, prefill_seconds=1.0)
-    assert {view.place(request(prompt(n))) for n in range(20)} == {dispatch_of("p1", "d0")}
-    placed = Counter(dispatch(view, request(prompt(n), str(n)))[0] for n in range(66))
+        registry.record_prefill("p0", tokens, tokens * 1e-3)
+        registry.record_prefill("p1", tokens, tokens * 1e-4)
+        registry.record_prefill("gone", tokens, 1.0)
+    assert {registry.place(request(prompt(n))) for n in range(20)} == {dispatch_of("p1", "d0")}
+    placed = Counter(dispatch(registry, request(prompt(n), str(n)))[0] for n in range(66))
     assert 2 < placed["p0"] < 12  # a tenth of the speed, a tenth of the work
 
 
-def test_a_slow_way_is_avoided_until_the_fast_one_is_crowded() -> None:
-    view = view_of(1, 2)
+def test_slow_transfers_are_avoided_until_the_fast_worker_is_crowded() -> None:
+    registry = registry_of(1, 2)
     for num_bytes in (2**20, 2**23, 2**22):
-        view.transferred("p0", "d0", num_bytes, num_bytes * 1e-7)
-        view.transferred("p0", "d1", num_bytes, num_bytes * 1e-9)
-    placed = [dispatch(view, request(prompt(n), str(n)))[1] for n in range(120)]
+        registry.record_transfer("p0", "d0", num_bytes, num_bytes * 1e-7)
+        registry.record_transfer("p0", "d1", num_bytes, num_bytes * 1e-9)
+    placed = [dispatch(registry, request(prompt(n), str(n)))[1] for n in range(120)]
     assert set(placed[:20]) == {"d1"}
     assert "d0" in placed
 
 
-def test_short_rests_go_to_decode_alone_if_that_is_allowed_and_faster() -> None:
-    view = view_of(1, 1, local_prefill_tokens=64)
-    view.report_load("d0", load(step_seconds=0.01))
-    dispatch(view, request(prompt(1, 4000), "long"))
-    assert view.place(request(prompt(2, 40))) == dispatch_of(None, "d0")
-    assert view.place(request(prompt(2, 90))) == dispatch_of("p0", "d0")
+def test_a_short_uncached_rest_is_prefilled_by_the_decode_worker_if_that_is_allowed_and_faster() -> None:
+    registry = registry_of(1, 1, local_prefill_tokens=64)
+    report(registry, "d0", load=load(step_seconds=0.01))
+    dispatch(registry, request(prompt(1, 4000), "long"))
+    assert registry.place(request(prompt(2, 40))) == dispatch_of(None, "d0")
+    assert registry.place(request(prompt(2, 90))) == dispatch_of("p0", "d0")
 
 
-def test_what_others_have_is_what_reports_say_beyond_our_own() -> None:
-    view = view_of(1, 2, max_sequences=10)
-    first = view.room()
+def test_the_load_of_other_routers_is_what_reports_exceed_our_own_by() -> None:
+    registry = registry_of(1, 2, max_sequences=10)
+    first = registry.free()
     assert first is not None
     assert first.sequences == 20
-    _, decode = dispatch(view, request(prompt(1), "1", num_choices=3))
-    view.report_load(decode, load(num_running=5))
-    room = view.room()
-    assert room is not None
-    assert room.sequences == 20 - 5  # ours are among them
-    view.ended(decode, "1")
-    room = view.room()
-    assert room is not None
-    assert room.sequences == 20 - 2
+    _, decode = dispatch(registry, request(prompt(1), "1", num_choices=3))
+    report(registry, decode, load=load(num_running=5))
+    free = registry.free()
+    assert free is not None
+    assert free.sequences == 20 - 5  # ours are among them
+    registry.ended(decode, "1")
+    free = registry.free()
+    assert free is not None
+    assert free.sequences == 20 - 2
 
 
-def test_what_the_directory_only_repeats_is_older_than_what_a_session_said() -> None:
-    view = view_of(1, 1, max_sequences=10)
-    before = view.workers()
-    view.report_load("d0", load(num_running=4))
-    view.update([*before, info("d1", ROLE_DECODE, max_sequences=10)])
-    room = view.room()
-    assert room is not None
-    assert room.sequences == 20 - 4
+def test_two_routers_count_each_others_requests_and_their_ends() -> None:
+    """Whatever order the reports of sessions and of the directory come in."""
+    mine, other = registry_of(1, 1, max_sequences=10), registry_of(1, 1, max_sequences=10)
+    dispatch(mine, request(prompt(1), "1"))
+    dispatch(other, request(prompt(2), "1"))  # ids need not differ between routers
+    busy, idle = load(num_running=2, version=2), load(version=3)
+    for registry in (mine, other):
+        report(registry, "d0", load=busy)
+        assert sequences_of(registry) == 10 - 2
+    other.ended("d0", "1")
+    mine.ended("d0", "1")
+    described = info("d0", ROLE_DECODE, max_sequences=10)
+    for registry in (mine, other):
+        assert sequences_of(registry) == 10 - 1
+        described.load.CopyFrom(idle)
+        registry.update([described])
+        assert sequences_of(registry) == 10
+        report(registry, "d0", load=busy)  # overtaken by the heartbeat
+        assert sequences_of(registry) == 10
+        described.load.CopyFrom(busy)
+        registry.update([described])
+        assert sequences_of(registry) == 10
 
 
-def test_room_is_reserved_until_it_is_used() -> None:
-    view = view_of(1, 1, max_sequences=10)
+def sequences_of(registry: WorkerRegistry) -> int:
+    free = registry.free()
+    assert free is not None
+    return free.sequences
+
+
+def test_the_kv_cache_of_a_prefill_worker_is_placed_on_another_decode_worker() -> None:
+    registry = registry_of(3, 3, local_prefill_tokens=1000)
+    registry.update([*registry.workers(), info("p1", ROLE_PREFILL, draining=True)])
+    for n in range(20):
+        placement = registry.place(request(prompt(n, 20)), avoid={"d0", "p1"}, prefill="p1")
+        assert placement is not None
+        assert placement.prefill == "p1"
+        assert placement.decode in ("d1", "d2")
+    assert registry.place(request(prompt(1)), avoid={"d0", "d1", "d2"}, prefill="p1") is None
+    assert registry.place(request(prompt(1)), prefill="gone") is None
+
+
+def test_a_repeated_heartbeat_does_not_replace_the_report_of_a_session() -> None:
+    registry = registry_of(1, 1, max_sequences=10)
+    before = registry.workers()
+    report(registry, "d0", load=load(num_running=4))
+    registry.update([*before, info("d1", ROLE_DECODE, max_sequences=10)])
+    free = registry.free()
+    assert free is not None
+    assert free.sequences == 20 - 4
+
+
+def test_capacity_is_reserved_until_it_is_used() -> None:
+    registry = registry_of(1, 1, max_sequences=10)
     woken: list[bool] = []
-    view.subscribe(lambda: woken.append(True))
-    before = view.room()
+    registry.subscribe(lambda: woken.append(True))
+    before = registry.free()
     asked = request(prompt(1), "1", max_tokens=50, num_choices=2)
-    view.reserve(asked)
-    reserved = view.room()
+    registry.reserve(asked)
+    reserved = registry.free()
     assert before is not None
     assert reserved is not None
     assert (before - reserved).sequences == 2
     assert (before - reserved).kv_tokens == 200 + 2 * 50
     assert (before - reserved).prompt_tokens == 200
-    prefill, decode = dispatch(view, asked)
-    assert view.room() == reserved
+    prefill, decode = dispatch(registry, asked)
+    assert registry.free() == reserved
     woken.clear()
-    view.computed(prefill, "1")
+    registry.prefilled(prefill, "1")
     assert woken
     woken.clear()
-    view.ended(decode, "1")
+    registry.ended(decode, "1")
     assert woken
-    view.ended(prefill, "1")
-    view.unreserve("1")
-    assert view.room() == before
+    registry.ended(prefill, "1")
+    registry.release("1")
+    assert registry.free() == before
 
 
-def test_room_is_that_of_workers_that_take_requests() -> None:
-    view = view_of(1, 2, max_sequences=10)
-    view.update([info("d0", ROLE_DECODE, max_sequences=10, draining=True), info("d1", ROLE_DECODE, max_sequences=10)])
-    room = view.room()
-    assert room is not None
-    assert room.sequences == 10
-    assert room.prompt_tokens > 0  # without a prefill worker, decode workers compute prompts
-    view.update([info("d0", ROLE_DECODE, draining=True)])
-    assert view.room() is None
+def test_free_capacity_is_that_of_workers_that_take_requests() -> None:
+    registry = registry_of(1, 2, max_sequences=10)
+    registry.update(
+        [info("d0", ROLE_DECODE, max_sequences=10, draining=True), info("d1", ROLE_DECODE, max_sequences=10)]
+    )
+    free = registry.free()
+    assert free is not None
+    assert free.sequences == 10
+    assert free.prompt_tokens > 0  # without a prefill worker, decode workers compute prompts
+    registry.update([info("d0", ROLE_DECODE, draining=True)])
+    assert registry.free() is None

@@ -1,6 +1,5 @@
 """Attention over layers of different geometry against layers of one geometry each, by every backend."""
 
-
 import pytest
 import torch
 

@@ -169,7 +169,7 @@ async def test_a_lost_rank_takes_its_worker_down_within_a_second_and_no_other(
         with pytest.raises(RuntimeError, match="failed"):
             split.check_health()
         fleet.workers.remove(split)
-        fleet.view.update([whole.info()])
+        fleet.registry.update([whole.info()])
         assert await generate(fleet, prompts[4]) == expected[4]
 
 

@@ -1,4 +1,4 @@
-"""A worker that the test plays: it keeps what it is told and says what it is given."""
+"""A worker whose answers the test writes: it keeps the commands that it gets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,8 +7,8 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.proto.channel import peer_server
 
 
-class PlayedWorker(worker_pb2_grpc.WorkerServicer):
-    """Keeps the commands that come and says what the test says."""
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """Serves sessions: keeps the commands that come, and sends what the test sends."""
 
     def __init__(self) -> None:
         self.commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
@@ -31,8 +31,8 @@ class PlayedWorker(worker_pb2_grpc.WorkerServicer):
         async for request in requests:
             self.commands.put_nowait(request)
 
-    def say(self, *outputs: worker_pb2.Output, waiting: int = 0) -> None:
-        """One message of a step, with a load that says so many requests wait."""
+    def send(self, *outputs: worker_pb2.Output, waiting: int = 0) -> None:
+        """Sends the message of one step, with a load of so many waiting requests."""
         load = worker_pb2.WorkerLoad(num_waiting=waiting)
         self.answers.put_nowait(worker_pb2.SessionResponse(outputs=outputs, load=load))
 
@@ -40,7 +40,7 @@ class PlayedWorker(worker_pb2_grpc.WorkerServicer):
 def token(
     request_id: str, index: int, *, attempt: int = 1, choice: int = 0, last: bool = False, number: int = 7
 ) -> worker_pb2.Output:
-    """One token of a choice."""
+    """Returns the output of one token of a choice."""
     reason = inference_pb2.FINISH_REASON_LENGTH if last else inference_pb2.FINISH_REASON_UNSPECIFIED
     tokens = worker_pb2.Tokens(first_index=index, ids=[number], finish_reason=reason)
     return worker_pb2.Output(request_id=request_id, attempt=attempt, choice=choice, tokens=tokens)

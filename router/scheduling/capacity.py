@@ -1,0 +1,128 @@
+"""Amounts of worker resources: what a request needs, what it uses on a worker, and how fast a queue for them drains."""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ..request import TokenRequest
+
+UNBOUNDED: Final = 1 << 40
+
+GROWTH_TOKENS: Final = 256
+"""Generated tokens of each sequence that are counted in advance; most completions are not longer."""
+
+
+class Capacity(NamedTuple):
+    """An amount of every resource of one worker or of many: needed, used or free."""
+
+    workers: int = 0  # that take requests
+    sequences: int = 0
+    prompts: int = 0  # not computed yet
+    prompt_tokens: int = 0  # of these prompts; free: what may be sent before the worker has enough to compute
+    uncached_tokens: int = 0  # of these prompts, the tokens that the worker's prefix cache does not hold
+    kv_tokens: int = 0  # tokens of KV cache
+
+    def __add__(self, other: "Capacity") -> "Capacity":  # type: ignore[override]
+        return Capacity._make(map(operator.add, self, other))
+
+    def __sub__(self, other: "Capacity") -> "Capacity":
+        return Capacity._make(map(operator.sub, self, other))
+
+    def clipped(self) -> "Capacity":
+        """Returns the amounts with 0 in place of what is negative."""
+        return Capacity._make([amount if amount > 0 else 0 for amount in self])
+
+    def exceeds(self, other: "Capacity") -> bool:
+        """Returns whether there is more of any resource than in `other`."""
+        return any(map(operator.gt, self, other))
+
+
+NO_CAPACITY: Final = Capacity()
+
+
+def num_sequences(request: TokenRequest) -> int:
+    """Returns how many sequences a request decodes at once."""
+    return max(request.num_choices, request.beam_search.width if request.beam_search is not None else 1)
+
+
+def required_capacity(request: TokenRequest) -> Capacity:
+    """Returns what a request needs of the pools if nothing of its prompt is cached. `kv_tokens`, the prompt and the
+    tokens that it is expected to generate, also measure its work."""
+    sequences, num_tokens = num_sequences(request), len(request.prompt)
+    return Capacity(
+        sequences=sequences,
+        prompt_tokens=num_tokens,
+        kv_tokens=num_tokens + sequences * min(request.max_tokens, GROWTH_TOKENS),
+    )
+
+
+def used_capacity(request: TokenRequest, *, num_tokens: int, cached_tokens: int, decodes: bool) -> Capacity:
+    """Returns what a request will use on a worker that computes `num_tokens` of its prompt (0: none), holds
+    `cached_tokens` of it in its prefix cache and, if `decodes`, generates. Choices share the blocks of the prompt, and
+    all requests those of its cached part."""
+    required = required_capacity(request)
+    generated = required.kv_tokens - required.prompt_tokens if decodes else 0
+    return Capacity(
+        sequences=required.sequences if decodes else 1,
+        prompts=1 if num_tokens else 0,
+        prompt_tokens=num_tokens,
+        uncached_tokens=max(num_tokens - cached_tokens, 1) if num_tokens else 0,
+        kv_tokens=max(required.prompt_tokens - cached_tokens, 0) + generated,
+    )
+
+
+class DrainRate:
+    """Measures how fast a queue drains while it is not empty: only then do those it waits for work at full rate.
+
+    Counts the last ten seconds or so, and the time since the last departure. Before enough requests have departed, it
+    estimates by Little's law: the work in progress divided by the mean time for which work is in progress.
+    """
+
+    _MEMORY_SECONDS: Final = 10.0
+    _TRUSTED: Final = 8  # departures
+    _NEWEST_WEIGHT: Final = 0.1  # of the last request in a moving mean
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: float | None = None  # time of the last departure, or when the queue began to fill; None if empty
+        self._tokens = 0.0
+        self._elapsed = 0.0
+        self._count = 0
+        self._tokens_in_progress = 0
+        self._mean_seconds = 0.0  # that work is in progress
+
+    def fill(self) -> None:
+        """Notes that the queue is not empty. Idempotent."""
+        if self._last is None:
+            self._last = self._clock()
+
+    def clear(self) -> None:
+        """Notes that the queue is empty."""
+        self._last = None
+
+    def begin(self, num_tokens: int) -> None:
+        """Counts work of so many tokens that begins."""
+        self._tokens_in_progress += num_tokens
+
+    def finish(self, num_tokens: int, seconds: float) -> None:
+        """Counts work of so many tokens that ends after `seconds`."""
+        self._tokens_in_progress -= num_tokens
+        self._mean_seconds += (self._NEWEST_WEIGHT if self._mean_seconds else 1.0) * (seconds - self._mean_seconds)
+
+    def depart(self, num_tokens: int) -> None:
+        """Counts work of so many tokens that leaves the queue in order to begin."""
+        now = self._clock()
+        elapsed = now - (now if self._last is None else self._last)
+        memory = math.exp(-elapsed / self._MEMORY_SECONDS)
+        self._tokens = self._tokens * memory + num_tokens
+        self._elapsed = self._elapsed * memory + elapsed
+        self._last = now
+        self._count += 1
+
+    def seconds(self, num_tokens: int) -> float:
+        """Returns how long so many tokens of work take to depart; 0 while too little is known."""
+        if self._count < self._TRUSTED:
+            return num_tokens * self._mean_seconds / self._tokens_in_progress if self._tokens_in_progress else 0.0
+        waiting = self._clock() - self._last if self._last is not None else 0.0
+        return num_tokens * (self._elapsed + waiting) / self._tokens
