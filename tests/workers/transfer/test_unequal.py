@@ -207,7 +207,7 @@ def _short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_fake_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the library is not installed."""
-    if not nixl.available():
+    if not nixl_agent.available():
         monkeypatch.setattr(nixl, "available", lambda: True)
         monkeypatch.setattr(nixl_agent, "_bindings", lambda: fake_nixl)
 
