@@ -1,7 +1,6 @@
 """Pairs of ranks in two processes over gloo: what is sent arrives in order, and nothing waits for ever."""
 
 import asyncio
-import functools
 import hashlib
 import json
 import os
@@ -376,18 +375,20 @@ async def test_nccl_selects_its_thread_s_device_by_index(
 
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
             assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+            self._group: Any = None
             self._store, self._rank = torch.distributed.PrefixStore("gloo", store), rank  # type: ignore[attr-defined]
 
-        @functools.cached_property
         def _gloo(self) -> Any:
-            rank = self._rank
-            return open_group(self._store, backend="gloo", rank=rank, size=2, host="127.0.0.1", timeout=TIMEOUT)
+            if self._group is None:
+                rank, host = self._rank, "127.0.0.1"
+                self._group = open_group(self._store, backend="gloo", rank=rank, size=2, host=host, timeout=30)
+            return self._group
 
         def send(self, *arguments: Any) -> Any:
-            return self._gloo.send(*arguments)
+            return self._gloo().send(*arguments)
 
         def recv(self, *arguments: Any) -> Any:
-            return self._gloo.recv(*arguments)
+            return self._gloo().recv(*arguments)
 
         def abort(self) -> None: ...
 
@@ -399,9 +400,9 @@ async def test_nccl_selects_its_thread_s_device_by_index(
     on_host = {"device": "cpu"}
     monkeypatch.setattr(torch, "empty", lambda *size, **options: true_empty(*size, **options | on_host))
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, place: true_to(tensor, "cpu"))
-    pair = Pair.listen("127.0.0.1", backend="nccl", device=device, timeout=TIMEOUT)
+    pair = Pair.listen("127.0.0.1", backend="nccl", device=device, timeout=30)
     accepting = asyncio.create_task(pair.accept())
-    other = await Pair.join(pair.address, host="127.0.0.1", backend="nccl", device=device, timeout=TIMEOUT)
+    other = await Pair.join(pair.address, host="127.0.0.1", backend="nccl", device=device, timeout=30)
     await accepting
     sending = asyncio.create_task(pair.send(b"KV cache"))
     assert bytes(await other.receive(8)) == b"KV cache"
