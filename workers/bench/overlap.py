@@ -1,8 +1,8 @@
-"""`python -m tandem.workers.bench.overlap`: how much of a KV transfer hides behind the prefill.
+"""`python -m tandem.workers.bench.overlap`: measures how much of a KV transfer hides behind the prefill.
 
 A prefill and a decode worker in processes of their own, and this one in the place of a router. Measured is the wait
 between the first token and the moment when the sequence joins the decode worker's batch: once with the decode worker
-pulling while the prompt is computed, and once with a decode worker that is told only when the prefill is done.
+pulling while the prompt is computed, and once with a decode worker that gets the request when the prefill is done.
 """
 
 import argparse
@@ -12,9 +12,9 @@ import random
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
@@ -32,40 +32,27 @@ _WAIT_SECONDS = 120.0
 SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferWait:
-    """One request: how long it stood between prefill and decode, and what was moved."""
-
-    seconds: float
-    num_bytes: int
-    transport: str
-
-
-class _Session:
-    """What a router has of one worker."""
+class WorkerSession:
+    """A session with one worker, as a router has it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         self._call: SessionCall = stub.Session()
-        self._outputs: list[worker_pb2.Output] = []
+        self._outputs: deque[worker_pb2.Output] = deque()
 
-    async def submit(self, submit: worker_pb2.Submit) -> None:
-        await self._call.write(worker_pb2.SessionRequest(submit=submit))
+    async def send(self, **command: worker_pb2.Submit | worker_pb2.Cancel) -> None:
+        """Sends `submit` or `cancel`."""
+        await self._call.write(worker_pb2.SessionRequest(**command))  # type: ignore[arg-type]
 
-    async def cancel(self, submit: worker_pb2.Submit) -> None:
-        cancel = worker_pb2.Cancel(request_id=submit.request_id, attempt=submit.attempt)
-        await self._call.write(worker_pb2.SessionRequest(cancel=cancel))
-
-    async def until(self, submit: worker_pb2.Submit, event: str) -> worker_pb2.Output:
-        """The request's next output of this kind. Raises RuntimeError if it fails."""
+    async def next(self, request_id: str, event: str) -> worker_pb2.Output:
+        """Returns the request's next output of this kind. Raises RuntimeError if it fails."""
         while True:
             while self._outputs:
-                output = self._outputs.pop(0)
-                if output.request_id == submit.request_id:
-                    if output.HasField("failure"):
-                        raise RuntimeError(output.failure.message)
-                    if output.WhichOneof("event") == event:
-                        return output
+                output = self._outputs.popleft()
+                if output.request_id == request_id and output.HasField("failure"):
+                    raise RuntimeError(output.failure.message)
+                if output.request_id == request_id and output.WhichOneof("event") == event:
+                    return output
             async with asyncio.timeout(_WAIT_SECONDS):
                 message = await self._call.read()
             if not isinstance(message, worker_pb2.SessionResponse):
@@ -74,9 +61,10 @@ class _Session:
 
 
 async def measure(
-    prefill: _Session, decode: _Session, prompt: Sequence[int], name: str, *, early: bool
-) -> TransferWait:
-    """One request; `early` tells the decode worker of it when the prefill begins."""
+    prefill: WorkerSession, decode: WorkerSession, prompt: Sequence[int], name: str, *, early: bool
+) -> tuple[float, worker_pb2.KvReceived]:
+    """Runs one request; `early` sends it to the decode worker when the prefill begins. Returns the seconds between
+    prefill and decode, and what was moved."""
     submit = worker_pb2.Submit(
         request_id=name,
         attempt=1,
@@ -86,43 +74,42 @@ async def measure(
         ignore_eos=True,
         sampling=inference_pb2.SamplingParams(temperature=0, top_p=1),
     )
-    await prefill.submit(submit)
-    admitted = await prefill.until(submit, "admitted")
+    await prefill.send(submit=submit)
+    admitted = (await prefill.next(name, "admitted")).admitted
     pulling = worker_pb2.Submit()
     pulling.CopyFrom(submit)
     pulling.task = worker_pb2.TASK_DECODE
-    pulling.kv.CopyFrom(admitted.admitted.kv)
+    pulling.kv.CopyFrom(admitted.kv)
     if early:
-        await decode.submit(pulling)
-    await prefill.until(submit, "tokens")
+        await decode.send(submit=pulling)
+    await prefill.next(name, "tokens")
     began = time.monotonic()
     if not early:
-        await decode.submit(pulling)
-    received = (await decode.until(pulling, "kv_received")).kv_received
+        await decode.send(submit=pulling)
+    received = (await decode.next(name, "kv_received")).kv_received
     seconds = time.monotonic() - began
-    await decode.until(pulling, "tokens")
-    await decode.cancel(pulling)
-    await prefill.cancel(submit)
-    return TransferWait(seconds=seconds, num_bytes=received.transfer_bytes, transport=received.transport)
+    await decode.next(name, "tokens")
+    for session in (decode, prefill):
+        await session.send(cancel=worker_pb2.Cancel(request_id=name, attempt=1))
+    return seconds, received
 
 
 async def compare(options: argparse.Namespace) -> str:
     """Runs both kinds in turn; returns the lines to print."""
     vocab_size = check_checkpoint(options.model).vocab_size
-    waits: dict[bool, list[TransferWait]] = {True: [], False: []}
+    waits: dict[bool, list[float]] = {True: [], False: []}
     async with _worker("prefill", options) as source, _worker("decode", options) as target:
         for turn in range(-1, options.repeat):
-            for early in waits:
+            for early, seconds in waits.items():
                 name = f"{turn} {early}"
                 prompt = random.Random(name).choices(range(vocab_size), k=options.prompt_tokens)
-                wait = await measure(source, target, prompt, name, early=early)
+                wait, joined = await measure(source, target, prompt, name, early=early)
                 if turn >= 0:
-                    waits[early].append(wait)
-    overlapped, alone = (statistics.median(wait.seconds for wait in waits[early]) for early in (True, False))
-    last = waits[True][-1]
+                    seconds.append(wait)
+    overlapped, alone = (statistics.median(waits[early]) for early in (True, False))
     return (
-        f"{options.prompt_tokens} prompt tokens, {last.num_bytes / 1e6:.1f} MB of KV cache over {last.transport}, "
-        f"medians of {options.repeat}\n"
+        f"{options.prompt_tokens} prompt tokens, {joined.transfer_bytes / 1e6:.1f} MB of KV cache over "
+        f"{joined.transport}, medians of {options.repeat}\n"
         f"wait of a transfer that begins when the prefill is done  {1000 * alone:6.1f} ms\n"
         f"wait of one that runs beside it                          {1000 * overlapped:6.1f} ms\n"
         f"share that is left                                       {overlapped / alone:6.0%}"
@@ -130,7 +117,7 @@ async def compare(options: argparse.Namespace) -> str:
 
 
 @asynccontextmanager
-async def _worker(role: str, options: argparse.Namespace) -> AsyncIterator[_Session]:
+async def _worker(role: str, options: argparse.Namespace) -> AsyncIterator[WorkerSession]:
     command = [sys.executable, "-m", __spec__.name, *options.arguments, "--serve", role]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "3000"}
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment)
@@ -140,7 +127,7 @@ async def _worker(role: str, options: argparse.Namespace) -> AsyncIterator[_Sess
         if not address:
             raise RuntimeError("a worker did not start")
         async with peer_channel(address) as channel:
-            yield _Session(channel)
+            yield WorkerSession(channel)
     finally:
         process.kill()
         await process.wait()
@@ -166,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--transports", nargs="*", default=[], help="beside grpc: shared, gloo")
+    parser.add_argument("--transports", nargs="*", default=[], help="preferred to grpc: shared, gloo, nixl")
     parser.add_argument("--serve", choices=("prefill", "decode"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments

@@ -4,7 +4,9 @@ Groups of one process know nothing of each other, and `torch.distributed.init_pr
 block, without the interpreter lock: they belong into a thread. What goes wrong is RuntimeError, as torch raises it.
 """
 
+import os
 import socket
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -16,6 +18,8 @@ from torch._C._distributed_c10d import Store
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, TCPStore
 
+_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT: Final = threading.Lock()
 _MAX_BYTES: Final = 65_536  # of all that one side of a rendezvous sends; with gloo it is a fifth of a kilobyte
 
 
@@ -45,12 +49,22 @@ def join_store(host: str, port: int, timeout: float) -> "TCPStore":
     )
 
 
-def open_group(store: Store, *, backend: str, rank: int, size: int, host: str, timeout: float) -> "Backend":
+def open_group(
+    store: Store,
+    *,
+    backend: str,
+    rank: int,
+    size: int,
+    host: str,
+    timeout: float,
+    outlives_peers: bool = False,
+) -> "Backend":
     """Returns a group over this store, once all `size` ranks have joined; a second one over it needs a PrefixStore.
 
     `host` is this rank's own interface, which gloo binds. NCCL takes its interface from NCCL_SOCKET_IFNAME, and makes
     its communicator with the first call, on the device of that call's tensor. `timeout` is in seconds, of the wait
-    for the others and of every call. Raises ValueError for a backend that this torch lacks."""
+    for the others and of every call. By default a group of NCCL ends the process when a peer is lost, unless it
+    `outlives_peers`. Raises ValueError for a backend that this torch lacks."""
     limit = timedelta(seconds=timeout)
     if backend == "gloo":
         gloo = distributed.ProcessGroupGloo
@@ -64,7 +78,16 @@ def open_group(store: Store, *, backend: str, rank: int, size: int, host: str, t
     options._timeout = limit
     store.set(f"rank {rank}", "joined")
     store.wait([f"rank {other}" for other in range(size)], limit)
-    return distributed.ProcessGroupNCCL(store, rank, size, options)
+    if not outlives_peers:
+        return distributed.ProcessGroupNCCL(store, rank, size, options)
+    with _ENVIRONMENT:  # which the constructor reads
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"
+        try:
+            return distributed.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            del os.environ[_ERROR_HANDLING]
+            os.environ.update({_ERROR_HANDLING: before} if before is not None else {})
 
 
 class Rendezvous(Store):

@@ -20,8 +20,8 @@ from .frames import (
     CONNECT_METHOD,
     CONNECTION_LOST,
     Announce,
-    Handshake,
     Message,
+    Open,
     TransferError,
     TransferKey,
     TransportError,
@@ -75,12 +75,12 @@ class Connection:
             logger.log(level, "the KV connection to %s has ended: %s", self.endpoint, str(error) or "timeout")
 
     async def _connect(self) -> None:
-        hello = Handshake(layout=self._context.kv.layout.digest, transports=capabilities(self._context))
+        hello = Open(layout=self._context.kv.layout.digest, transports=capabilities(self._context))
         with _grpc_errors():
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._call.write(encode(self.key, hello))
         answer = await self._receive(CONNECT_SECONDS)
-        if not isinstance(answer, Handshake) or not answer.transports.keys() <= hello.transports.keys():
+        if not isinstance(answer, Open) or not answer.transports.keys() <= hello.transports.keys():
             raise TransferError("KV connection out of order")
         for name, description in answer.transports.items():
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -195,7 +195,7 @@ class SenderConnections:
         receiver."""
         frames = aiter(incoming)
         key, hello = await receive_one(frames, CONNECT_SECONDS)
-        if not isinstance(hello, Handshake) or key.transfer_id in self._connectors:
+        if not isinstance(hello, Open) or key.transfer_id in self._connectors:
             raise TransferError("KV connection out of order")
         if hello.layout != self._context.kv.layout.digest:
             raise TransferError("KV layouts differ")
@@ -213,7 +213,7 @@ class SenderConnections:
                 tasks.append(asyncio.create_task(connector.run()))
             for task in tasks:
                 task.add_done_callback(lambda task: outbox.put_nowait(None))
-            yield encode(key, Handshake(layout=hello.layout, transports=described))
+            yield encode(key, Open(layout=hello.layout, transports=described))
             while (announcement := await outbox.get()) is not None:
                 yield encode(key, announcement)
             for task in tasks:
@@ -225,7 +225,7 @@ class SenderConnections:
             if ended := self._connectors.pop(key.transfer_id):
                 ended.close()
 
-    async def _listen(self, hello: Handshake, announce: Callable[[Announce], None]) -> KvConnector | None:
+    async def _listen(self, hello: Open, announce: Callable[[Announce], None]) -> KvConnector | None:
         name = choose(self._context, hello.transports)
         if name is None:
             return None

@@ -4,9 +4,9 @@
 
 A transfer is one stream for each piece: the receiver sends Open, Pull and in the end, on one stream of the whole
 fetch, Ack; the sender sends Data, ..., Data, Commit, and before them BlockTable if the receiver is to read the blocks
-itself. A connection, which two ranks have for as long as both live, chooses their transport: the receiver sends a
-Handshake with its transports, the sender one with at most one of them; then the sender sends an Announce for each
-message of a two-sided transport. There the transfer id is the connection's.
+itself. A connection, which two ranks have for as long as both live, chooses their transport: the receiver sends Open
+with its transports, the sender Open with at most one of them, then Announce for each message of a two-sided transport.
+There the transfer id is the connection's.
 
 Every frame names the transfer id and the epoch of the worker that holds the cache, so that a reused number or a
 restarted worker is never mistaken. Knows the form of frames only.
@@ -15,7 +15,7 @@ restarted worker is never mistaken. Knows the form of frames only.
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgpack
@@ -61,9 +61,13 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Pins the cache before it is wanted: the sender keeps it as long as the stream lives."""
+    """Begins a stream of the receiver, and answers that of a connection. The stream of a transfer pins the cache: the
+    sender keeps it as long as the stream lives."""
 
     layout: bytes  # KvLayout.digest
+    # Of a connection, by name in order of preference: what the receiver tells of each, or how the chosen one is
+    # reached.
+    transports: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +124,6 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handshake:
-    """Opens a connection, and answers that."""
-
-    layout: bytes  # KvLayout.digest
-    # By name, in order of preference: what the receiver tells of each, or how the chosen one is reached.
-    transports: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
     """Describes the next message that goes through the connection's two-sided transport."""
 
@@ -137,7 +132,7 @@ class Announce:
     checksum: int  # crc32c
 
 
-Message = Open | Pull | BlockTable | Data | Commit | Ack | Handshake | Announce
+Message = Open | Pull | BlockTable | Data | Commit | Ack | Announce
 _TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in get_args(Message)}
 
 
@@ -187,17 +182,17 @@ _LISTS: Final[dict[object, tuple[type, Callable[[Any], bool]]]] = {
 
 def _check_types(part: "DataclassInstance") -> None:
     """Raises TransferError unless every field is of the type that its class declares."""
-    for field in fields(part):
-        value = getattr(part, field.name)
-        good = type(value) is field.type
-        if field.type is int:
+    for declared in fields(part):
+        value, kind = getattr(part, declared.name), declared.type
+        good = type(value) is kind
+        if kind is int:
             good = good and value >= 0
-        elif field.type is float:
+        elif kind is float:
             good = good and math.isfinite(value) and value >= 0
-        elif field.type in _LISTS:
-            item_type, fits = _LISTS[field.type]
+        elif kind in _LISTS:
+            item_type, fits = _LISTS[kind]
             good = type(value) is list and all(type(item) is item_type and fits(item) for item in value)
-        elif field.type is not bytes:
+        elif kind is not bytes:
             good = type(value) is dict and all(type(name) is str for name in value)
         if not good:
-            raise TransferError(f"KV frame with a bad {field.name}")
+            raise TransferError(f"KV frame with a bad {declared.name}")

@@ -8,13 +8,12 @@ because then it is not known which message comes next.
 import asyncio
 import atexit
 import hmac
-import os
 import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -124,27 +123,14 @@ class Pair:
     async def send(self, data: bytes | memoryview) -> None:
         """Returns when the bytes have left, not when they have arrived; until then, or until the call in progress has
         ended if this one fails, they must not change. Raises TransferError."""
-        await self.send_tensor(_tensor_over(data))
+        if len(data):
+            await self._call(lambda: self._send(_tensor_over(data)))
 
     async def receive(self, num_bytes: int) -> memoryview:
         """Returns the other side's next message, which has this length. Raises TransferError."""
-        array: npt.NDArray[np.uint8] = (await self.receive_tensor(num_bytes)).cpu().numpy()
-        return array.data
-
-    async def send_tensor(self, data: torch.Tensor) -> None:
-        """As `send`, of a contiguous uint8 tensor, [num_bytes]; work on it that is queued on the device's current
-        stream is waited for."""
-        if not data.numel():
-            return
-        ready = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
-        await self._call(lambda: self._send(data, ready))
-
-    async def receive_tensor(self, num_bytes: int) -> torch.Tensor:  # [num_bytes] uint8, on the pair's device
-        """As `receive`; all work on the tensor is done."""
         if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
-        received = await self._call(lambda: self._receive(num_bytes))
-        assert isinstance(received, torch.Tensor)
+            return memoryview(b"")
+        received: memoryview = await self._call(lambda: self._receive(num_bytes))
         return received
 
     def close(self) -> None:
@@ -223,16 +209,21 @@ class Pair:
             index = torch.device(self._device).index
             torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
         self._store = self._make_store()
-        with _no_exit_on_errors(self._backend):
-            self._group = open_group(
-                self._store, backend=self._backend, rank=self._rank, size=2, host=self._host, timeout=self._timeout
-            )
+        self._group = open_group(
+            self._store,
+            backend=self._backend,
+            rank=self._rank,
+            size=2,
+            host=self._host,
+            timeout=self._timeout,
+            outlives_peers=True,
+        )
         self._close_rendezvous()
         # Any process may connect to the interface: each side shows one half of the secret, the joining one first.
         halves = self._secret[:_SECRET_BYTES].encode(), self._secret[_SECRET_BYTES:].encode()
         if self._rank == 0:
             self._expect(halves[0])
-        self._send(_tensor_over(halves[1 - self._rank]), None)
+        self._send(_tensor_over(halves[1 - self._rank]))
         if self._rank == 1:
             self._expect(halves[1])
 
@@ -241,29 +232,23 @@ class Pair:
             self._store.close()
 
     def _expect(self, secret: bytes) -> None:
-        if not hmac.compare_digest(self._receive(len(secret)).cpu().numpy().tobytes(), secret):
+        if not hmac.compare_digest(bytes(self._receive(len(secret))), secret):
             raise RuntimeError("the other side does not know the secret")
 
-    def _send(self, data: torch.Tensor, ready: torch.cuda.Event | None) -> None:
-        if ready:
-            ready.wait()
-        data = data.to(self._device)
-        self._wait(self._whole_group.send([data], 1 - self._rank, 0))
+    def _send(self, data: torch.Tensor) -> None:  # [num_bytes] uint8
+        self._run("send", data.to(self._device))
 
-    def _receive(self, num_bytes: int) -> torch.Tensor:
+    def _receive(self, num_bytes: int) -> memoryview:
         received = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._wait(self._whole_group.recv([received], 1 - self._rank, 0))
-        return received
+        self._run("recv", received)
+        array: npt.NDArray[np.uint8] = received.cpu().numpy()
+        return array.data
 
-    @property
-    def _whole_group(self) -> Any:
+    def _run(self, name: str, tensor: torch.Tensor) -> None:
         if self._group is None:
             raise RuntimeError("not open")
-        return self._group
-
-    def _wait(self, work: Any) -> None:
         # Without a limit of its own a call of NCCL would only make the stream wait.
-        work.wait(timedelta(seconds=self._timeout))
+        getattr(self._group, name)([tensor], 1 - self._rank, 0).wait(timedelta(seconds=self._timeout))
 
 
 def _settle(future: _Future, result: Any, failure: Exception | None) -> None:
@@ -283,19 +268,3 @@ def _tensor_over(data: bytes | memoryview) -> torch.Tensor:  # [len(data)] uint8
         interface = array.__array_interface__ | {"data": (array.ctypes.data, False)}
         array = np.asarray(SimpleNamespace(__array_interface__=interface, array=array))
     return torch.from_numpy(array)
-
-
-@contextmanager
-def _no_exit_on_errors(backend: str) -> Iterator[None]:
-    """Makes the group of NCCL that is created within leave the process alive when a peer is lost. NCCL reads the
-    variable then."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    try:
-        if backend == "nccl":
-            os.environ[name] = "0"
-        yield
-    finally:
-        if backend == "nccl":
-            os.environ.pop(name)
-            os.environ.update({name: before} if before is not None else {})

@@ -28,7 +28,6 @@ from tandem.workers.transfer.endpoint import KvEndpoint
 from tandem.workers.transfer.frames import (
     CONNECTION_LOST,
     Announce,
-    Handshake,
     Message,
     Open,
     Pull,
@@ -496,7 +495,7 @@ async def test_streams_wait_for_a_slow_pair_and_fail_when_it_ends() -> None:
 
 # --- frames out of order ----------------------------------------------------------------------------------------------
 
-HELLO = Handshake(layout=LAYOUT.digest, transports={"gloo": {}})
+HELLO = Open(layout=LAYOUT.digest, transports={"gloo": {}})
 
 
 @pytest.mark.parametrize(
@@ -504,9 +503,9 @@ HELLO = Handshake(layout=LAYOUT.digest, transports={"gloo": {}})
     [
         ([], "fell silent"),
         ([Announce(stream=1, num_bytes=1, checksum=1)], "out of order"),
-        ([Handshake(layout=b"", transports={})], "layouts differ"),
+        ([Open(layout=b"", transports={})], "layouts differ"),
         ([HELLO, HELLO], "out of order"),
-        ([Handshake(layout=LAYOUT.digest, transports={"smoke": 7, "gloo": 7}), HELLO], "out of order"),
+        ([Open(layout=LAYOUT.digest, transports={"smoke": 7, "gloo": 7}), HELLO], "out of order"),
     ],
 )
 async def test_a_receiver_that_breaks_the_order_is_refused(messages: list[Message], text: str) -> None:
@@ -522,10 +521,10 @@ async def test_a_receiver_that_breaks_the_order_is_refused(messages: list[Messag
     [
         [],
         [Announce(stream=1, num_bytes=1, checksum=1)],
-        [Handshake(layout=b"", transports={"smoke": {}})],
-        [Handshake(layout=b"", transports={"shared": 7})],
-        [Handshake(layout=b"", transports={}), Announce(stream=1, num_bytes=1, checksum=1)],
-        [Handshake(layout=b"", transports={}), Handshake(layout=b"", transports={})],
+        [Open(layout=b"", transports={"smoke": {}})],
+        [Open(layout=b"", transports={"shared": 7})],
+        [Open(layout=b"", transports={}), Announce(stream=1, num_bytes=1, checksum=1)],
+        [Open(layout=b"", transports={}), Open(layout=b"", transports={})],
     ],
 )
 async def test_a_sender_that_breaks_the_order_is_left_alone(

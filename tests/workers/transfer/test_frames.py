@@ -18,7 +18,6 @@ from tandem.workers.transfer.frames import (
     BlockTable,
     Commit,
     Data,
-    Handshake,
     Message,
     Open,
     Pull,
@@ -42,7 +41,6 @@ def commit_of(first: list[tuple[int, float]], scored: bool, **values: Any) -> Co
 
 
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Open, layout=st.binary(max_size=16)),
     st.builds(BlockTable, entry=COUNTS, number=COUNTS),
     st.builds(
         Pull,
@@ -75,7 +73,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         num_tokens=COUNTS,
         prefix_hash=st.binary(max_size=32),
     ),
-    st.builds(Handshake, layout=st.binary(max_size=16), transports=st.dictionaries(NAMES, WORDS, max_size=4)),
+    st.builds(Open, layout=st.binary(max_size=16), transports=st.dictionaries(NAMES, WORDS, max_size=4)),
     st.builds(Announce, stream=COUNTS, num_bytes=COUNTS, checksum=COUNTS),
 )
 VALUES = st.recursive(
@@ -180,7 +178,7 @@ def test_a_header_longer_than_the_frame_is_refused() -> None:
 @pytest.mark.parametrize("transports", [["a"], "a", None, {b"a": 1}])
 def test_transports_without_names_are_refused(transports: object) -> None:
     with pytest.raises(TransferError, match="transports"):
-        decode(frame_of(["Handshake", b"t", 1, {"transports": transports, "layout": b""}]))
+        decode(frame_of(["Open", b"t", 1, {"transports": transports, "layout": b""}]))
 
 
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=7)
