@@ -195,7 +195,7 @@ asyncio.run(main())
 async def test_a_killed_or_silent_rank_is_noticed_within_a_second(
     folder: Path, prompts: list[list[int]], how: signal.Signals
 ) -> None:
-    """While the engine is idle, so that no collective could tell."""
+    """While the engine is idle, so that no collective could notice."""
     command = [sys.executable, "-c", RANK, str(folder)]
     rank = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
