@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from queue import Full
 
 import pytest
 
@@ -21,7 +22,7 @@ from tandem.tests.workers.engine.drive import (
 from tandem.tests.workers.engine.harness import SeqEvent, engine_config
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.engine import Engine, QueueFull
+from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
@@ -130,7 +131,7 @@ def test_full_queue_refuses_and_holds_nothing_of_it(worker: MakeWorker) -> None:
     target = worker(max_waiting=2)
     target.submit(spec(1))
     target.submit(spec(2))
-    with pytest.raises(QueueFull, match="2 sequences are waiting"):
+    with pytest.raises(Full, match="2 sequences are waiting"):
         target.engine.submit(spec(3))
     target.step()
     target.step()
