@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from queue import Full
 
 from ..proto import worker_pb2
 from ..proto.hashing import hash_prompt
-from .engine.engine import Engine, QueueFull
+from .engine.engine import Engine
 from .engine.events import Admitted, CacheChanged, Event, Failed, NewTokens, Preempted, PrefillFinished, Progress
 from .engine.plan import FirstTokens
 from .engine.sequence import SequenceSpec, Task
@@ -214,7 +215,7 @@ class RequestManager:
         """Submits to the engine, in its thread between two steps; the wait for it counts as queueing."""
         try:
             engine.submit(request.spec, submitted)
-        except QueueFull:
+        except Full:
             kind, message = worker_pb2.FAILURE_KIND_FULL, "queue full"
         except ValueError as error:
             kind, message = worker_pb2.FAILURE_KIND_INVALID, str(error)

@@ -16,7 +16,7 @@ import grpc.aio
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import bind, peer_server
 from .engine.block_pool import BlockState
-from .engine.config import Budgets, EngineConfig
+from .engine.config import Budgets
 from .engine.engine import Engine
 from .engine_thread import EngineThread
 from .malloc import keep_freed_memory
@@ -59,6 +59,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         role: str,
         frame_hook: FrameHook | None,
     ) -> None:
+        """See `serve`."""
         self.worker_id = worker_id
         self.role = role
         self.epoch = coordinator.epoch  # fences messages of earlier processes of this worker
@@ -66,21 +67,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.failed = asyncio.Event()  # then only `stop` may be called
         self._coordinator = coordinator
         self._rank = rank
-        self._budgets = config.budgets
-        engine = EngineConfig(
-            num_blocks=rank.num_blocks,
-            block_size=rank.block_size,
-            overlap=rank.launches_ahead,
-            budgets=config.budgets,
-        )
-        self._engine = Engine(rank.executor, engine)
-        limits = WorkerLimits(
-            vocab_size=rank.vocab_size,
-            context_tokens=min(rank.context_tokens, engine.capacity_tokens),
-            max_sequences=config.budgets.max_sequences,
-            eos_ids=rank.eos_ids,
-        )
-        self._context_tokens = limits.context_tokens
+        self._engine = Engine(rank.executor, rank.engine_config(config.budgets))
+        self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(
             self._engine, deliver=lambda events: self._requests.deliver(events), failed=self._fail
         )
@@ -93,6 +81,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             frame_hook=frame_hook,
         )
         self._kv = KvGroup(self._endpoint, coordinator.clients)
+        limits = WorkerLimits(
+            vocab_size=rank.vocab_size,
+            context_tokens=self._context_tokens,
+            max_sequences=config.budgets.max_sequences,
+            eos_ids=rank.eos_ids,
+        )
         self._requests = RequestManager(
             self._thread,
             self._kv,
@@ -204,8 +198,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             load=self.load(),
             draining=self._draining,
             tp=self._rank.kv.tp,
-            max_sequences=self._budgets.max_sequences,
-            mixed_chunk_tokens=self._budgets.mixed_chunk_tokens,
+            max_sequences=self._engine.config.budgets.max_sequences,
+            mixed_chunk_tokens=self._engine.config.budgets.mixed_chunk_tokens,
         )
 
     async def Session(

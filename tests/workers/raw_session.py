@@ -1,4 +1,4 @@
-"""A worker alone, and a Session stream to it as a test speaks it."""
+"""A worker alone, and a Session stream to it driven by a test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +31,7 @@ def submit(request_id: str = "a", **fields: Any) -> worker_pb2.Submit:
 
 
 class RawSession:
-    """A Session stream as the test speaks it."""
+    """A Session stream driven by the test."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call = worker_stub(channel).Session()
@@ -93,7 +93,7 @@ async def worker_of(rank: Rank, role: str = "decode", **config: Any) -> AsyncIte
 
 
 async def idle(worker: Worker) -> worker_pb2.GetStatusResponse:
-    """Waits until the worker holds nothing for anybody."""
+    """Waits until the worker holds nothing for any request."""
     async with asyncio.timeout(5), peer_channel(worker.address) as channel:
         while True:
             status: worker_pb2.GetStatusResponse = await worker_stub(channel).GetStatus(worker_pb2.GetStatusRequest())

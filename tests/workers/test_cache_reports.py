@@ -1,4 +1,4 @@
-"""What routers hear of a worker's prefix cache: everything, once, whenever their session began."""
+"""A worker's reports of its prefix cache: each change once, whenever the session began."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tandem.workers.worker import Worker
 
 
 def known(session: RawSession) -> set[bytes]:
-    """What the messages read say is cached; each block is said to come only if it was gone, and to go only if there."""
+    """The cached blocks by the messages read; each is stored only if it was absent and evicted only if present."""
     found: set[bytes] = set()
     for message in session.messages:
         assert found.isdisjoint(message.cache.stored)
@@ -21,7 +21,7 @@ def known(session: RawSession) -> set[bytes]:
 
 
 async def cached(worker: Worker) -> set[bytes]:
-    """What is cached, once no job is left to change it."""
+    """What is cached, once no request is left to change it."""
     await idle(worker)
     hashes = worker._engine.cached_hashes()
     assert len(hashes) == len(set(hashes)) == worker.load().cached_blocks
@@ -29,7 +29,7 @@ async def cached(worker: Worker) -> set[bytes]:
 
 
 async def follow(session: RawSession, hashes: set[bytes]) -> None:
-    """Reads until the session has told exactly these."""
+    """Reads until the session has reported exactly these."""
     async with asyncio.timeout(10):
         while known(session) != hashes:
             assert await session.read() is not None

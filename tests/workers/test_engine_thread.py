@@ -14,7 +14,7 @@ from tandem.workers.engine_thread import EngineThread
 
 
 class PlayedEngine:
-    """Has work for as many steps as it is told; a step returns its number as an event."""
+    """Has work for as many steps as `steps_left`; a step returns its number as an event."""
 
     def __init__(self) -> None:
         self.steps_left = 0
@@ -145,7 +145,7 @@ async def test_stop_while_busy_ends_after_the_step() -> None:
     assert one.engine.steps_left > 0
 
 
-async def test_a_step_that_raises_ends_the_thread_and_says_so_once() -> None:
+async def test_a_step_that_raises_ends_the_thread_and_fails_once() -> None:
     one = Running()
     one.engine.fault = ValueError("broken")
     one.thread.start()

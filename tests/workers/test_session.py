@@ -49,7 +49,7 @@ async def test_outputs_of_one_turn_leave_together_and_in_order() -> None:
     assert [(output.request_id, output.attempt) for output in message.outputs] == [("b", 2)]
 
 
-async def test_a_closed_session_gives_what_is_queued_and_then_ends() -> None:
+async def test_a_closed_session_sends_queued_outputs_and_then_ends() -> None:
     session = RouterSession()
     session.put(("a", 1), failure=worker_pb2.Failure())
     session.close()
@@ -59,7 +59,7 @@ async def test_a_closed_session_gives_what_is_queued_and_then_ends() -> None:
         assert await session.take() is None
 
 
-async def test_close_wakes_who_waits() -> None:
+async def test_close_wakes_a_waiting_take() -> None:
     session = RouterSession()
     waiting = asyncio.ensure_future(session.take())
     await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_close_wakes_who_waits() -> None:
 # --- the prefix cache ----------------------------------------------------------------------------------------------
 
 
-async def test_changes_before_the_whole_cache_is_told_are_in_it() -> None:
+async def test_changes_before_the_first_cache_report_are_in_it() -> None:
     session = RouterSession()
     session.change_cache([b"early"], [])
     assert await queued(session) is None
@@ -84,7 +84,7 @@ async def test_changes_before_the_whole_cache_is_told_are_in_it() -> None:
     assert (list(cache.stored), list(cache.evicted)) == ([b"a"], [b"b"])
 
 
-async def test_what_is_undone_before_it_was_told_is_not_told() -> None:
+async def test_a_change_that_is_undone_before_it_was_sent_is_not_sent() -> None:
     session = RouterSession()
     session.start_cache_reports([b"old"])
     await taken(session)
@@ -212,7 +212,7 @@ async def test_a_long_prompts_scores_hold_up_their_own_request_and_no_other(monk
     assert outputs[2].failure.message == "after all"
 
 
-async def test_a_closed_session_gives_what_is_not_complete_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_session_sends_unfinished_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_MAX_LOGPROBS", 10)
     session = RouterSession()
     session.put_tokens(("a", 1), 0, scored_token(95))

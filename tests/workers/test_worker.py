@@ -1,4 +1,4 @@
-"""One worker alone, spoken to over its gRPC service as a router or another worker would."""
+"""One worker alone, through its gRPC service."""
 
 import asyncio
 import subprocess
@@ -79,7 +79,7 @@ async def test_an_empty_command_and_a_cancel_of_nothing_change_nothing() -> None
         await session.until(ended)
 
 
-async def test_a_full_queue_and_a_pool_too_small_are_told_apart() -> None:
+async def test_a_full_queue_and_a_pool_too_small_are_different_failures() -> None:
     rank = fake_rank(num_blocks=8, step_seconds=0.01)
     async with worker_of(rank, max_sequences=1, max_waiting=1) as (worker, session):
         assert worker.info().context_tokens == 8 * 16
@@ -139,7 +139,7 @@ async def test_a_cancelled_request_is_silent_and_frees_all(task: int) -> None:
 # --- the engine fails ----------------------------------------------------------------------------------------------
 
 
-async def test_a_failed_engine_tells_everybody_at_once() -> None:
+async def test_a_failed_engine_fails_every_request_at_once() -> None:
     rank = fake_rank(step_seconds=0.002)
     worker = await Worker.serve(rank, worker_config(), worker_id="worker", role="decode")
     async with peer_channel(worker.address) as channel:
@@ -185,7 +185,7 @@ async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> Non
         assert time.monotonic() - began < 10  # it does not wait for routers that have nothing there
 
 
-async def test_a_draining_prefill_worker_still_gives_its_cache_away() -> None:
+async def test_a_draining_prefill_worker_still_sends_its_kv_cache() -> None:
     """The decode worker may open its stream after the drain has begun."""
     ranks = iter([fake_rank(step_seconds=0.02), fake_rank()])
     async with fleet(1, 1, rank=lambda role: next(ranks), chunk_tokens=16) as running:
@@ -246,7 +246,7 @@ async def prefilled(session: RawSession) -> worker_pb2.KvHandle:
     return admitted.admitted.kv
 
 
-async def test_cache_that_nobody_comes_for_is_freed() -> None:
+async def test_an_expired_lease_is_freed() -> None:
     rank = fake_rank()
     async with worker_of(rank, "prefill", lease_seconds=0.05) as (worker, session):
         handle = await prefilled(session)

@@ -103,13 +103,13 @@ async def compare(options: argparse.Namespace) -> str:
             for early, seconds in waits.items():
                 name = f"{turn} {early}"
                 prompt = random.Random(name).choices(range(vocab_size), k=options.prompt_tokens)
-                wait, joined = await measure(source, target, prompt, name, early=early)
+                wait, received = await measure(source, target, prompt, name, early=early)
                 if turn >= 0:
                     seconds.append(wait)
     overlapped, alone = (statistics.median(waits[early]) for early in (True, False))
     return (
-        f"{options.prompt_tokens} prompt tokens, {joined.transfer_bytes / 1e6:.1f} MB of KV cache over "
-        f"{joined.transport}, medians of {options.repeat}\n"
+        f"{options.prompt_tokens} prompt tokens, {received.transfer_bytes / 1e6:.1f} MB of KV cache over "
+        f"{received.transport}, medians of {options.repeat}\n"
         f"wait of a transfer that begins when the prefill is done  {1000 * alone:6.1f} ms\n"
         f"wait of one that runs beside it                          {1000 * overlapped:6.1f} ms\n"
         f"share that is left                                       {overlapped / alone:6.0%}"

@@ -5,6 +5,7 @@ Knows nothing of tokenization, text, networks or where its plans are carried out
 
 import time
 from collections.abc import Callable
+from queue import Full
 from typing import Final
 
 from .block_pool import BlockState
@@ -16,10 +17,6 @@ from .scheduler import Scheduler
 from .sequence import SequenceSpec
 
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
-
-
-class QueueFull(Exception):
-    """Reports that the queue has reached its bound."""
 
 
 class Engine:
@@ -42,7 +39,8 @@ class Engine:
     def submit(self, spec: SequenceSpec, submitted: float | None = None) -> None:
         """Queues a sequence, whose queue time counts from `submitted` by the engine's clock, else from now.
 
-        Raises QueueFull, and ValueError if the sequence does not fit even alone; then the engine holds nothing of it.
+        Raises queue.Full if max_waiting sequences wait, and ValueError if the sequence does not fit even alone; then
+        the engine holds nothing of it.
         """
         budgets = self.config.budgets
         if not self.scheduler.fits(spec):
@@ -50,7 +48,7 @@ class Engine:
             capacity = f"{self.config.capacity_tokens} tokens, {budgets.max_sequences} sequences"
             raise ValueError(f"{times}{len(spec.tokens)} + {spec.max_tokens} tokens exceed the capacity of {capacity}")
         if len(self.requests.waiting) >= budgets.max_waiting:
-            raise QueueFull(f"{budgets.max_waiting} sequences are waiting")
+            raise Full(f"{budgets.max_waiting} sequences are waiting")
         self.requests.add(spec, submitted)
 
     def cancel(self, sequence_id: int) -> None:

@@ -66,6 +66,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens whose KV the step computes."""
         return sum(len(step.token_ids) for step in self.sequences)
 
     @property

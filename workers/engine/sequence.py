@@ -156,6 +156,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Known tokens."""
         return len(self.tokens)
 
     @property
@@ -181,10 +182,12 @@ class Sequence:
 
     @property
     def max_blocks(self) -> int:
+        """Blocks for the longest that this sequence can become here."""
         return -(-self.max_length // self.block_size)
 
     @property
     def num_prompt_blocks(self) -> int:
+        """Blocks for the tokens that were submitted."""
         return -(-len(self.spec.tokens) // self.block_size)
 
     def move(self, state: State) -> None:

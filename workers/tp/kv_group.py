@@ -7,6 +7,7 @@ class without clients and obey rank 0's commands.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...proto import worker_pb2
 from ..engine.plan import FirstTokens
@@ -48,20 +49,22 @@ class KvGroup:
         offer = worker_pb2.OfferKv(
             transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, prefix_hash=prefix_hash
         )
-        self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, offer_kv=offer))
+        if self._clients:
+            self._commanded.add(sequence_id)
+        self._command(sequence_id, offer_kv=offer)
 
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
         """Reports that an offer's first num_ready tokens are computed, and the first num_ahead in the first num_layers
         layers. This holds on every rank, since each layer ends with a collective."""
         self._endpoint.sender.progress(sequence_id, num_ready, num_ahead, num_layers)
         progress = worker_pb2.KvProgress(num_ready=num_ready, num_ahead=num_ahead, num_layers=num_layers)
-        self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
+        self._command(sequence_id, kv_progress=progress)
 
     def complete(self, sequence_id: int, first: FirstTokens) -> None:
         """Reports that an offer's prefill is finished."""
         self._endpoint.sender.complete(sequence_id, first)
         progress = worker_pb2.KvProgress(first_tokens=first.tokens, first_logprobs=first.logprobs)
-        self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_progress=progress))
+        self._command(sequence_id, kv_progress=progress)
 
     def fetch(self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes) -> "asyncio.Task[FetchResult]":
         """Fetches every rank's part of a KV cache once `set_target` is called; only then rank 0 acknowledges it.
@@ -70,7 +73,7 @@ class KvGroup:
         rank writes any more."""
         fetch = worker_pb2.FetchKv(kv=handle, prefix_hash=prefix_hash)
         parts = [client.fetch(sequence_id, fetch) for client in self._clients]
-        if parts:
+        if self._clients:
             self._commanded.add(sequence_id)
         request = FetchRequest.of_handle(handle, prefix_hash)
         target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
@@ -81,8 +84,7 @@ class KvGroup:
         """Sets the blocks for a fetch and the number of tokens that the prefix cache holds already."""
         if sequence_id in self._targets:
             self._targets.pop(sequence_id).set_result(FetchTarget(blocks=blocks, num_cached=num_cached))
-            target = worker_pb2.KvTarget(blocks=blocks, num_cached=num_cached)
-            self._command(worker_pb2.RankControlRequest(sequence_id=sequence_id, kv_target=target))
+            self._command(sequence_id, kv_target=worker_pb2.KvTarget(blocks=blocks, num_cached=num_cached))
 
     def stop(self, sequence_id: int, then: Callable[[], None]) -> None:
         """Ends all transfers of a sequence. Calls `then` as soon as no rank reads or writes its blocks any more, which
@@ -111,12 +113,11 @@ class KvGroup:
         await asyncio.gather(*self._fetches.values(), *self._stopping, return_exceptions=True)
         await self._endpoint.close()
 
-    def _command(self, command: worker_pb2.RankControlRequest) -> None:
-        if command.HasField("offer_kv") and self._clients:
-            self._commanded.add(command.sequence_id)
-        if command.sequence_id in self._commanded:
+    def _command(self, sequence_id: int, **command: Any) -> None:
+        """Sends one command to the clients, unless they have no transfer of the sequence."""
+        if sequence_id in self._commanded:
             for client in self._clients:
-                client.send(command)
+                client.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
 
     async def _fetch(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
 from ..model.device import enter_device
@@ -58,6 +59,12 @@ class Rank:
     # Compiles a grammar, which sequences find compiled as long as the result is referenced. From any thread; raises
     # ValueError, whose text may be shown to a user.
     load_grammar: Callable[[str], object] | None = None
+
+    def engine_config(self, budgets: Budgets) -> EngineConfig:
+        """Returns the configuration of the engine that runs on this rank."""
+        return EngineConfig(
+            num_blocks=self.num_blocks, block_size=self.block_size, overlap=self.launches_ahead, budgets=budgets
+        )
 
 
 def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker, engine_config
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, engine_config
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.events import Admitted, Event, NewTokens
 from tandem.workers.engine.fake import expected_tokens
@@ -74,9 +74,9 @@ def fill(target: Worker, admitted: Admitted, tokens: tuple[int, ...], source: Wo
     return first
 
 
-def run(target: Worker, max_steps: int = 100) -> list[Told]:
+def run(target: Worker, max_steps: int = 100) -> list[SeqEvent]:
     """Steps until there is no work."""
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     for _ in range(max_steps):
         if not target.engine.has_work:
             return events

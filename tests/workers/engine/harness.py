@@ -27,7 +27,7 @@ from tandem.workers.kv_cache.layout import KvSpan
 
 VOCAB_SIZE = 16
 
-Told = Admitted | Progress | NewTokens | PrefillFinished | Preempted | Failed
+SeqEvent = Admitted | Progress | NewTokens | PrefillFinished | Preempted | Failed
 """Events of sequences."""
 
 
@@ -56,7 +56,7 @@ class RecordingExecutor(FakeExecutor):
 
 
 class LateExecutor(RecordingExecutor):
-    """The slowest of devices: a step begins when somebody waits for its tokens. Writes of KV cache from outside come
+    """The slowest of devices: a step begins when its tokens are collected. Writes of KV cache from outside come
     after the steps launched before them, and reads do not wait for anything."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -111,7 +111,7 @@ class Worker:
     def sequences(self) -> dict[int, EngineSequence]:
         return self.engine.requests.sequences
 
-    def step(self) -> list[Told]:
+    def step(self) -> list[SeqEvent]:
         """Events of the cache are checked here and go no further."""
         num_plans = len(self.executor.plans)
         early: list[Event] = []
@@ -156,8 +156,10 @@ class Worker:
         self.engine.check_integrity()
         assert sum(self.engine.blocks().values()) == self.config.num_blocks
         assert self.engine.requests.num_holding <= self.config.budgets.max_sequences
-        told = self.engine.cached_hashes()
-        assert (len(told), set(told)) == (len(self.cached), self.cached), "a new session would not know what is cached"
+        reported = self.engine.cached_hashes()
+        assert (len(reported), set(reported)) == (len(self.cached), self.cached), (
+            "a new session would get another cache"
+        )
         salt_of: dict[int, bytes] = {}
         for number, sequence in self.sequences.items():
             assert number == sequence.spec.id
@@ -179,7 +181,7 @@ class Worker:
 
     def _check_cached(self, event: Admitted) -> None:
         """What the prefix cache gave was computed for, or generated after, the same tokens of the same tenant, and can
-        be read when it is told."""
+        be read when it is reported."""
         spec = self.specs[event.id]
         prefix = spec.tokens[: event.num_cached]
         found = self.executor.kv.history(event.blocks, event.num_cached)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
@@ -77,7 +77,7 @@ def best_hypotheses(
 
 
 class Pair:
-    """Leads requests through a prefill and a decode worker as a router would."""
+    """Routes requests through a prefill and a decode worker as a router would."""
 
     def __init__(self, prefill: EngineConfig, decode: EngineConfig, *, late: bool = False) -> None:
         self.prefill, self.decode = Worker(prefill, late=late), Worker(decode, late=late)
@@ -107,7 +107,7 @@ class Pair:
         self._end(request)
 
     def cancel_choice(self, request: Request, number: int) -> None:
-        """Idempotent, as a client's impatience is not."""
+        """Idempotent."""
         for worker, first in self._places(request):
             worker.engine.cancel_choice(first, number)
             worker.check()
@@ -115,7 +115,7 @@ class Pair:
         self._end_if_over(request)
 
     def states(self, request: Request) -> list[State]:
-        """Where the request stands on the workers that know it."""
+        """The request's states on the workers that have it."""
         found = [worker.sequences.get(i) for worker, first in self._places(request) for i in self._ids(request, first)]
         return [sequence.state for sequence in found if sequence is not None]
 
@@ -124,7 +124,7 @@ class Pair:
         self._drop(request)
         self._restart(request)
 
-    def step(self, worker: Worker) -> list[Told]:
+    def step(self, worker: Worker) -> list[SeqEvent]:
         events = worker.step()
         for event in events:
             self._handle(worker, event)
@@ -183,7 +183,7 @@ class Pair:
         worker.submit(spec)
         return spec.id
 
-    def _handle(self, worker: Worker, event: Told) -> None:
+    def _handle(self, worker: Worker, event: SeqEvent) -> None:
         owners = [(r, first) for r in self.active for w, first in self._places(r) if w is worker]
         owners = [(r, first) for r, first in owners if event.id in self._ids(r, first)]
         assert len(owners) == 1, f"{event} is of no request that lives"
@@ -226,8 +226,8 @@ class Pair:
         assert (event.finish is not None) == (len(request.tokens) == len(request.expected))
 
     def _take_choice(self, worker: Worker, request: Request, number: int, event: NewTokens) -> None:
-        """A choice that ended with its first token on the prefill worker ends so once more when it joins the other,
-        unless that has been told; here of the odd ones."""
+        """A choice that ended with its first token on the prefill worker ends so once more when the other commits it,
+        unless it is cancelled there; here the odd ones are."""
         choice = request.choices[number]
         if worker is self.decode and choice.expected == choice.tokens == [*event.token_ids] and number % 2 == 0:
             assert (event.first_index, event.finish is not None) == (0, True)

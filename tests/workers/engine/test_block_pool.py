@@ -23,7 +23,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.leased: list[list[int]] = []
         self.digest_of: dict[int, bytes] = {}
         self.cached: list[int] = []
-        self.told: set[bytes] = set()  # the digests, as the changes say
+        self.reported: set[bytes] = set()  # the digests, as the changes say
 
     def pick(self, data: st.DataObject, groups: list[list[int]]) -> list[int]:
         return groups.pop(data.draw(st.integers(0, len(groups) - 1)))
@@ -32,7 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
         return {block for group in self.reserved + self.owned + self.leased for block in group}
 
     def let_go(self, blocks: list[int]) -> None:
-        """The model's view of an ended hold: the last block becomes the oldest of those that nobody holds now."""
+        """The model's view of a release: the last block becomes the oldest of those without an owner."""
         self.cached += [b for b in reversed(blocks) if b not in self.held() and b in self.digest_of]
 
     @rule(count=st.integers(0, 5))
@@ -105,12 +105,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def take_changes(self) -> None:
-        assert set(self.pool.reported_hashes()) == self.told
+        assert set(self.pool.reported_hashes()) == self.reported
         stored, evicted = self.pool.take_changes()
-        assert not set(stored) & self.told
-        assert set(evicted) <= self.told
-        self.told = (self.told | set(stored)) - set(evicted)
-        assert self.told == set(self.digest_of.values())
+        assert not set(stored) & self.reported
+        assert set(evicted) <= self.reported
+        self.reported = (self.reported | set(stored)) - set(evicted)
+        assert self.reported == set(self.digest_of.values())
         assert self.pool.take_changes() == ((), ())
 
     @invariant()

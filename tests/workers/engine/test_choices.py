@@ -18,7 +18,7 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told, Worker
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.events import Admitted, Event, NewTokens, Preempted, PrefillFinished, Progress
 from tandem.workers.engine.fake import expected_choices
@@ -63,8 +63,8 @@ def test_choices_are_what_sequences_with_their_seeds_are(
         apart.submit(spec(1 + choice, prompt, max_tokens=max_tokens, sampling=sampling))
     ours, theirs = run(together), run(apart)
     assert choices_of(ours, 1, n) == choices_of(theirs, 1, n) == wanted(n, max_tokens, prompt, seed)
-    told = [(e.id, e.first_index, e.finish) for e in ours if isinstance(e, NewTokens)]
-    assert sorted(told, key=lambda t: t[:2]) == sorted(
+    reported = [(e.id, e.first_index, e.finish) for e in ours if isinstance(e, NewTokens)]
+    assert sorted(reported, key=lambda t: t[:2]) == sorted(
         ((e.id, e.first_index, e.finish) for e in theirs if isinstance(e, NewTokens)), key=lambda t: t[:2]
     )
     assert together.executor.num_tokens == length + n * (max_tokens - 1), "the prompt once, and each token once"
@@ -118,12 +118,10 @@ def test_choices_that_end_with_their_first_token_never_become_sequences(worker: 
 
 @pytest.mark.parametrize("cancelled", [0, 1, 3])
 @pytest.mark.parametrize("steps", range(5))
-def test_a_cancelled_choice_is_never_heard_of_and_the_others_are(
-    worker: MakeWorker, cancelled: int, steps: int
-) -> None:
+def test_a_cancelled_choice_has_no_event_and_the_others_have(worker: MakeWorker, cancelled: int, steps: int) -> None:
     target = worker(chunk_tokens=4)
     target.submit(spec(1, num_choices=4, max_tokens=6))
-    before: list[Told] = []
+    before: list[SeqEvent] = []
     for _ in range(steps):
         before += target.step()
     target.engine.cancel_choice(1, cancelled)
@@ -167,8 +165,8 @@ def test_a_prefill_reports_all_first_tokens_and_then_its_end(worker: MakeWorker)
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, stop_ids=(firsts[1],)))
     events = [event for event in run(target) if isinstance(event, NewTokens | PrefillFinished)]
-    told = [(event.id, *event.token_ids) for event in events[:3] if isinstance(event, NewTokens)]
-    assert told == [(1, firsts[0]), (2, firsts[1]), (3, firsts[2])]
+    reported = [(event.id, *event.token_ids) for event in events[:3] if isinstance(event, NewTokens)]
+    assert reported == [(1, firsts[0]), (2, firsts[1]), (3, firsts[2])]
     assert finish_of(events, 2) == [FinishReason.STOP]
     opened = events[3]
     assert isinstance(opened, PrefillFinished)
@@ -179,7 +177,7 @@ def test_a_prefill_reports_all_first_tokens_and_then_its_end(worker: MakeWorker)
     target.check_idle()
 
 
-def test_prefill_whose_choices_all_end_opens_nothing(worker: MakeWorker) -> None:
+def test_a_prefill_whose_choices_all_finish_leases_nothing(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(1, task=Task.PREFILL, num_choices=3, max_tokens=1))
     events = run(target)
@@ -194,7 +192,7 @@ def imported(target: Worker, number: int, n: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("growth", [0, 100])
-def test_an_import_is_forked_when_it_joins(worker: MakeWorker, growth: int) -> None:
+def test_a_committed_import_is_forked(worker: MakeWorker, growth: int) -> None:
     want = wanted(4, 5)
     target = worker(growth_tokens=growth)
     imported(target, 1, 4, max_tokens=5)
@@ -205,7 +203,7 @@ def test_an_import_is_forked_when_it_joins(worker: MakeWorker, growth: int) -> N
     target.check_idle()
 
 
-def test_an_import_says_which_choices_have_ended_and_forks_the_others(worker: MakeWorker) -> None:
+def test_an_import_reports_finished_choices_and_forks_the_others(worker: MakeWorker) -> None:
     want = wanted(4, 5)
     stop = want[0][0]
     ended = [choice for choice in range(3) if want[choice][0] == stop]
@@ -234,7 +232,7 @@ def test_a_preempted_choice_ends_alone_and_goes_on_alone_with_the_same_tokens(wo
     want = wanted(3, 9, PROMPT[:4])
     target = worker(num_blocks=8, block_size=2, growth_tokens=0, prefix_caching=False)
     target.submit(spec(1, PROMPT[:4], max_tokens=9, num_choices=3))
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     while not (gone := [event.id for event in events if isinstance(event, Preempted)]):
         events += target.step()
     assert gone == [3], "the newest"
@@ -248,7 +246,7 @@ def test_a_preempted_choice_ends_alone_and_goes_on_alone_with_the_same_tokens(wo
     assert resumed in ([3], [3, 2])
 
 
-def test_choices_preempted_before_the_fork_are_told_of_one_by_one(worker: MakeWorker) -> None:
+def test_choices_preempted_before_the_fork_are_reported_one_by_one(worker: MakeWorker) -> None:
     target = worker(num_blocks=6, block_size=2, growth_tokens=0, chunk_tokens=4, mixed_chunk_tokens=1)
     target.submit(spec(1, PROMPT[:4], max_tokens=9))
     events = target.step()
@@ -302,8 +300,8 @@ def test_nobody_gets_the_block_that_a_copy_is_from_before_the_copy(worker: MakeW
     target.submit(spec(10, tuple(range(20, 36)), task=Task.DECODE, max_tokens=1))
     filled: list[int] = []
 
-    def early(told: list[Event]) -> None:
-        for event in told:
+    def early(reported: list[Event]) -> None:
+        for event in reported:
             if isinstance(event, Admitted):
                 filled.extend(event.blocks)
                 fill(target, event, tuple(range(20, 36)))
@@ -323,9 +321,9 @@ def test_a_grammar_waits_for_each_token_and_gets_its_history_at_first(worker: Ma
     events = run(target)
     assert choices_of(events, 1, 2) == wanted(2, 4)
     steps = [step for plan in target.executor.plans for step in plan.sequences]
-    told = [(s.sequence_id, s.history, s.num_prompt) for s in steps if s.sampling]
+    reported = [(s.sequence_id, s.history, s.num_prompt) for s in steps if s.sampling]
     firsts = [tokens[0] for tokens in wanted(2, 1)]
-    assert told == [
+    assert reported == [
         (1, PROMPT, 10),
         (9, (7, 7, 7), 2),
         (1, (*PROMPT, firsts[0]), 10),

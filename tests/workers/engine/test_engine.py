@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from queue import Full
 
 import pytest
 
@@ -18,10 +19,10 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
-from tandem.tests.workers.engine.harness import Told, engine_config
+from tandem.tests.workers.engine.harness import SeqEvent, engine_config
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
-from tandem.workers.engine.engine import Engine, QueueFull
+from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
 from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
@@ -48,7 +49,7 @@ def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own(worke
     target.submit(spec(1, PROMPT[:3], max_tokens=8))
     target.step()
     target.submit(spec(2))
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     for chunk in (4, 4, 2):
         events += target.step()
         steps = target.executor.plans[-1].sequences
@@ -130,7 +131,7 @@ def test_full_queue_refuses_and_holds_nothing_of_it(worker: MakeWorker) -> None:
     target = worker(max_waiting=2)
     target.submit(spec(1))
     target.submit(spec(2))
-    with pytest.raises(QueueFull, match="2 sequences are waiting"):
+    with pytest.raises(Full, match="2 sequences are waiting"):
         target.engine.submit(spec(3))
     target.step()
     target.step()
@@ -153,7 +154,7 @@ def test_what_could_never_run_is_refused_and_the_longest_that_can_runs(worker: M
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_stop_token_ends_the_sequence_and_is_told(worker: MakeWorker, position: int) -> None:
+def test_a_stop_token_finishes_the_sequence_and_is_reported(worker: MakeWorker, position: int) -> None:
     want = expected(PROMPT, 8)
     position = want.index(want[position])
     target = worker()
@@ -224,30 +225,30 @@ def test_only_the_moves_of_the_table_are_possible() -> None:
 
 
 def test_early_events_come_before_the_computation_and_once() -> None:
-    told: list[Event] = []
+    reported: list[Event] = []
 
     class Executor(FakeExecutor):
         def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
-            assert [type(event) for event in told] == [Admitted]
+            assert [type(event) for event in reported] == [Admitted]
             return super().launch(plan, on_layers)
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
-    assert [type(event) for event in engine.step(told.extend)] == [NewTokens, CacheChanged]
+    assert [type(event) for event in engine.step(reported.extend)] == [NewTokens, CacheChanged]
     engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4))
     engine.submit(spec(1))
     assert [type(event) for event in engine.step()] == [Admitted, NewTokens, CacheChanged]
 
 
-def test_layers_of_a_long_prefill_are_told_while_it_runs() -> None:
-    told: list[Event] = []
+def test_layers_of_a_long_prefill_are_reported_while_it_runs() -> None:
+    reported: list[Event] = []
     engine = Engine(FakeExecutor(64, 16), engine_config(num_blocks=64, block_size=16, chunk_tokens=200))
     engine.submit(spec(1, tuple(range(300)), task=Task.PREFILL))
     engine.submit(spec(2, tuple(range(9)), task=Task.PREFILL))
     engine.submit(spec(3, tuple(range(400, 700))))
     for _ in range(4):
-        engine.step(told.extend)
-    assert [event for event in told if isinstance(event, Progress)] == [
+        engine.step(reported.extend)
+    assert [event for event in reported if isinstance(event, Progress)] == [
         Progress(id=1, num_computed=0, num_ahead=200, num_layers=1),
         Progress(id=1, num_computed=0, num_ahead=200, num_layers=2),
     ]  # not of the 100 tokens of its second step, nor of the short one, nor of one whose cache nobody waits for

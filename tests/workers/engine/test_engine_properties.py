@@ -104,7 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.pair.lose_lease(data.draw(st.sampled_from([r for r in self.pair.active if r.num_pulled is not None])))
 
     @invariant()
-    def books_balance(self) -> None:
+    def integrity_holds(self) -> None:
         self.pair.prefill.check()
         self.pair.decode.check()
 

@@ -1,9 +1,9 @@
-"""Sequences that their executor gives up: each ends as a failure and holds nothing, and the others go on."""
+"""Sequences that their executor fails: each ends as a failure and holds nothing, and the others go on."""
 
 import pytest
 
 from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, expected, finish_of, run, spec, tokens_of
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, Told
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent
 from tandem.workers.engine.events import Admitted, Failed, Progress
 from tandem.workers.engine.fake import expected_choices
 from tandem.workers.engine.plan import SamplingParams
@@ -12,7 +12,7 @@ from tandem.workers.engine.sequence import FinishReason, Task
 BOUND = SamplingParams(temperature=0.5, grammar="g")
 
 
-def failures(events: list[Told]) -> list[tuple[int, str]]:
+def failures(events: list[SeqEvent]) -> list[tuple[int, str]]:
     return [(event.id, event.reason) for event in events if isinstance(event, Failed)]
 
 
@@ -28,9 +28,9 @@ def test_it_ends_without_another_token_and_its_neighbour_goes_on(
     target.executor.failing[1] = "grammar: broken"
     events += run(target)
     assert failures(events) == [(1, "grammar: broken")]
-    told = tokens_of(events, 1)
-    assert len(told) < 9
-    assert told == expected(PROMPT, 9)[: len(told)]
+    reported = tokens_of(events, 1)
+    assert len(reported) < 9
+    assert reported == expected(PROMPT, 9)[: len(reported)]
     assert finish_of(events, 1) == []
     assert tokens_of(events, 2) == expected(PROMPT[::-1], 9)
     assert finish_of(events, 2) == [FinishReason.LENGTH]
@@ -52,16 +52,16 @@ def test_choices_that_are_none_yet_fail_together(worker: MakeWorker) -> None:
 def test_after_the_fork_each_choice_fails_alone(worker: MakeWorker, failing: int) -> None:
     target = worker()
     target.submit(spec(1, max_tokens=9, num_choices=3, sampling=BOUND))
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     while not tokens_of(events, 3):
         events += target.step()
     target.executor.failing[failing] = "why"
     events += run(target)
     assert failures(events) == [(failing, "why")]
     for number, tokens in enumerate(expected_choices(PROMPT, 3, 9, VOCAB_SIZE), start=1):
-        told = tokens_of(events, number)
-        assert told == (tokens[: len(told)] if number == failing else tokens)
-        assert (len(told) < 9) == (number == failing)
+        reported = tokens_of(events, number)
+        assert reported == (tokens[: len(reported)] if number == failing else tokens)
+        assert (len(reported) < 9) == (number == failing)
     target.check_idle()
 
 

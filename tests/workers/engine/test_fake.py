@@ -232,7 +232,7 @@ def test_a_block_that_is_copied_is_no_target() -> None:
         computed().execute(StepPlan(sequences=(), dropped=(), copies=((3, 5), (5, 6))))
 
 
-def test_several_draws_are_of_seeds_in_a_row() -> None:
+def test_several_samples_use_consecutive_seeds() -> None:
     step = plan(TOKENS, blocks=(0, 1)).sequences[0]
     executor = FakeExecutor(8, BLOCK_SIZE)
     step = replace(step, num_samples=3, sampling=SamplingParams(seed=2**64 - 1))

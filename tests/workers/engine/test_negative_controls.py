@@ -172,7 +172,7 @@ def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest
         return step
 
     monkeypatch.setattr(Scheduler, "_step", eager)
-    monkeypatch.setattr(Worker, "check", lambda worker: None)  # the books alone would show it, too
+    monkeypatch.setattr(Worker, "check", lambda worker: None)  # the integrity check would catch it, too
     pair = Pair(replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True)
     for _ in range(2):
         pair.submit(Request((1, 2, 3, 4, 5, 6, 7), 2, split=True))
@@ -180,7 +180,7 @@ def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest
         pair.drain()
 
 
-def test_progress_told_when_it_is_scheduled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reported_when_it_is_scheduled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Scheduler.update
 
     def hasty(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
@@ -229,7 +229,7 @@ def test_step_beyond_the_last_token_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that tells the token which the step in flight samples for a sequence that was cancelled."""
+    """An engine that reports the token that the step in flight samples for a sequence that was cancelled."""
     update = Scheduler.update
 
     def loud(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:

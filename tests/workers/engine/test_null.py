@@ -23,7 +23,7 @@ def test_tokens_roll_over_all_sequences() -> None:
     engine.check_integrity()
 
 
-def test_a_step_takes_as_long_as_it_is_told() -> None:
+def test_a_step_takes_its_step_seconds() -> None:
     engine = Engine(NullExecutor(step_seconds=0.05), EngineConfig(num_blocks=16, block_size=4))
     engine.submit(spec(1, PROMPT, max_tokens=3))
     begin = time.perf_counter()

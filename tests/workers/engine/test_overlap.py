@@ -1,4 +1,4 @@
-"""A step is scheduled while the one before it runs: what is known when, and what a sequence's end leaves in flight."""
+"""A step is scheduled while the last one runs: what is known when, and what a finished sequence leaves in flight."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
-from tandem.tests.workers.engine.harness import LateExecutor, Told, Worker
+from tandem.tests.workers.engine.harness import LateExecutor, SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
@@ -53,11 +53,11 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
             calls.append("launch")
             collect = super().launch(plan)
 
-            def told() -> Samples:
+            def reported() -> Samples:
                 calls.append(f"collect {number}")
                 return collect()
 
-            return told
+            return reported
 
     engine = Engine(Executor(8, 4), EngineConfig(num_blocks=8, block_size=4, overlap=True))
     engine.submit(spec(1, max_tokens=2))
@@ -68,7 +68,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected() -> None:
     assert kinds == [[Admitted], [NewTokens, CacheChanged], [NewTokens], [], []]
 
 
-def test_a_decode_is_planned_by_the_token_that_nobody_knows_yet(worker: MakeWorker) -> None:
+def test_a_decode_is_scheduled_with_a_pending_token(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=8)
     target.submit(spec(1, max_tokens=5))
     events = run(target)
@@ -84,7 +84,7 @@ def test_stop_token_ends_the_sequence_while_one_more_step_of_it_runs(worker: Mak
     assert len(set(want)) == 8, "each token stops at its own position alone"
     target = worker()
     target.submit(spec(1, prompt, max_tokens=8, stop_ids=(want[position],)))
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     while not finish_of(events, 1):
         events += target.step()
     assert target.in_flight == {1}
@@ -114,10 +114,10 @@ def test_the_last_token_that_max_tokens_allows_is_foreseen(
 def test_a_prefill_takes_no_step_after_the_one_that_samples(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=4)
     target.submit(spec(1, task=Task.PREFILL))
-    told = []
+    reported = []
     while target.engine.has_work:
-        told.append([e.num_computed for e in target.step() if isinstance(e, Progress)])
-    assert told == [[], [4], [8], [10], [], []], "of steps that have ended"
+        reported.append([e.num_computed for e in target.step() if isinstance(e, Progress)])
+    assert reported == [[], [4], [8], [10], [], []], "of steps that have ended"
     assert planned(target, 1) == [PROMPT[:4], PROMPT[4:8], PROMPT[8:]]
     assert target.engine.blocks()[BlockState.LEASED] == 3
 
@@ -137,9 +137,9 @@ def test_cancel_in_flight_frees_at_once_and_the_next_owner_s_tokens_are_right(wo
     assert tokens_of(events, 2) == expected(other, 3)
 
 
-def import_over_a_step_in_flight(target: Worker) -> list[Told]:
+def import_over_a_step_in_flight(target: Worker) -> list[SeqEvent]:
     """A sequence is cancelled whose step in flight writes position 11; an import takes its blocks and is filled as soon
-    as that is told, position 11 among them."""
+    as that is reported, position 11 among them."""
     tokens = tuple(range(12))
     target.submit(spec(2, PROMPT, max_tokens=6))
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_preempted_in_flight_ends_a_token_earlier_and_resumes(worker: MakeWorker
     old, new = PROMPT[:4], PROMPT[4:8]
     target.submit(spec(1, old, max_tokens=7))
     target.submit(spec(2, new, max_tokens=7))
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     while not (gone := [event.id for event in events if isinstance(event, Preempted)]):
         before = target.in_flight
         events += target.step()
@@ -188,7 +188,7 @@ def test_preempted_in_flight_ends_a_token_earlier_and_resumes(worker: MakeWorker
     assert [event.id for event in events if isinstance(event, Preempted)] == [2]
 
 
-def test_import_joins_with_its_first_token_beside_a_step_in_flight(worker: MakeWorker) -> None:
+def test_a_committed_import_runs_beside_a_step_in_flight(worker: MakeWorker) -> None:
     target = worker(prefix_caching=False)
     target.submit(spec(2, (7, 3, 9), max_tokens=8))
     target.submit(spec(1, task=Task.DECODE))
@@ -208,7 +208,7 @@ def test_import_joins_with_its_first_token_beside_a_step_in_flight(worker: MakeW
 
 def test_a_prefix_is_found_from_the_step_on_that_finds_it_computed(worker: MakeWorker) -> None:
     target = worker()
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     for number in (1, 2, 3):
         target.submit(spec(number, max_tokens=8))
         events += target.step()
@@ -220,7 +220,7 @@ def test_a_prefix_is_found_from_the_step_on_that_finds_it_computed(worker: MakeW
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_generated_blocks_are_published_with_known_tokens_only(worker: MakeWorker, stop: bool) -> None:
-    """A stop at the eighth token has the fourth block full, but of a token that nobody knows."""
+    """A stop at the eighth token leaves the fourth block full, but with an unknown token."""
     prompt = (7, 3, 9, 1, 4, 7, 3, 1, 1)
     want = expected(prompt, 8)
     assert want.index(want[6]) == 6
@@ -244,10 +244,10 @@ def test_overlap_changes_no_sequence_s_events(chunk: int) -> None:
         for number, task in zip(range(6), itertools.cycle((Task.WHOLE, Task.PREFILL)), strict=False):
             target.submit(spec(number, PROMPT[: 4 + number], task=task, max_tokens=5, stop_ids=(stop,)))
         events = run(target)
-        told = [
+        reported = [
             (e.id, e.first_index, e.token_ids, e.finish) if isinstance(e, NewTokens) else (e.id, type(e))
             for e in events
         ]
-        runs.append(sorted(told, key=lambda event: event[0]))
+        runs.append(sorted(reported, key=lambda event: event[0]))
     assert runs[0] == runs[1] == runs[2]
     assert any(isinstance(event, NewTokens) and event.finish is FinishReason.STOP for event in events)

@@ -1,4 +1,4 @@
-"""What one engine takes over instead of computing it: cached prefixes and imported KV caches."""
+"""What one engine reuses instead of computing it: cached prefixes and imported KV caches."""
 
 import pytest
 
@@ -14,13 +14,13 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
-from tandem.tests.workers.engine.harness import Told, Worker
+from tandem.tests.workers.engine.harness import SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
-def test_decode_that_joins_late_does_not_wait_for_an_older_prompt(worker: MakeWorker) -> None:
+def test_a_late_decode_does_not_wait_for_an_older_prompt(worker: MakeWorker) -> None:
     target = worker(chunk_tokens=4, mixed_chunk_tokens=3, prefix_caching=False)
     target.submit(spec(1, PROMPT[:3], task=Task.DECODE, max_tokens=8))
     (admitted,) = target.step()
@@ -67,7 +67,7 @@ def test_max_sequences_counts_imports_and_not_leases(worker: MakeWorker) -> None
 
 
 @pytest.mark.parametrize(("max_tokens", "stop"), [(1, False), (4, True)])
-def test_import_whose_first_token_is_its_last_ends_when_it_joins(
+def test_an_import_whose_first_token_is_its_last_finishes_at_once(
     worker: MakeWorker, max_tokens: int, stop: bool
 ) -> None:
     target, first = worker(), expected(PROMPT, 1)[0]
@@ -81,7 +81,7 @@ def test_import_whose_first_token_is_its_last_ends_when_it_joins(
     target.check_idle()
 
 
-def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, list[Told]]:
+def imported(target: Worker, source: Worker, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, list[SeqEvent]]:
     """Prefills on `source`, imports and decodes on `target`; returns the cached tokens and the target's events."""
     target.submit(spec(9, tokens, task=Task.DECODE, max_tokens=max_tokens))
     admitted = next(event for event in target.step() if isinstance(event, Admitted))

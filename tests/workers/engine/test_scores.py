@@ -1,4 +1,4 @@
-"""Log probabilities of tokens drawn and of the prompt, on their way through the engine."""
+"""Log probabilities of sampled tokens and of the prompt, through the engine."""
 
 from collections.abc import Sequence
 
@@ -52,8 +52,8 @@ def test_of_the_prompt_they_come_with_the_first_token_of_the_first_choice(
     events = run(target)
     assert cached_of(events, 5) == 0, "what is not computed has no logits"
     want = tuple(score(PROMPT[:end], PROMPT[end], 3) for end in range(1, len(PROMPT)))
-    told = [event.prompt_logprobs for number in range(5, 5 + n) for event in tokens_in(events, number)]
-    assert told == [want] + [()] * (len(told) - 1)
+    reported = [event.prompt_logprobs for number in range(5, 5 + n) for event in tokens_in(events, number)]
+    assert reported == [want] + [()] * (len(reported) - 1)
     following = {
         step.start + len(step.token_ids): step.next_prompt_token
         for plan in target.executor.plans

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, fill, make_worker, run, spec, tokens_of
-from tandem.tests.workers.engine.harness import Told, Worker
+from tandem.tests.workers.engine.harness import SeqEvent, Worker
 from tandem.tests.workers.engine.pair import best_hypotheses
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.events import (
@@ -80,7 +80,7 @@ def test_hypotheses_are_those_of_a_search_without_an_engine(
     target.check_idle()
 
 
-def test_all_the_best_are_told_at_the_end_and_nothing_before(worker: MakeWorker) -> None:
+def test_all_best_hypotheses_are_reported_at_the_end_and_nothing_before(worker: MakeWorker) -> None:
     beam = BeamSearch(num_best=3)
     target = worker()
     target.submit(spec(1, max_tokens=6, num_choices=4, beam=beam))
@@ -109,8 +109,8 @@ def test_steps_ask_for_candidates_only_and_beams_share_the_prompt(worker: MakeWo
     target.submit(spec(1, max_tokens=8, num_choices=3, beam=BEAM, stop_ids=(0, 1), sampling=SamplingParams(seed=9)))
     run(target)
     plans = [plan for plan in target.executor.plans if plan.sequences]
-    told = [step.sampling for plan in plans for step in plan.sequences if step.sampling]
-    assert {(sampling.temperature, sampling.logprobs) for sampling in told} == {(0.0, 5)}
+    reported = [step.sampling for plan in plans for step in plan.sequences if step.sampling]
+    assert {(sampling.temperature, sampling.logprobs) for sampling in reported} == {(0.0, 5)}
     assert [len(plan.sequences) for plan in plans] == [1] + [3] * (len(plans) - 1), "all beams or none"
     assert all(step.num_samples == 1 for plan in plans for step in plan.sequences)
     assert target.executor.num_tokens == 10 + 3 * (len(plans) - 1)
@@ -121,7 +121,7 @@ def test_steps_ask_for_candidates_only_and_beams_share_the_prompt(worker: MakeWo
 def opened(worker: Worker, **options: Any) -> FirstTokens:
     worker.submit(spec(1, task=Task.PREFILL, **options))
     events = run(worker)
-    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, PrefillFinished], "no token is told"
+    assert [type(e) for e in events if not isinstance(e, Progress)] == [Admitted, PrefillFinished], "no token"
     assert worker.engine.blocks()[BlockState.LEASED] == 3
     worker.engine.cancel(1)
     worker.check_idle()
@@ -153,12 +153,12 @@ def test_first_tokens_without_candidates_are_refused(worker: MakeWorker, wrong: 
         target.engine.commit_import(5, wrong)
 
 
-def test_a_search_is_preempted_as_one_and_told_once(worker: MakeWorker) -> None:
+def test_a_search_is_preempted_as_one_and_reported_once(worker: MakeWorker) -> None:
     target = worker(num_blocks=11, block_size=2, growth_tokens=0, prefix_caching=False)
     target.submit(spec(1, PROMPT[:4], max_tokens=14))
     target.step()
     target.submit(spec(5, PROMPT[4:8], max_tokens=6, num_choices=3, beam=BEAM))
-    events: list[Told] = []
+    events: list[SeqEvent] = []
     while not (gone := [event.id for event in events if isinstance(event, Preempted)]):
         events += target.step()
     assert gone == [5]
@@ -182,7 +182,7 @@ def test_a_search_ends_with_any_of_its_ids(worker: MakeWorker, number: int, step
     assert run(target) == []
 
 
-def test_a_hypothesis_that_is_not_wanted_any_more_is_not_told(worker: MakeWorker) -> None:
+def test_a_cancelled_hypothesis_is_not_reported(worker: MakeWorker) -> None:
     target = worker()
     target.submit(spec(5, max_tokens=6, num_choices=3, beam=BEAM))
     target.step()
@@ -217,7 +217,7 @@ def test_late_stop_tokens_end_no_hypothesis_before_their_time(worker: MakeWorker
 
 
 def test_hypotheses_that_do_not_exist_are_failures(worker: MakeWorker) -> None:
-    """Of 16 tokens 14 are not to be drawn yet, and there is no step after the first."""
+    """14 of 16 tokens are excluded, and there is no step after the first."""
     stops = tuple(range(14))
     sampling = SamplingParams(stop_ids=stops, min_length=len(PROMPT) + 3)
     target = worker()
@@ -235,7 +235,7 @@ def test_hypotheses_that_do_not_exist_are_failures(worker: MakeWorker) -> None:
 def test_a_hypothesis_can_be_cancelled_whichever_beams_are_left(
     worker: MakeWorker, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beams run out as they would if a model told of one token alone: here those of all sequences but one."""
+    """Beams run out as they would if a model had one candidate token alone: here those of all sequences but one."""
     target = worker(overlap=False)
     target.submit(spec(5, max_tokens=9, num_choices=3, beam=BeamSearch(num_best=3)))
     target.step()

@@ -188,7 +188,7 @@ def test_a_tensor_of_rank_0_is_broadcast_in_place() -> None:
     assert on_two_ranks(broadcast, broadcast) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
 
 
-def test_an_abort_that_blocks_holds_up_nobody() -> None:
+def test_a_blocking_abort_does_not_block_the_caller() -> None:
     """NCCL's abort may spin for as long as CUDA graphs refer to its communicator."""
     release, aborted = threading.Event(), threading.Event()
 

@@ -8,20 +8,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.channel import peer_channel
 from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import Fleet, split_fleet, token_request
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.worker_config import worker_config
+from tandem.tests.workers.raw_session import RawSession, ended, submit
 from tandem.workers.model.sampling.grammar import GrammarCache
 from tandem.workers.tp.rank_client import RankLost
 from tandem.workers.tp.rank_server import RankServer
@@ -155,6 +158,29 @@ async def test_requests_that_are_given_up_leave_no_rank_at_work(folder: Path, pr
             assert rank.num_transfers == 0
 
 
+@pytest.mark.parametrize("prefill", [1, 2])
+async def test_a_handle_that_one_rank_could_not_fetch_serves_another_group(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], prefill: int
+) -> None:
+    """Rank 0 has fetched its part, and must not acknowledge the cache for a group of which another rank lacks it."""
+    async with split_fleet(folder, {"prefill": [prefill], "decode": [2, 1]}) as fleet, AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(peer_channel(worker.address)) for worker in fleet.workers]
+        source, first, second = (RawSession(channel) for channel in channels)
+        fields: dict[str, Any] = {"token_ids": prompts[5], "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        await source.send(submit(task=worker_pb2.TASK_PREFILL, **fields))
+        (admitted,) = await source.until(lambda output: output.HasField("admitted"))
+        for rank in fleet.ranks[prefill - 1 : prefill]:  # rank 1 of the first decode worker
+            assert rank._kv is not None
+            rank._kv._endpoint._channels[admitted.admitted.kv.endpoints[-1]] = peer_channel("127.0.0.1:1")
+        await first.send(submit(task=worker_pb2.TASK_DECODE, kv=admitted.admitted.kv, **fields))
+        assert (await first.failure()).kind == worker_pb2.FAILURE_KIND_TRANSFER
+        await second.send(submit(task=worker_pb2.TASK_DECODE, kv=admitted.admitted.kv, **fields))
+        await second.until(ended)
+        if not source.tokens():
+            await source.until(lambda output: bool(output.tokens.ids))
+        assert source.tokens() + second.tokens() == expected[5]
+
+
 async def test_a_lost_rank_takes_its_worker_down_within_a_second_and_no_other(
     folder: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -191,7 +217,7 @@ asyncio.run(main())
 async def test_a_killed_or_silent_rank_is_noticed_within_a_second(
     folder: Path, prompts: list[list[int]], how: signal.Signals
 ) -> None:
-    """While the engine is idle, so that no collective could tell."""
+    """While the engine is idle, so that no collective could notice."""
     command = [sys.executable, "-c", RANK, str(folder)]
     rank = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
