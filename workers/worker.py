@@ -22,6 +22,7 @@ from .engine.engine import Engine
 from .engine.events import CacheChanged, Event
 from .engine_thread import EngineThread
 from .malloc import keep_freed_memory
+from .model.device import enter_device
 from .request_manager import RequestManager
 from .session import RouterSession
 from .submit import WorkerLimits
@@ -117,6 +118,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         Raises what `Leader.start` raises, such as CheckpointError for a bad model folder, and OSError for a port that
         is taken."""
         keep_freed_memory()
+        enter_device(config.device)  # this thread reads and writes KV cache
         leader, rank = await TpCoordinator.start(config, ranks)
         try:
             worker = await cls.serve(rank, config, worker_id=worker_id, role=role, leader=leader)
