@@ -20,6 +20,7 @@ from .engine.config import Budgets
 from .engine.engine import Engine
 from .engine_thread import EngineThread
 from .malloc import keep_freed_memory
+from .model.device import enter_device
 from .request_manager import RequestManager
 from .session import RouterSession
 from .submit import WorkerLimits
@@ -110,6 +111,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         Raises what `TpCoordinator.load` raises, such as CheckpointError for a bad model folder, and OSError for a port
         that is taken."""
         keep_freed_memory()
+        enter_device(config.rank.device)  # this thread reads and writes KV cache
         coordinator, rank = await TpCoordinator.load(config.rank, ranks)
         try:
             worker = await cls.serve(rank, config, worker_id=worker_id, role=role, coordinator=coordinator)

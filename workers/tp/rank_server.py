@@ -17,6 +17,7 @@ from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import bind, peer_server
 from ..engine.plan import FirstTokens
 from ..malloc import keep_freed_memory
+from ..model.device import enter_device
 from ..threads import in_thread
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
@@ -48,6 +49,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
     async def start(cls, config: RankConfig) -> Self:
         """Binds config.host and config.port and waits for rank 0. Raises OSError for a port that is taken."""
         keep_freed_memory()
+        enter_device(config.device)  # this thread reads and writes KV cache
         server = cls(config)
         worker_pb2_grpc.add_RankServicer_to_server(server, server._server)  # type: ignore[no-untyped-call]
         server.address = bind(server._server, config.host, config.port)

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
+from queue import Full
 
 import pytest
 
@@ -12,7 +13,7 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import TandemError
 from tandem.router.dispatch import execution
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
-from tandem.workers.engine.engine import Engine, QueueFull
+from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.engine.sequence import SequenceSpec, Task
@@ -188,7 +189,7 @@ async def test_another_decode_worker_takes_the_kv_cache_while_the_prefill_runs(
         steps.append(prefill.num_steps)
         if fault == "full" and spec.task is Task.DECODE and left:
             left -= 1
-            raise QueueFull
+            raise Full
         submit(engine, spec, submitted)
 
     async def cut(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -14,27 +13,18 @@ from ..kv_store import PagedKv
 from .backend import SequenceSpan, StepAttention
 
 
-class _Part(Protocol):
-    """Attends for some of the step's sequences at once."""
-
-    rows: slice | torch.Tensor  # of the flat batch
-
-    def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
-        """Writes the result for query [rows, num_heads, head_dim] to out [rows, num_heads * head_dim]."""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class _NativeDecodes:
     """Attends for sequences with one new token, on a CPU: the kernel reads their blocks in place."""
 
-    rows: slice | torch.Tensor
+    rows: slice | torch.Tensor  # of the flat batch
     tables: torch.Tensor  # [sum of table lengths], the block tables one after the other
     offsets: torch.Tensor  # [batch], where each begins
     first_keys: torch.Tensor  # [batch], the first position each token sees
     last_keys: torch.Tensor  # [batch], its own position
 
     def attend(self, query: torch.Tensor, kv: PagedKv, layer: int, out: torch.Tensor) -> None:
+        """Writes the result for query [rows, num_heads, head_dim] to out [rows, num_heads * head_dim]."""
         keys, values = kv.layer(layer)
         starts = (self.offsets, self.first_keys, self.last_keys)
         cpu.decode_attention(query, keys, values, self.tables, *starts, out)
@@ -95,6 +85,14 @@ class _Chunk:
         out.view(num_tokens, self.num_kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))
 
 
+_Part = _NativeDecodes | _NativeChunk | _Decodes | _Chunk
+"""Some of the step's sequences, attended to at once."""
+
+_LayerTables = tuple[torch.Tensor, list[_Part], bool]
+"""Where each token's keys and values go, [num_tokens * num_kv_heads], as rows of (block, head, token); the step's
+sequences; whether C kernels store and decode."""
+
+
 class TorchAttentionBackend:
     """Implements `AttentionBackend`: gathers the blocks that a step needs, then multiplies densely; where there are C
     kernels, these read the blocks in place."""
@@ -122,11 +120,6 @@ class TorchAttentionBackend:
                 slots[layer.num_kv_heads] = planner.slots()
             tables[layer] = (slots[layer.num_kv_heads], planner.parts(), native)
         return _TorchStep(self._kv, [tables[layer] for layer in self._layers])
-
-
-_LayerTables = tuple[torch.Tensor, list[_Part], bool]
-"""Where each token's keys and values go, [num_tokens * num_kv_heads], as rows of (block, head, token); the step's
-sequences; whether C kernels store and decode."""
 
 
 class _TorchStep:

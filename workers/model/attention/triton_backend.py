@@ -20,16 +20,6 @@ _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
 _PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerLaunch:
-    """How the kernels are launched for a layer; equal for layers of equal geometry."""
-
-    window: int  # 0 is none
-    tile_tokens: int
-    partial_shape: tuple[int, int]  # of one work item's scratch: num_heads, head_dim + 2
-    num_programs: int
-
-
 class TritonAttentionBackend:
     """Implements `AttentionBackend`."""
 
@@ -41,25 +31,19 @@ class TritonAttentionBackend:
         self.device = kv.device
         is_cuda = kv.device.type == "cuda"
         processors = torch.cuda.get_device_properties(kv.device).multi_processor_count if is_cuda else 1
-        self.launches = [
-            _LayerLaunch(
-                window=layer.window or 0,
-                tile_tokens=tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim),
-                partial_shape=(layer.num_heads, layer.head_dim + 2),
-                num_programs=max(1, processors * _PROGRAMS_PER_PROCESSOR // layer.num_kv_heads),
-            )
-            for layer in layers
-        ]
-        self._tile_sizes = sorted({launch.tile_tokens for launch in self.launches})
+        self.layers = list(layers)
+        self.tile_tokens = [tile_tokens(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        self.num_programs = [max(1, processors * _PROGRAMS_PER_PROCESSOR // layer.num_kv_heads) for layer in layers]
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """See `AttentionBackend.plan`."""
         arrays = _Arrays(spans, self.kv.block_size)
-        tiles = [array for size in self._tile_sizes for array in arrays.tiles(size)]
+        tile_sizes = sorted(set(self.tile_tokens))
+        tiles = [array for size in tile_sizes for array in arrays.tiles(size)]
         slots, tables, *rest = copy_to_device([*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device)
         decode = DecodeWork(tables=tables, **dict(zip(_DECODE_FIELDS, rest, strict=False)))
         chunks: dict[int, ChunkWork] = {}
-        for number, size in enumerate(self._tile_sizes):
+        for number, size in enumerate(tile_sizes):
             first = len(_DECODE_FIELDS) + number * len(_TILE_FIELDS)
             fields = dict(zip(_TILE_FIELDS, rest[first : first + len(_TILE_FIELDS)], strict=True))
             if len(fields["tile_rows"]):
@@ -68,9 +52,9 @@ class TritonAttentionBackend:
         return TritonStep(self, slots, decode if len(decode.rows) else None, chunks, partials)
 
     def make_partials(self, num_items: int) -> dict[tuple[int, int], torch.Tensor]:
-        """Returns scratch [num_items, num_heads, head_dim + 2], float32, for each partial_shape."""
-        shapes = {launch.partial_shape for launch in self.launches}
-        return {shape: torch.empty((num_items, *shape), device=self.device) for shape in shapes}
+        """Returns scratch [num_items, num_heads, head_dim + 2], float32, by num_heads and head_dim of the layers."""
+        shapes = {(layer.num_heads, layer.head_dim) for layer in self.layers}
+        return {(heads, dim): torch.empty((num_items, heads, dim + 2), device=self.device) for heads, dim in shapes}
 
 
 # In the order of _Arrays.decodes and _Arrays.tiles.
@@ -86,18 +70,18 @@ class TritonStep:
     slots: torch.Tensor  # [num_tokens] int32, block * block_size + offset, or -1
     decode: DecodeWork | None
     chunks: dict[int, ChunkWork]  # by tile_tokens; empty if no sequence has several tokens
-    partials: dict[tuple[int, int], torch.Tensor]  # by partial_shape
+    partials: dict[tuple[int, int], torch.Tensor]  # scratch by num_heads and head_dim
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = self.backend.kv.layer(layer)
-        launch = self.backend.launches[layer]
+        window = self.backend.layers[layer].window or 0
         store_kv(key, value, keys, values, self.slots)
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if self.decode:
-            partial = self.partials[launch.partial_shape]
-            decode_attention(query, keys, values, self.decode, launch.window, partial, out, launch.num_programs)
+            partial, num_programs = self.partials[query.shape[1], query.shape[2]], self.backend.num_programs[layer]
+            decode_attention(query, keys, values, self.decode, window, partial, out, num_programs)
         if self.chunks:
-            chunk_attention(query, keys, values, self.chunks[launch.tile_tokens], launch.window, out)
+            chunk_attention(query, keys, values, self.chunks[self.backend.tile_tokens[layer]], window, out)
         return out
 
 

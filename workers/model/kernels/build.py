@@ -55,7 +55,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def kernel(name: str, tensor: torch.Tensor | None = None) -> Callable[..., None]:
-    """Returns a kernel, its variant for this tensor's dtype if it has any. Raises RuntimeError if there are none."""
+    """Returns a kernel, of the tensor's dtype where it has variants. Raises RuntimeError if there are no kernels."""
     return _bound(name, None if tensor is None else tensor.dtype)
 
 

@@ -143,14 +143,15 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and a processor with
-    its dot product and without AMX."""
+    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and a processor with its
+    dot product and without AMX."""
     kernels = library() if usable(weight) and weight.dtype == torch.bfloat16 else None
     return kernels is not None and bool(kernels.has_linear(weight.shape[1]))
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight [outputs, inputs] in the order that `linear` reads: [ceil(outputs / 32), inputs / 2, 32, 2]."""
+    """Packs a weight [outputs, inputs] in the order in which `linear` reads it: [ceil(outputs / 32), inputs / 2, 32,
+    2]."""
     outputs, inputs = weight.shape
     weight = weight.contiguous()
     packed = weight.new_empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2)

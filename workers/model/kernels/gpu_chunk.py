@@ -105,7 +105,7 @@ def chunk_attention(
     window: int,  # how many tokens each token sees, itself included; 0 is all
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
-    """Computes causal attention of new tokens, whose own keys are stored, over their sequences' keys in place."""
+    """Computes causal attention of new tokens, whose own keys are stored already, over keys that are read in place."""
     _, num_heads, head_dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
     group = num_heads // kv_heads

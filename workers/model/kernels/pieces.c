@@ -36,7 +36,7 @@ enum { SMALL = 16384 };  // elements, below which threads cost more than they sa
     }
 
 // Rotary embedding (arXiv 2104.09864) in place: x [rows, heads, dim], rows `stride` elements apart; cos and signed sin
-// [rows, dim] as RotaryTable makes them.
+// [rows, dim] of a RotaryEmbedding.
 #define DEFINE_ROTATE(T, NAME)                                                                                         \
     void rotate_##NAME(T *x, int64_t stride, const T *cosines, const T *sines, int64_t rows, int64_t heads,            \
                        int64_t dim) {                                                                                  \

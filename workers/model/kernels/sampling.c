@@ -1,4 +1,4 @@
-// The choice of the next token without a filter: see draw.py, of which this is the fused form.
+// Samples the next token without a filter: the fused form of gumbel.py.
 
 #include "common.h"
 

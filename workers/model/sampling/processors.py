@@ -6,7 +6,6 @@ no token is left, the sequence can only end: the end tokens may be sampled.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,13 +15,8 @@ from ..device import copy_to_device, indices, to_device
 from .grammar import GrammarCache, GrammarMatchers
 from .penalties import BANNED, LEAST_SCORE, BadWords, Penalties
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LogitAdditions:
-    """Holds what is added to the scores of some tokens."""
-
-    ids: torch.Tensor  # [n] int64
-    values: torch.Tensor  # [n] float32
+_Additions = tuple[torch.Tensor, torch.Tensor]
+"""Token ids, int64 [n], and what is added to their scores, float32 [n]."""
 
 
 class LogitsProcessors:
@@ -35,8 +29,8 @@ class LogitsProcessors:
         self._end_ids = indices(end_ids, device)
         self._shifts = to_device(torch.arange(8, dtype=torch.uint8), device)
         self._always: set[int] = set()  # sequences that use anything but `_stops`
-        self._biases: dict[int, _LogitAdditions] = {}
-        self._stops: dict[int, tuple[int, _LogitAdditions]] = {}  # with the length from which on they may be sampled
+        self._biases: dict[int, _Additions] = {}
+        self._stops: dict[int, tuple[int, _Additions]] = {}  # with the length from which on they may be sampled
         self._penalties = Penalties(vocab_size, device)
         self._bad_words = BadWords(device)
         self._matchers = GrammarMatchers(grammars, vocab_size)
@@ -119,17 +113,17 @@ class LogitsProcessors:
             if rows:
                 feature.append(own, _pick(tokens, rows))
 
-    def _additions(self, ids: Sequence[int], values: Sequence[float]) -> _LogitAdditions:
+    def _additions(self, ids: Sequence[int], values: Sequence[float]) -> _Additions:
         values_device = to_device(torch.tensor(values, dtype=torch.float32), self._device)
-        return _LogitAdditions(ids=indices(ids, self._device), values=values_device)
+        return indices(ids, self._device), values_device
 
     def _apply_additions(self, scores: torch.Tensor, ids: Sequence[int]) -> None:
         parts = [(row, self._biases[each]) for row, each in enumerate(ids) if each in self._biases]
         parts += [(row, self._stops[each][1]) for row, each in enumerate(ids) if each in self._stops]
         if parts:
-            owners = np.repeat([row for row, _ in parts], [len(additions.ids) for _, additions in parts])
+            owners = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])
             rows_device = copy_to_device([owners], self._device)[0].long()
-            tokens, values = (torch.cat([getattr(part, name) for _, part in parts]) for name in ("ids", "values"))
+            tokens, values = (torch.cat(each) for each in zip(*(additions for _, additions in parts), strict=True))
             scores.index_put_((rows_device, tokens), values, accumulate=True)
         rows, own = _members(ids, self._bad_words)
         if rows:
