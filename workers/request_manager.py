@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 
 from ..proto import limits, worker_pb2
+from ..proto.errors import InvalidArgument
 from ..proto.hashing import hash_prompt
 from .engine.engine import DoesNotFit, Engine, QueueFull
 from .engine.events import (
@@ -29,7 +30,7 @@ from .engine.plan import FirstTokens
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
-from .submit import InvalidSubmit, WorkerLimits, parse_submit
+from .submit import WorkerLimits, parse_submit
 from .tp.kv_group import KvGroup
 from .transfer.receiver import Target, Want
 from .transfer.wire import TransferError, TransferKey
@@ -82,9 +83,9 @@ class RequestManager:
         key = (submit.request_id, submit.attempt)
         try:
             if key in session.jobs:
-                raise InvalidSubmit("request_id: already in use")
+                raise InvalidArgument("request_id: already in use")
             spec = parse_submit(submit, next(self._ids), self._room)
-        except InvalidSubmit as error:
+        except InvalidArgument as error:
             session.put(key, failure=_failure(worker_pb2.FAILURE_KIND_INVALID, str(error)))
         else:
             self._accept(WorkerRequest(spec, session, key, submit.first_choice), submit)

@@ -272,7 +272,7 @@ async def test_nobody_there() -> None:
 
 
 async def test_health_says_when_it_cannot_answer(grpc_service: Service) -> None:
-    await grpc_service.doors.set_serving(False)
+    await grpc_service.servers.set_serving(False)
     async with AsyncClient(grpc_service.grpc) as client:
         assert await client.health() is False
 
