@@ -22,7 +22,7 @@ from typing import ClassVar
 class TandemError(Exception):
     """Defines what all errors have.
 
-    `code` is the name of a gRPC status code; `retry_after`, in seconds, is None unless the request may succeed later."""
+    `code` is the name of a gRPC status code; `retry_after`, in seconds, is None unless a later try may succeed."""
 
     code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
