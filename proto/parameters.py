@@ -72,21 +72,27 @@ class Parameter:
         return bool(self.default) or self.default is None
 
 
+_CHOICES: Final = (0, limits.MAX_CHOICES)
+_LOGPROBS: Final = (0, limits.MAX_LOGPROBS)
+
+
+def _constraint(leaf: str, kind: Kind, meaning: str, *names: str) -> Parameter:
+    """Makes the row of a constraint, of which a request has at most one; `names` are those in HTTP bodies."""
+    return Parameter(
+        f"constraint.{leaf}",
+        kind,
+        meaning,
+        max_items=limits.MAX_CONSTRAINT_CHOICES if kind == "strings" else 0,
+        max_characters=0 if kind == "bool" else limits.MAX_GRAMMAR_CHARACTERS,
+        default=None,
+        completions=names,
+    )
+
+
 PARAMETERS: Final = (
     Parameter("model", "string", "One of the served names; may be absent if only one is served.", max_characters=256),
-    Parameter(
-        "request_id",
-        "string",
-        "Names the request in logs and timelines; over HTTP the header x-request-id.",
-        max_characters=limits.MAX_REQUEST_ID_CHARACTERS,
-        completions=(),
-    ),
-    Parameter(
-        "priority",
-        "int32",
-        "Of waiting requests the greatest goes first; over HTTP, as in vLLM, the least.",
-        bounds=(-100, 100),
-    ),
+    Parameter("request_id", "string", "Names the request in logs and timelines.", max_characters=128, completions=()),
+    Parameter("priority", "int32", "The greatest goes first; over HTTP, as in vLLM, the least.", bounds=(-100, 100)),
     Parameter("truncate_prompt", "bool", "Keeps the end of a prompt that does not fit the context."),
     Parameter(
         "stopping.max_tokens",
@@ -97,16 +103,14 @@ PARAMETERS: Final = (
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
     ),
+    Parameter("stopping.min_tokens", "int32", "No end before so many tokens.", bounds=(0, limits.MAX_TOKENS)),
     Parameter(
-        "stopping.min_tokens", "int32", "Nothing ends the completion before so many.", bounds=(0, limits.MAX_TOKENS)
-    ),
-    Parameter(
-        "stopping.stop", "strings", "The text ends before the first of these.", max_items=16, max_characters=1_024
+        "stopping.stop", "strings", "Ends the text before the first of these.", max_items=16, max_characters=1_024
     ),
     Parameter(
         "stopping.stop_token_ids",
         "token_ids",
-        "The completion ends at one of these tokens.",
+        "Ends the completion at one of these tokens.",
         max_items=limits.MAX_STOP_TOKEN_IDS,
         flag="--stop-token-id",
     ),
@@ -121,9 +125,7 @@ PARAMETERS: Final = (
         excludes_minimum=True,
         default=1,
     ),
-    Parameter(
-        "sampling.min_p", "float", "Keeps tokens at least so many times as likely as the likeliest.", bounds=(0, 1)
-    ),
+    Parameter("sampling.min_p", "float", "Keeps tokens so many times as likely as the likeliest.", bounds=(0, 1)),
     Parameter(
         "sampling.typical_p",
         "float",
@@ -135,19 +137,16 @@ PARAMETERS: Final = (
     Parameter(
         "sampling.repetition_penalty",
         "float",
-        "Divides the positive logits of tokens of prompt and completion, multiplies the others (Keskar et al., 2019).",
+        "Divides the positive logits of tokens of prompt and completion (Keskar et al., 2019).",
         bounds=(0.01, 10),
         default=1,
     ),
     Parameter("sampling.presence_penalty", "float", "Taken from the logits of generated tokens.", bounds=(-2, 2)),
     Parameter(
-        "sampling.frequency_penalty",
-        "float",
-        "Taken from the logit of a token for each time that it was generated.",
-        bounds=(-2, 2),
+        "sampling.frequency_penalty", "float", "Taken from the logit for each generated occurrence.", bounds=(-2, 2)
     ),
     Parameter(
-        "sampling.logit_bias", "logit_bias", "Added to the logits, by token id.", bounds=(-100, 100), max_items=1_024
+        "sampling.logit_bias", "logit_bias", "Added to logits, by token id.", bounds=(-100, 100), max_items=1_024
     ),
     Parameter(
         "sampling.bad_words",
@@ -161,15 +160,15 @@ PARAMETERS: Final = (
     Parameter(
         "n",
         "uint32",
-        "Completions of the prompt; 0 means 1. Choice i samples as a request of its own with seed + i would.",
-        bounds=(0, limits.MAX_CHOICES),
+        "Completions of the prompt; 0 means 1. Choice i samples with seed + i.",
+        bounds=_CHOICES,
         zero_is_unset=True,
     ),
     Parameter(
         "best_of",
         "uint32",
         "Completions to generate, of which the n likeliest are returned; 0 means n.",
-        bounds=(0, limits.MAX_CHOICES),
+        bounds=_CHOICES,
         zero_is_unset=True,
     ),
     Parameter(
@@ -180,63 +179,24 @@ PARAMETERS: Final = (
         name="beam_width",
     ),
     Parameter(
-        "beam_search.length_penalty",
-        "float",
-        "Of the beam search: a score is divided by the length to this power.",
-        bounds=(-10, 10),
-        default=1,
+        "beam_search.length_penalty", "float", "Exponent of the length in beam scores.", bounds=(-10, 10), default=1
     ),
     Parameter("beam_search.early_stopping", "bool", "Ends the beam search when `width` hypotheses are complete."),
     Parameter(
         "logprobs",
         "uint32",
         "Reports the log probability of each generated token and of so many alternatives.",
-        bounds=(0, limits.MAX_LOGPROBS),
+        bounds=_LOGPROBS,
         default=None,
         chat=("top_logprobs",),
     ),
-    Parameter(
-        "prompt_logprobs",
-        "uint32",
-        "The same for each token of the prompt.",
-        bounds=(0, limits.MAX_LOGPROBS),
-        default=None,
-    ),
+    Parameter("prompt_logprobs", "uint32", "The same for the prompt's tokens.", bounds=_LOGPROBS, default=None),
     Parameter("echo", "bool", "Repeats the prompt before each completion; not in chats.", chat=()),
-    Parameter(
-        "constraint.json_schema",
-        "json",
-        "The completion is JSON of this schema.",
-        max_characters=limits.MAX_GRAMMAR_CHARACTERS,
-        default=None,
-        completions=("guided_json",),
-    ),
-    Parameter("constraint.json_object", "bool", "The completion is a JSON object.", default=None, completions=()),
-    Parameter(
-        "constraint.regex",
-        "string",
-        "The whole completion matches this regular expression.",
-        max_characters=limits.MAX_GRAMMAR_CHARACTERS,
-        default=None,
-        completions=("guided_regex",),
-    ),
-    Parameter(
-        "constraint.choice",
-        "strings",
-        f"The completion is one of these texts; together at most {limits.MAX_GRAMMAR_CHARACTERS} characters.",
-        max_items=limits.MAX_CONSTRAINT_CHOICES,
-        max_characters=limits.MAX_GRAMMAR_CHARACTERS,
-        default=None,
-        completions=("guided_choice",),
-    ),
-    Parameter(
-        "constraint.grammar",
-        "string",
-        "The completion matches this grammar, in the Lark format of llguidance.",
-        max_characters=limits.MAX_GRAMMAR_CHARACTERS,
-        default=None,
-        completions=("guided_grammar",),
-    ),
+    _constraint("json_schema", "json", "The completion is JSON of this schema.", "guided_json"),
+    _constraint("json_object", "bool", "The completion is a JSON object."),
+    _constraint("regex", "string", "The whole completion matches this regular expression.", "guided_regex"),
+    _constraint("choice", "strings", "The completion is one of these texts.", "guided_choice"),
+    _constraint("grammar", "string", "The completion matches this Lark grammar of llguidance.", "guided_grammar"),
 )
 ROWS: Final[Mapping[str, Parameter]] = {row.field: row for row in PARAMETERS}
 """The rows by field."""

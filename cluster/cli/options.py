@@ -62,7 +62,7 @@ def _parameter(row: Parameter, defaults: Mapping[str, object]) -> inspect.Parame
     option = typer.Option(row.option, help=row.help + note)
     default = defaults.get(name, False if row.kind == "bool" else None)
     kind: Any = _TYPES[row.kind]
-    annotation = Annotated[kind, option]  # type: ignore[valid-type]
+    annotation = Annotated[kind, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -5,7 +5,7 @@ field holds, options that exclude each other. None means absent.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from ...proto.errors import InvalidArgument
 from ...proto.parameters import PARAMETERS, Parameter, parameters_of, set_value
 from .types import ChatOptions, Message, Options, TemplateOptions, Tool, ToolCall
 
+_NAMES: Final = frozenset(row.client_name for row in PARAMETERS)
+_TEMPLATE_NAMES: Final = frozenset(TemplateOptions.__annotations__)
 _MODES: Final = {
     "auto": inference_pb2.ToolChoice.MODE_UNSPECIFIED,
     "none": inference_pb2.ToolChoice.MODE_NONE,
@@ -47,7 +49,7 @@ def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> infere
 
 def generate_request(prompt: inference_pb2.Prompt, given: Options | ChatOptions) -> inference_pb2.GenerateRequest:
     """Returns the message for a prompt and these options, but for those of the template, which are in the prompt."""
-    _check_names(given, ChatOptions if prompt.HasField("chat") else Options)
+    _check_names(given, _NAMES | _TEMPLATE_NAMES if prompt.HasField("chat") else _NAMES)
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     request = inference_pb2.GenerateRequest(prompt=prompt)
     constraints = [row.leaf for row in parameters_of("constraint") if options.get(row.leaf, False) is not False]
@@ -77,9 +79,9 @@ def tokenize_request(
 ) -> inference_pb2.TokenizeRequest:
     """Returns the message for a text, or for messages, which alone have options."""
     for name in options if isinstance(prompt, str) else ():
-        if name not in TemplateOptions.__annotations__ or options[name] is not None:  # type: ignore[literal-required]
+        if name not in _TEMPLATE_NAMES or options[name] is not None:  # type: ignore[literal-required]
             raise InvalidArgument("there is no such option for a text", name)
-    _check_names(options, TemplateOptions)
+    _check_names(options, _TEMPLATE_NAMES)
     kind = text_prompt(prompt) if isinstance(prompt, str) else chat_prompt(prompt, options)
     return inference_pb2.TokenizeRequest(model=model, prompt=kind)
 
@@ -89,9 +91,9 @@ def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.De
         return inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
 
 
-def _check_names(given: Mapping[str, object], known: type) -> None:
+def _check_names(given: Mapping[str, object], known: Set[str]) -> None:
     for name in given:
-        if name not in known.__annotations__:
+        if name not in known:
             raise InvalidArgument("there is no such option here", name)
 
 

@@ -41,7 +41,7 @@ def _byte_of_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
 
 
-_BYTE_OF: Final = _byte_of_characters()
+BYTE_OF_CHARACTER: Final = _byte_of_characters()
 
 
 class Tokenizer:
@@ -123,7 +123,7 @@ class Tokenizer:
         if piece is None:
             return b""
         if self._byte_level:
-            return b"".join(bytes((_BYTE_OF[c],)) if c in _BYTE_OF else c.encode() for c in piece)
+            return b"".join(bytes((BYTE_OF_CHARACTER[c],)) if c in BYTE_OF_CHARACTER else c.encode() for c in piece)
         if byte := _BYTE_PIECE.fullmatch(piece):
             return bytes((int(byte[1], 16),))
         return piece.replace(_WORD_START, " ").encode()
