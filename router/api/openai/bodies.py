@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError, core_schema
 
 from ....proto import limits
@@ -63,25 +63,6 @@ def _content(value: object) -> object:
     return "".join(part["text"] for part in value)
 
 
-_ID = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
-_IDS = {"type": "array", "items": _ID, "minItems": 1}
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        _IDS,
-        {
-            "type": "array",
-            "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]},
-            "minItems": 1,
-            "maxItems": limits.MAX_PROMPTS,
-        },
-    ]
-}
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 Count = Annotated[int, Field(ge=1, lt=2**32)]
@@ -90,6 +71,15 @@ Name = Annotated[str, Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{
 Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
 Only = Annotated[_T | None, Field(description="No other value is supported.")]
 Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[UInt32], Field(min_length=1)]
+_Prompts = Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+_PROMPT_SCHEMA: Final = TypeAdapter(_Text | _TokenIds | _Prompts).json_schema()
+_PART: Final = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
 _TYPES: Final = {
     "bool": bool,
     "int32": Int32,
@@ -119,12 +109,6 @@ class OpenModel(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
     __pydantic_extra__: dict[str, Given] = Field(init=False)
-
-
-class TokenizeKind(BaseModel):
-    """Tells the two bodies of POST /tokenize apart."""
-
-    messages: Given = None
 
 
 class StreamOptions(OpenModel):
@@ -235,21 +219,21 @@ class NamedTool(OpenModel):
     function: NamedFunction
 
 
-class ChatParts(OpenModel):
-    """Declares what becomes the prompt of a chat."""
+class TemplateFields(OpenModel):
+    """Declares what becomes the prompt of a chat, together with the messages."""
 
-    messages: Annotated[list[MessageBody], FailFast()] = Field(
-        max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
-    )
     tools: Annotated[list[ToolBody] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     continue_final_message: bool | None = Field(None, description="Goes on with the last message, the assistant's.")
     add_generation_prompt: bool | None = Field(None, description="False goes with continue_final_message only.")
 
 
-class ChatFields(Body, ChatParts):
+class ChatFields(Body, TemplateFields):
     """Declares the fields of POST /v1/chat/completions that are no request parameters."""
 
+    messages: Annotated[list[MessageBody], FailFast()] = Field(
+        max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
+    )
     logprobs: bool | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="If false, calls after the first are dropped.")
@@ -258,20 +242,13 @@ class ChatFields(Body, ChatParts):
     add_special_tokens: Only[Literal[False]] = None
 
 
-class TextTokenizeBody(OpenModel):
-    """Declares the body of POST /tokenize for a text."""
+class TokenizeBody(TemplateFields):
+    """Declares the body of POST /tokenize, for a text or for a chat."""
 
     model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class ChatTokenizeBody(ChatParts):
-    """Declares the body of POST /tokenize for a chat."""
-
-    model: str | None = None
-    add_special_tokens: Only[Literal[False]] = None
+    prompt: str | None = Field(None, description="Goes without messages.")
+    messages: Annotated[list[MessageBody] | None, Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()] = None
+    add_special_tokens: bool | None = Field(None, description="Of a prompt, true by default; of messages never.")
     return_token_strs: bool | None = None
 
 

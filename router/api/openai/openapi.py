@@ -1,6 +1,5 @@
 """Makes the OpenAPI document: what each path takes and returns."""
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -9,14 +8,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ....proto.limits import MAX_REQUEST_ID_CHARACTERS
-from .bodies import ChatBody, ChatTokenizeBody, CompletionBody, DetokenizeBody, TextTokenizeBody
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 REQUEST_ID: Final = "x-request-id"
 REQUEST_TIMEOUT: Final = "x-request-timeout"
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
 _REF = "#/components/schemas/{model}"
-_BODIES: Final = (CompletionBody, ChatBody, TextTokenizeBody, ChatTokenizeBody, DetokenizeBody)
+_BODIES: Final = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 
 def _object(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -66,11 +65,9 @@ def _content(schema: str) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": {"$ref": _REF.format(model=schema)}}}}
 
 
-def request_body(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """Returns the description of a JSON body of one of these kinds."""
-    refs = [{"$ref": _REF.format(model=kind.__name__)} for kind in kinds]
-    schema: Mapping[str, Any] = refs[0] if len(refs) == 1 else {"anyOf": refs}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Returns the description of a JSON body of this kind."""
+    return {"requestBody": {"required": True, **_content(kind.__name__)}}
 
 
 def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:

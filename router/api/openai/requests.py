@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import PARAMETERS, ROWS, Parameter, parameters_of
@@ -18,13 +16,11 @@ from .bodies import (
     Body,
     ChatBody,
     ChatFields,
-    ChatParts,
-    ChatTokenizeBody,
     CompletionBody,
     MessageBody,
     NamedTool,
-    TextTokenizeBody,
-    TokenizeKind,
+    TemplateFields,
+    TokenizeBody,
     ToolBody,
 )
 from .parsing import MAX_NAME, http_field, json_text, parse
@@ -109,7 +105,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
         raise InvalidArgument("goes with logprobs only", "top_logprobs")
     else:
         common.ClearField("logprobs")
-    chat = _chat(parsed)
+    chat = _chat(parsed, parsed.messages)
     chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
     if must_call(chat) and not common.HasField("constraint"):
         names["constraint"] = "tools"
@@ -117,17 +113,19 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     return _request(parsed, common, prompts, request_id, names, prompt_logprobs=common.HasField("prompt_logprobs"))
 
 
-def parse_tokenize(body: bytes) -> tuple[inference_pb2.TokenizeRequest, TextTokenizeBody | ChatTokenizeBody]:
+def parse_tokenize(body: bytes) -> tuple[inference_pb2.TokenizeRequest, TokenizeBody]:
     """Translates the body of POST /tokenize, and returns it, too. Raises InvalidArgument."""
-    try:
-        is_chat = "messages" in TokenizeKind.model_validate_json(body).model_fields_set
-    except ValidationError:
-        is_chat = False  # the parser below says what is wrong
-    parsed = parse(ChatTokenizeBody, body) if is_chat else parse(TextTokenizeBody, body)
-    if isinstance(parsed, ChatTokenizeBody):
-        prompt = inference_pb2.Prompt(chat=_chat(parsed))
-    else:
+    parsed = parse(TokenizeBody, body)
+    if parsed.messages is None and parsed.prompt is None:
+        raise InvalidArgument("field required, or else messages", "prompt")
+    if parsed.messages is None:
         prompt = inference_pb2.Prompt(text=parsed.prompt)
+    elif parsed.prompt is not None:
+        raise InvalidArgument("does not go with messages", "prompt")
+    elif parsed.add_special_tokens:
+        raise InvalidArgument("does not go with messages", "add_special_tokens")
+    else:
+        prompt = inference_pb2.Prompt(chat=_chat(parsed, parsed.messages))
     return inference_pb2.TokenizeRequest(model=parsed.model or "", prompt=prompt), parsed
 
 
@@ -221,14 +219,14 @@ def _other_constraints(body: Body) -> Iterator[tuple[inference_pb2.Constraint, s
             yield inference_pb2.Constraint(**found), field
 
 
-def _chat(body: ChatParts) -> inference_pb2.Chat:
+def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb2.Chat:
     if body.add_generation_prompt is False and not body.continue_final_message:
         raise InvalidArgument("false goes with continue_final_message only", "add_generation_prompt")
     if body.add_generation_prompt and body.continue_final_message:
         raise InvalidArgument("true does not go with continue_final_message", "add_generation_prompt")
     kwargs = body.chat_template_kwargs
     return inference_pb2.Chat(
-        messages=[_message(message) for message in body.messages],
+        messages=[_message(message) for message in messages],
         tools=[_tool(tool, f"tools[{i}].function.parameters") for i, tool in enumerate(body.tools or ())],
         template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
         continue_final_message=bool(body.continue_final_message),

@@ -23,7 +23,7 @@ from ...frontend.prepare import RequestContext, ServedModel
 from ...frontend.validation import check_request_id
 from ...request import tenant_of
 from ..service import GenerationService, tandem_errors_only
-from .bodies import ChatBody, ChatTokenizeBody, CompletionBody, DetokenizeBody, TextTokenizeBody
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document, generation, request_body, responses
 from .parsing import parse
 from .requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
@@ -82,7 +82,7 @@ class HttpServer:
         app.openapi = lambda: document(app, _VERSION)  # type: ignore[method-assign]
         generates, reads = (400, 404, 413, 429, 500, 503, 504), (400, 404, 413)
         completion, chat = generation(CompletionBody, "completion"), generation(ChatBody, "chat completion")
-        tokenize, detokenize = request_body(TextTokenizeBody, ChatTokenizeBody), request_body(DetokenizeBody)
+        tokenize, detokenize = request_body(TokenizeBody), request_body(DetokenizeBody)
 
         def add(path: str, endpoint: Callable[..., Any], found: dict[int | str, Any], body: Any = None) -> None:
             methods = ["GET"] if body is None else ["POST"]
@@ -149,7 +149,7 @@ class HttpServer:
         request, parsed = await _off_loop(body, parse_tokenize)
         ids = list((await self._service.tokenize(request)).token_ids)  # raises what is wrong with the request
         model = self._service.model(request.model)
-        if isinstance(parsed, TextTokenizeBody) and not parsed.add_special_tokens:
+        if parsed.prompt is not None and parsed.add_special_tokens is False:
             ids = await model.tokenizer.encode(parsed.prompt, add_special_tokens=False)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_tokens, "tokens": ids}
         if parsed.return_token_strs:
