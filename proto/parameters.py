@@ -68,7 +68,7 @@ class Parameter:
 
     @property
     def has_presence(self) -> bool:
-        """Whether the message tells an unset field from one of value 0."""
+        """Whether the message distinguishes an unset field from one of value 0."""
         return bool(self.default) or self.default is None
 
 

@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
     priority: int  # of those that wait the greatest goes first
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
 
-    n: int  # completions; choice i draws as a request of its own with seed + i would
+    n: int  # completions; choice i samples as a request of its own with seed + i would
     best_of: int  # completions to generate, of which the n likeliest are answered
     beam_width: int  # searches instead of sampling; goes with no option of the block below
     length_penalty: float  # of the beam search; absent: 1
@@ -123,7 +123,7 @@ class Delta:
     first_index: int  # of token_ids[0] among the choice's generated tokens
     finish_reason: FinishReason | None  # set in the choice's last piece only
     usage: Usage | None  # set in the very last piece only
-    choice: int = 0  # whose piece it is
+    choice: int = 0  # the index of the choice
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token of the prompt, in the first piece
     tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`

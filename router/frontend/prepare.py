@@ -162,7 +162,7 @@ async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel) -
 async def _encode_bad_words(
     sampling: inference_pb2.SamplingParams, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], ...]:
-    """Encodes each text with and without a space before: tokenizers tell the first word of a text from the others."""
+    """Encodes each text with and without a space before: tokenizers distinguish the first word of a text."""
     found: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(sampling.bad_words):
         for text in (word, f" {word.lstrip()}"):
@@ -182,7 +182,7 @@ def _fit_context(
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
     if explicit is not None and explicit >= context:
         raise InvalidArgument(
-            f"{explicit} leaves no room for a prompt in the context of {context} tokens", "stopping.max_tokens"
+            f"{explicit} leaves no token for the prompt in the context of {context} tokens", "stopping.max_tokens"
         )
     least = max(explicit or 1, 1)
     if len(ids) + least > context:

@@ -38,18 +38,18 @@ _ATTRIBUTES: Final = {"json": "json_"}  # of StructuredOutputs, where pydantic h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRequest:
-    """Holds the translation of one body, which may have several prompts."""
+    """Holds a body and its translation; it may have several prompts."""
 
-    is_chat: bool
+    body: Body
     common: inference_pb2.GenerateRequest  # what all prompts have; without prompt and id
     prompts: Sequence[inference_pb2.Prompt]
     request_id: str
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    parallel_tool_calls: bool
-    prompt_logprobs: bool  # asked for by themselves, not by echo
     names: Mapping[str, str]  # names in this body of fields of GenerateRequest, where they differ from the usual
+    has_prompt_logprobs: bool  # asked for by themselves, not by echo
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatFields)
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -92,7 +92,14 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
     has_prompt_logprobs = common.HasField("prompt_logprobs")
     if common.echo and common.HasField("logprobs") and not has_prompt_logprobs:
         common.prompt_logprobs = common.logprobs
-    return _request(parsed, common, prompts, request_id, names, prompt_logprobs=has_prompt_logprobs)
+    return OpenAIRequest(
+        body=parsed,
+        common=common,
+        prompts=prompts,
+        request_id=request_id,
+        names=names,
+        has_prompt_logprobs=has_prompt_logprobs,
+    )
 
 
 def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
@@ -109,8 +116,14 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
     chat.tool_choice.CopyFrom(_tool_choice(parsed.tool_choice))
     if must_call(chat) and not common.HasField("constraint"):
         names["constraint"] = "tools"
-    prompts = [inference_pb2.Prompt(chat=chat)]
-    return _request(parsed, common, prompts, request_id, names, prompt_logprobs=common.HasField("prompt_logprobs"))
+    return OpenAIRequest(
+        body=parsed,
+        common=common,
+        prompts=[inference_pb2.Prompt(chat=chat)],
+        request_id=request_id,
+        names=names,
+        has_prompt_logprobs=common.HasField("prompt_logprobs"),
+    )
 
 
 def parse_tokenize(body: bytes) -> tuple[inference_pb2.TokenizeRequest, TokenizeBody]:
@@ -257,27 +270,3 @@ def _tool_choice(choice: str | NamedTool | None) -> inference_pb2.ToolChoice:
     if isinstance(choice, NamedTool):
         return modes(mode=modes.MODE_NAMED, name=choice.function.name)
     return modes(mode={"none": modes.MODE_NONE, "required": modes.MODE_REQUIRED}.get(choice or "auto"))
-
-
-def _request(
-    body: Body,
-    common: inference_pb2.GenerateRequest,
-    prompts: Sequence[inference_pb2.Prompt],
-    request_id: str,
-    names: Mapping[str, str],
-    *,
-    prompt_logprobs: bool,
-) -> OpenAIRequest:
-    options = body.stream_options
-    return OpenAIRequest(
-        is_chat=isinstance(body, ChatFields),
-        common=common,
-        prompts=prompts,
-        request_id=request_id,
-        stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
-        continuous_usage=options is not None and bool(options.continuous_usage_stats),
-        parallel_tool_calls=not isinstance(body, ChatFields) or body.parallel_tool_calls is not False,
-        prompt_logprobs=prompt_logprobs,
-        names=names,
-    )

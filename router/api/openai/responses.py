@@ -39,6 +39,9 @@ class ResponseWriter:
     def __init__(self, request: OpenAIRequest, model: str, prompt_tokens: int) -> None:
         """`prompt_tokens`: of all prompts together."""
         self._request = request
+        options = request.body.stream_options
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._parallel_tool_calls = getattr(request.body, "parallel_tool_calls", None) is not False
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{request.request_id}",
             "object": "chat.completion" if request.is_chat else "text_completion",
@@ -140,7 +143,7 @@ class ResponseWriter:
         self, index: int, calls: Sequence[inference_pb2.ToolCall], *, is_delta: bool
     ) -> list[dict[str, Any]]:
         start = self._num_tool_calls[index]
-        if not self._request.parallel_tool_calls:
+        if not self._parallel_tool_calls:
             calls = calls[: 1 - start]
         self._num_tool_calls[index] += len(calls)
         return [
@@ -159,7 +162,7 @@ class ResponseWriter:
 
     def _prompt_report(self, prompt: int) -> str:
         """Returns the prompt's log probabilities as a member of a JSON object, if they were asked for; made once."""
-        if not self._request.prompt_logprobs:
+        if not self._request.has_prompt_logprobs:
             return ""
         if prompt not in self._prompt_reports:
             found = prompt_logprobs(self._prompt_logprobs.get(prompt, ()))
@@ -168,7 +171,7 @@ class ResponseWriter:
 
     def _event(self, choice: str, report: str = "") -> bytes:
         usage = ""
-        if self._request.continuous_usage:
+        if self._continuous_usage:
             usage = f', "usage": {json.dumps(_counts(self._prompt_tokens, self._completion_tokens))}'
         return f'{self._chunk_start}"choices": [{choice}]{report}{usage}}}\n\n'.encode()
 
@@ -183,7 +186,7 @@ def check_prompt_logprobs(request: OpenAIRequest, prompt_tokens: int) -> None:
         raise InvalidArgument(
             f"asks for {count} log probabilities ({prompt_tokens} prompt tokens and their alternatives, in {copies} "
             f"choices); at most {MAX_PROMPT_LOGPROBS} are reported in one response",
-            "prompt_logprobs" if request.prompt_logprobs else "logprobs",
+            "prompt_logprobs" if request.has_prompt_logprobs else "logprobs",
         )
 
 

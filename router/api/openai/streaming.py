@@ -34,7 +34,7 @@ class GenerationResponse(Response):
         self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._stream(scope, receive, send) if self._request.stream else self._whole(scope, receive, send)
+        work = self._stream(scope, receive, send) if self._request.body.stream else self._whole(scope, receive, send)
         await _until_disconnect(receive, work)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +85,8 @@ class GenerationResponse(Response):
                     if message.HasField("usage"):
                         usages.append(message.usage)
                     yield await writer.chunk(prompt, message)
-            if self._request.include_usage:
+            options = self._request.body.stream_options
+            if options is not None and options.include_usage:
                 yield writer.usage_chunk(usages)
             yield DONE
 
