@@ -16,6 +16,7 @@ docs/clients.md.
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
@@ -68,9 +69,9 @@ class Stream:
             except grpc.RpcError as failure:
                 self._collector.ended(self._call.trailing_metadata())
                 error = wire.error_of(failure)
-            if self._collector.has_begun or not self._retries.use(error):
+            if self._collector.has_begun:
                 raise error
-            if self._cancelled.wait(error.retry_after):
+            if self._cancelled.wait(self._retries.delay(error)):
                 raise Cancelled(_CANCELLED)
             self._call = self._start(self._retries.timeout)
             if self._cancelled.is_set():  # while the call was started
@@ -128,11 +129,13 @@ class AsyncStream:
                 if self._cancelled.is_set():  # while it was waiting
                     raise Cancelled(_CANCELLED) from None
                 raise
-            if self._collector.has_begun or not self._retries.use(error):
+            if self._collector.has_begun:
                 raise error
-            self._call = None
-            await asyncio.wait([wait := asyncio.ensure_future(self._cancelled.wait())], timeout=error.retry_after)
-            wait.cancel()
+            delay, self._call = self._retries.delay(error), None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._cancelled.wait()
+                    raise Cancelled(_CANCELLED)
             self._call = self._start(self._retries.timeout)
         if message is grpc.aio.EOF:
             self._collector.ended(await self._call.trailing_metadata())

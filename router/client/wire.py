@@ -1,6 +1,7 @@
 """Holds what both clients share on the wire: channel options, credentials, errors, retries."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -40,16 +41,19 @@ class Retries:
         """Seconds that are left of the timeout."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
-    def use(self, error: errors.TandemError) -> bool:
-        """Returns whether to try again after `error.retry_after` seconds, which it then counts. Never if the service
-        names none or more than 30 seconds, or if they exceed the timeout."""
-        delay = error.retry_after
-        if not self._num_left or delay is None or delay > _MAX_RETRY_SECONDS:
-            return False
+    def delay(self, error: errors.TandemError) -> float:
+        """Counts a try that failed; returns the seconds to wait before the next: `retry_after` and up to a quarter
+        more, so that clients refused together do not return together.
+
+        Raises `error` if there is no next try: the service names no time or more than 30 seconds, the timeout would be
+        exceeded, or none is left."""
+        if not self._num_left or error.retry_after is None or error.retry_after > _MAX_RETRY_SECONDS:
+            raise error
+        delay = error.retry_after * random.uniform(1, 1.25)
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
-            return False
+            raise error
         self._num_left -= 1
-        return True
+        return delay
 
 
 def call(start: Callable[[float | None], Any], retries: Retries) -> Any:
@@ -59,9 +63,7 @@ def call(start: Callable[[float | None], Any], retries: Retries) -> Any:
             return start(retries.timeout)
         except grpc.RpcError as failure:
             error = error_of(failure)
-        if not retries.use(error):
-            raise error
-        time.sleep(error.retry_after or 0)
+        time.sleep(retries.delay(error))
 
 
 async def call_async(start: Callable[[float | None], Any], retries: Retries) -> Any:
@@ -71,9 +73,7 @@ async def call_async(start: Callable[[float | None], Any], retries: Retries) -> 
             return await start(retries.timeout)
         except grpc.aio.AioRpcError as failure:
             error = error_of(failure)
-        if not retries.use(error):
-            raise error
-        await asyncio.sleep(error.retry_after or 0)
+        await asyncio.sleep(retries.delay(error))
 
 
 def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
