@@ -1,7 +1,7 @@
-"""Work that recurses as deep as a user likes, in threads whose stacks are large enough for it.
+"""Runs recursive work in threads with large stacks.
 
-That is llguidance's: it recurses over chains of rules. The longest that the bounds allow take less than 64 MiB, and
-would end the process in a thread of the usual 8 MiB.
+llguidance recurses over chains of rules. The longest that the bounds allow take less than 64 MiB, and would overflow
+the usual 8 MiB of a thread.
 """
 
 import os
@@ -10,29 +10,30 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
-# Where it is 1, llguidance's errors take a backtrace for each rule on the way to them: minutes for a long chain.
-os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
-
 T = TypeVar("T")
 
-_STACK_BYTES: Final = 256 * 2**20  # only what is used takes memory, and that goes with the thread
+_STACK_BYTES: Final = 256 * 2**20  # only what is used takes memory, until the thread ends
 _MAX_THREADS: Final = 2
 
-_places = threading.BoundedSemaphore(_MAX_THREADS)
-_stack_size = threading.Lock()  # which is the process's
+_slots = threading.BoundedSemaphore(_MAX_THREADS)
+_stack_size = threading.Lock()  # threading.stack_size is a setting of the process
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread of its own and returns or raises what it does; two at a time, others wait."""
+    """Runs `work` in a thread of its own, at most two at a time; returns or raises what it does.
+
+    Switches off Rust's backtraces in this process unless RUST_LIB_BACKTRACE is set: where they are on, llguidance takes
+    one for each rule on the way to an error, minutes for a long chain."""
+    os.environ.setdefault("RUST_LIB_BACKTRACE", "0")  # Rust reads it at its first error
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # passed on to the caller
             done.set_exception(error)
 
-    with _places:
+    with _slots:
         with _stack_size:
             before = threading.stack_size(_STACK_BYTES)
             try:

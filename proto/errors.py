@@ -1,4 +1,4 @@
-"""Every error a user of Tandem can meet, as one tree.
+"""Defines the errors that clients of Tandem receive, as one tree.
 
     TandemError
     ├── InvalidArgument      INVALID_ARGUMENT     400   a field is wrong; `field` names it
@@ -12,26 +12,29 @@
     ├── PermissionDenied     PERMISSION_DENIED    403
     └── InternalError        INTERNAL             500   the service is at fault
 
-The text of an error is ours: never a traceback, a path or an address of the service.
+The text of an error never has a traceback, a path or an address of the service. Those with a `retry_after` are worth
+another try: the clients of router/client retry by it, servers send it along.
 """
 
 from typing import ClassVar
 
 
 class TandemError(Exception):
-    """The root. `code` is the name of a gRPC status code."""
+    """Defines what all errors have.
+
+    `code` is the name of a gRPC status code; `retry_after`, in seconds, is None unless a later try may succeed."""
 
     code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
-    retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.retry_after = retry_after
 
 
 class InvalidArgument(TandemError):
-    """A field breaks a bound; the message names both."""
+    """Reports a field that breaks a bound; the message names both."""
 
     code = "INVALID_ARGUMENT"
     http_status = 400
@@ -42,70 +45,68 @@ class InvalidArgument(TandemError):
 
 
 class TooLarge(TandemError):
-    """The message is larger than the service reads."""
+    """Reports a message that is larger than the service reads."""
 
     code = "RESOURCE_EXHAUSTED"
     http_status = 413
 
 
 class NotFound(TandemError):
-    """No model of that name is served."""
+    """Reports that no model of that name is served."""
 
     code = "NOT_FOUND"
     http_status = 404
 
 
 class Overloaded(TandemError):
-    """The queue or the KV budget is full; try again after `retry_after` seconds."""
+    """Reports that the queue or the KV budget is full."""
 
     code = "RESOURCE_EXHAUSTED"
     http_status = 429
-    retryable = True
+    retry_after: float  # seconds
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+        super().__init__(message, retry_after)
 
 
 class Unavailable(TandemError):
-    """No worker can take the request now; try again after `retry_after` seconds."""
+    """Reports that no worker can take the request now."""
 
     code = "UNAVAILABLE"
     http_status = 503
-    retryable = True
+    retry_after: float  # seconds
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+        super().__init__(message, retry_after)
 
 
 class DeadlineExceeded(TandemError):
-    """The request's deadline passed."""
+    """Reports that the request's deadline has passed."""
 
     code = "DEADLINE_EXCEEDED"
     http_status = 504
 
 
 class Cancelled(TandemError):
-    """The caller cancelled the request."""
+    """Reports that the client cancelled the request."""
 
     code = "CANCELLED"
     http_status = 499
 
 
 class Unauthenticated(TandemError):
-    """No credentials."""
+    """Reports missing credentials."""
 
     code = "UNAUTHENTICATED"
     http_status = 401
 
 
 class PermissionDenied(TandemError):
-    """Wrong credentials."""
+    """Reports wrong credentials."""
 
     code = "PERMISSION_DENIED"
     http_status = 403
 
 
 class InternalError(TandemError):
-    """The service is at fault."""
+    """Reports a fault of the service."""

@@ -1,4 +1,4 @@
-"""Stand-ins for tests and trials of the front doors without a model: tokens from nowhere, a byte tokenizer."""
+"""Fakes for tests of the API servers without a model: a TokenSource and a byte tokenizer."""
 
 import asyncio
 import random
@@ -13,7 +13,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from ..proto import inference_pb2, worker_pb2
 from ..proto.errors import TandemError
 from .deadline import before
-from .frontend.tokenizer import Tokenizer
+from .frontend.tokenizer import BYTE_OF_CHARACTER, Tokenizer
 from .request import TokenDelta, TokenRequest
 
 EOS_ID = 256
@@ -28,9 +28,8 @@ _CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: str | None = _CHAT_TEMPLATE) -> Tokenizer:
-    """A tokenizer with one token per byte, whose id is the byte, and the special tokens EOS_ID and BOS_ID."""
-    vocab = {piece: byte for byte, piece in enumerate(_byte_pieces())}
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    """Returns a tokenizer with one token per byte, whose id is the byte, and the special tokens EOS_ID and BOS_ID."""
+    backend = Backend(models.BPE(vocab=BYTE_OF_CHARACTER, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)])
@@ -40,25 +39,18 @@ def byte_tokenizer(chat_template: str | None = _CHAT_TEMPLATE) -> Tokenizer:
     return Tokenizer(fast)
 
 
-def _byte_pieces() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte (GPT-2)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = iter(range(0x100, 0x200))
-    return [chr(byte if byte in kept else next(shifted)) for byte in range(256)]
-
-
 @dataclass(kw_only=True)
 class FakeTokenSource:
-    """A TokenSource that generates `answer`, or else a walk through printable ASCII that prompt and seed determine.
+    """Generates `answer`, or else printable ASCII that prompt and seed determine.
 
     Ends with FINISH_REASON_STOP after EOS_ID or a stop token id, as a worker does, and with FINISH_REASON_LENGTH at
-    max_tokens or the end of the answer. Choices take turns; choice i has the i-th of `answers`, or the walk of seed
+    max_tokens or the end of the answer. Choices take turns; choice i has the i-th of `answers`, or the text of seed
     + i. The log probability of token t is `-(t + 1) / 1000`, its alternatives are 0, 1, 2, ...; the score
     of a hypothesis is the sum.
     """
 
     answer: Sequence[int] | None = None
-    answers: Sequence[Sequence[int]] = ()  # in place of `answer`, one for each choice
+    answers: Sequence[Sequence[int]] = ()  # instead of `answer`, one for each choice
     tokens_per_delta: int = 1
     error: TandemError | Exception | None = None  # raised after `error_after` tokens
     error_after: int = 0
@@ -77,10 +69,10 @@ class FakeTokenSource:
         finished = False
         try:
             for delta in self._deltas(request, ended):
-                await before(request.deadline, self._obstacle(delta.first_index))
+                await before(request.deadline, self._fail_or_stall(delta.first_index))
                 timeline.completion_tokens += len(delta.ids)
                 yield delta
-                await asyncio.sleep(0)  # as a network would, let others run
+                await asyncio.sleep(0)  # lets others run, as a network does
             finished = True
         finally:
             timeline.request_id = request.request_id
@@ -90,7 +82,7 @@ class FakeTokenSource:
             await self._count(-1)
 
     async def wait_running(self, count: int) -> None:
-        """Returns once exactly `count` requests run."""
+        """Waits until exactly `count` requests run."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.running == count)
 
@@ -102,7 +94,7 @@ class FakeTokenSource:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _obstacle(self, start: int) -> None:
+    async def _fail_or_stall(self, start: int) -> None:
         if self.error is not None and start >= self.error_after:
             raise self.error
         if self.stall_after is not None and start >= self.stall_after:
@@ -133,14 +125,14 @@ class FakeTokenSource:
         if self.answers:
             ids = list(self.answers[choice])
         else:
-            ids = list(self.answer) if self.answer is not None else _walk(request, choice)
+            ids = list(self.answer) if self.answer is not None else _random_text(request, choice)
         ids = ids[: request.max_tokens]
         ends = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
         stops = [i for i, token in enumerate(ids) if token in ends]
         return ids[: stops[0] + 1] if stops else ids
 
 
-def _walk(request: TokenRequest, choice: int) -> list[int]:
+def _random_text(request: TokenRequest, choice: int) -> list[int]:
     state = random.Random(zlib.crc32(repr(request.prompt).encode()) ^ (request.sampling.seed + choice) % 2**64)
     return [state.randrange(0x20, 0x7F) for _ in range(min(request.max_tokens, 4_096))]
 

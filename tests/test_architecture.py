@@ -63,7 +63,7 @@ ARROWS: dict[str, set[str]] = {
     "router.frontend": {"router.request"},
     "router.output": {"router.frontend", "router.request"},
     "router.api": {"router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"},
-    "router.api.openai": {"router.api", "router.frontend", "router.request"},
+    "router.api.openai": {"router.api", "router.frontend", "router.output", "router.request"},
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
     "cluster.store": set(),

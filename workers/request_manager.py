@@ -13,6 +13,7 @@ from functools import partial
 from queue import Full
 
 from ..proto import worker_pb2
+from ..proto.errors import InvalidArgument
 from ..proto.hashing import hash_prompt
 from .engine.engine import Engine
 from .engine.events import Admitted, CacheChanged, Event, Failed, NewTokens, Preempted, PrefillFinished, Progress
@@ -20,7 +21,7 @@ from .engine.plan import FirstTokens
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
-from .submit import InvalidSubmit, WorkerLimits, parse_submit
+from .submit import WorkerLimits, parse_submit
 from .tp.kv_group import KvGroup, kv_received
 from .transfer.frames import TransferError
 from .transfer.receiver import FetchResult
@@ -89,9 +90,9 @@ class RequestManager:
         key = (submit.request_id, submit.attempt)
         try:
             if key in session.requests:
-                raise InvalidSubmit("request_id: already in use")
+                raise InvalidArgument("request_id: already in use")
             spec = parse_submit(submit, self._next_id, self._limits)
-        except InvalidSubmit as error:
+        except InvalidArgument as error:
             session.put(key, failure=worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_INVALID, message=str(error)))
             return
         first, num_choices = submit.first_choice, spec.beam.num_best if spec.beam else spec.num_choices

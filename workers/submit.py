@@ -1,31 +1,43 @@
-"""What a router asks of a worker, checked field by field: the worker trusts no router to have done so."""
+"""Checks what a router submits and turns it into the engine's form. The worker trusts no router to have checked it."""
 
-import struct
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
-from ..proto import inference_pb2, limits, worker_pb2
+from ..proto import inference_pb2, worker_pb2
+from ..proto.errors import InvalidArgument
+from ..proto.limits import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
+    MAX_CACHE_SALT_BYTES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARACTERS,
+)
+from ..proto.parameters import ROWS, check_count, check_message, check_token_ids, parameters_of, value_of
 from .engine.plan import SamplingParams
 from .engine.sequence import BeamSearch, SequenceSpec, Task
 from .transfer.frames import MAX_FIRST_TOKENS
 
-MAX_GRAMMAR_CHARACTERS: Final = 8 * limits.MAX_GRAMMAR_CHARACTERS
-"""As a router writes it: a wrapping and escapes, of up to six characters, around what the user sent."""
+MAX_SUBMITTED_GRAMMAR_CHARACTERS: Final = 8 * MAX_GRAMMAR_CHARACTERS
+"""The router wraps and escapes, with up to six characters for one, what the client sent."""
 
-_TASKS = {
+_TASKS: Final = {
     worker_pb2.TASK_WHOLE: Task.WHOLE,
     worker_pb2.TASK_PREFILL: Task.PREFILL,
     worker_pb2.TASK_DECODE: Task.DECODE,
 }
-
-
-class InvalidSubmit(Exception):
-    """A submit that breaks a bound; the text is safe to show."""
+_SAMPLING: Final = parameters_of("sampling")
+_BEAM_SEARCH: Final = parameters_of("beam_search")
+_TOP_LEVEL: Final = tuple(
+    ROWS[field]
+    for field in ("stopping.stop_token_ids", "stopping.min_tokens", "priority", "logprobs", "prompt_logprobs")
+)
+"""Parameters that a submit has under the same last name as a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """What a worker can take at all."""
+    """Holds what one worker can compute at most."""
 
     vocab_size: int
     context_tokens: int
@@ -33,22 +45,23 @@ class WorkerLimits:
     eos_ids: frozenset[int]
 
 
-def parse_submit(submit: worker_pb2.Submit, sequence_id: int, room: WorkerLimits) -> SequenceSpec:
-    """A submit as the engine takes it. Raises InvalidSubmit."""
+def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimits) -> SequenceSpec:
+    """Returns a submit as the engine takes it. Raises InvalidArgument, which names the field and the bound."""
     task = _TASKS.get(submit.task)
     if task is None:
-        raise InvalidSubmit("task: unknown")
-    _check_prompt(submit, task, room)
-    _check_choices(submit, room)
-    stop_ids = frozenset(submit.stop_token_ids) | (frozenset() if submit.ignore_eos else room.eos_ids)
-    beam = _parse_beam(submit, len(stop_ids), room.vocab_size) if submit.HasField("beam_search") else None
+        raise InvalidArgument("unknown", "task")
+    check_message(submit, _TOP_LEVEL)
+    _check_prompt(submit, task, limits)
+    _check_choices(submit, limits)
+    stop_ids = frozenset(submit.stop_token_ids) | (frozenset() if submit.ignore_eos else limits.eos_ids)
+    beam = _parse_beam_search(submit, len(stop_ids), limits.vocab_size) if submit.HasField("beam_search") else None
     return SequenceSpec(
         id=sequence_id,
         task=task,
         tokens=tuple(submit.token_ids),
         first_index=submit.first_index,
         max_tokens=submit.max_tokens,
-        sampling=_parse_sampling(submit, stop_ids, room.vocab_size),
+        sampling=_parse_sampling(submit, stop_ids, limits.vocab_size),
         num_choices=submit.beam_search.width if beam else max(submit.num_choices, 1),
         beam=beam,
         stop_ids=stop_ids,
@@ -57,136 +70,91 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, room: WorkerLimits
     )
 
 
-def _check(good: bool, text: str) -> None:
-    """Comparisons are false for NaN, so `good` says what must hold and never what must not."""
-    if not good:
-        raise InvalidSubmit(text)
+def _check(is_valid: bool, field: str, bound: str) -> None:
+    if not is_valid:
+        raise InvalidArgument(bound, field)
 
 
-def _check_prompt(submit: worker_pb2.Submit, task: Task, room: WorkerLimits) -> None:
-    tokens, vocab_size = submit.token_ids, room.vocab_size
-    _check(bool(tokens) and max(tokens) < vocab_size, f"token_ids: at least one, each below {vocab_size}")
-    _check(
-        submit.max_tokens >= 1 and len(tokens) + submit.max_tokens <= room.context_tokens,
-        f"max_tokens: at least 1, and with the prompt at most {room.context_tokens}",
-    )
-    _check(
-        task is not Task.DECODE or (bool(submit.kv.endpoints) and submit.kv.num_tokens == len(tokens)),
-        "kv: does not name the cache of this prompt",
-    )
-    _check(submit.first_index < len(tokens), "first_index: below the number of token_ids")
-    _check(
-        submit.min_tokens <= submit.first_index + submit.max_tokens,
-        "min_tokens: at most first_index and max_tokens together",
-    )
-    num_stop_ids, most = len(submit.stop_token_ids), limits.MAX_STOP_TOKEN_IDS
-    _check(num_stop_ids <= most, f"stop_token_ids: at most {most}")
-    most = limits.MAX_CACHE_SALT_BYTES
-    _check(len(submit.cache_salt) <= most, f"cache_salt: at most {most} bytes")
-    most = limits.MAX_PRIORITY
-    _check(-most <= submit.priority <= most, f"priority: between -{most} and {most}")
+def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -> None:
+    num_tokens, context = len(submit.token_ids), limits.context_tokens
+    _check(num_tokens > 0, "token_ids", "must have at least one token")
+    check_token_ids(submit.token_ids, limits.vocab_size, "token_ids")
+    fits = submit.max_tokens >= 1 and num_tokens + submit.max_tokens <= context
+    _check(fits, "max_tokens", f"must be at least 1, and with the prompt at most {context}")
+    has_kv = bool(submit.kv.endpoints) and submit.kv.num_tokens == num_tokens
+    _check(task is not Task.DECODE or has_kv, "kv", "does not name the KV cache of this prompt")
+    _check(submit.first_index < num_tokens, "first_index", "must be below the number of token_ids")
+    most = submit.first_index + submit.max_tokens
+    _check(submit.min_tokens <= most, "min_tokens", "must be at most first_index and max_tokens together")
+    check_count(len(submit.cache_salt), MAX_CACHE_SALT_BYTES, "bytes", "cache_salt")
 
 
-def _check_choices(submit: worker_pb2.Submit, room: WorkerLimits) -> None:
-    num_choices, most = max(submit.num_choices, 1), limits.MAX_CHOICES
-    _check(num_choices <= most, f"num_choices: at most {most}")
-    _check(submit.first_choice + num_choices <= most, f"first_choice: with num_choices at most {most}")
-    alone = num_choices == 1 and not submit.HasField("beam_search")
-    _check(alone or not submit.first_index, "first_index: 0 with several choices")
-    num_sequences = max(num_choices, submit.beam_search.width)
-    _check(num_sequences <= room.max_sequences, f"num_choices: this worker computes {room.max_sequences} at once")
+def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:
+    num_choices = max(submit.num_choices, 1)
+    _check(num_choices <= MAX_CHOICES, "num_choices", f"must be at most {MAX_CHOICES}")
+    is_known = submit.first_choice + num_choices <= MAX_CHOICES
+    _check(is_known, "first_choice", f"must with num_choices be at most {MAX_CHOICES}")
+    is_single = num_choices == 1 and not submit.HasField("beam_search")
+    _check(is_single or not submit.first_index, "first_index", "must be 0 with several choices")
+    fits = max(num_choices, submit.beam_search.width) <= limits.max_sequences
+    _check(fits, "num_choices", f"must be at most {limits.max_sequences} on this worker")
 
 
-def _parse_beam(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -> BeamSearch:
-    beam, num_best, most = submit.beam_search, max(submit.num_choices, 1), min(limits.MAX_BEAM_WIDTH, vocab_size)
-    penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
-    _check(1 <= beam.width <= most, f"beam_search.width: between 1 and {most}")
-    _check(num_best <= beam.width, "num_choices: at most beam_search.width")
-    _check(submit.first_choice == 0, "first_choice: 0 with beam_search")
-    scored = submit.HasField("logprobs") or submit.HasField("prompt_logprobs")
-    _check(not scored and not submit.grammar, "beam_search: without logprobs, prompt_logprobs and grammar")
-    most_penalty = limits.MAX_LENGTH_PENALTY
-    _check(
-        -most_penalty <= penalty <= most_penalty,
-        f"beam_search.length_penalty: between -{most_penalty:g} and {most_penalty:g}",
-    )
-    _check(beam.width + num_stop_ids <= MAX_FIRST_TOKENS, "stop_token_ids: too many for a beam_search of this width")
+def _parse_beam_search(submit: worker_pb2.Submit, num_stop_ids: int, vocab_size: int) -> BeamSearch:
+    beam, num_best, most = submit.beam_search, max(submit.num_choices, 1), min(MAX_BEAM_WIDTH, vocab_size)
+    check_message(beam, _BEAM_SEARCH, "beam_search.")
+    _check(beam.width <= most, "beam_search.width", f"must be at most {most}")
+    _check(num_best <= beam.width, "num_choices", "must be at most beam_search.width")
+    _check(submit.first_choice == 0, "first_choice", "must be 0 with beam_search")
+    has_logprobs = submit.HasField("logprobs") or submit.HasField("prompt_logprobs")
+    _check(not has_logprobs and not submit.grammar, "beam_search", "goes without logprobs, prompt_logprobs and grammar")
+    fits = beam.width + num_stop_ids <= MAX_FIRST_TOKENS
+    _check(fits, "stop_token_ids", f"must with beam_search.width be at most {MAX_FIRST_TOKENS}")
+    penalty = value_of(beam, ROWS["beam_search.length_penalty"])
     return BeamSearch(num_best=num_best, length_penalty=penalty, early_stopping=beam.early_stopping)
 
 
 def _parse_sampling(submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_size: int) -> SamplingParams:
-    """How tokens are chosen. A beam search draws none, so there nothing of `submit.sampling` counts."""
-    _check(len(submit.grammar) <= MAX_GRAMMAR_CHARACTERS, f"grammar: at most {MAX_GRAMMAR_CHARACTERS} characters")
+    """Returns how tokens are sampled. A beam search samples none and ignores `submit.sampling`."""
+    check_count(len(submit.grammar), MAX_SUBMITTED_GRAMMAR_CHARACTERS, "characters", "grammar")
     logprobs = submit.logprobs if submit.HasField("logprobs") else None
     prompt_logprobs = submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None
-    most = limits.MAX_LOGPROBS
-    _check((logprobs or 0) <= most, f"logprobs: at most {most}")
-    _check((prompt_logprobs or 0) <= most, f"prompt_logprobs: at most {most}")
     if submit.task == worker_pb2.TASK_DECODE:  # which computes nothing of the prompt
         prompt_logprobs = None
     num_prompt = len(submit.token_ids) - submit.first_index
-    waits = submit.min_tokens > submit.first_index
+    has_min_tokens = submit.min_tokens > submit.first_index
     return replace(
-        SamplingParams(temperature=0) if submit.HasField("beam_search") else _parse_drawing(submit, vocab_size),
-        stop_ids=tuple(sorted(token for token in stop_ids if token < vocab_size)) if waits else (),
-        min_length=num_prompt + submit.min_tokens if waits else 0,
+        SamplingParams(temperature=0) if submit.HasField("beam_search") else _parse_parameters(submit, vocab_size),
+        stop_ids=tuple(sorted(token for token in stop_ids if token < vocab_size)) if has_min_tokens else (),
+        min_length=num_prompt + submit.min_tokens if has_min_tokens else 0,
         grammar=submit.grammar,
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
         prompt_logprobs=None if prompt_logprobs is None else min(prompt_logprobs, vocab_size),
     )
 
 
-def _parse_drawing(submit: worker_pb2.Submit, vocab_size: int) -> SamplingParams:
+def _parse_parameters(submit: worker_pb2.Submit, vocab_size: int) -> SamplingParams:
     sampling = submit.sampling
-    typical_p = sampling.typical_p if sampling.HasField("typical_p") else 1.0
-    repetition = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
-    most = limits.MAX_TEMPERATURE
-    _check(0 <= sampling.temperature <= most, f"sampling.temperature: between 0 and {most:g}")
-    _check(-1 <= sampling.top_k <= limits.MAX_TOP_K, f"sampling.top_k: between -1 and {limits.MAX_TOP_K}")
-    _check(0 < sampling.top_p <= 1, "sampling.top_p: above 0 and at most 1")
-    _check(0 <= sampling.min_p <= 1, "sampling.min_p: between 0 and 1")
-    _check(0 < typical_p <= 1, "sampling.typical_p: above 0 and at most 1")
-    least, most = limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY
-    # The least is no float32; what a caller sends for it may be a little less.
-    _check(_float32(least) <= repetition <= most, f"sampling.repetition_penalty: between {least:g} and {most:g}")
-    most = limits.MAX_PENALTY
-    penalties = sampling.presence_penalty, sampling.frequency_penalty
-    _check(
-        all(-most <= penalty <= most for penalty in penalties),
-        f"sampling.presence_penalty, frequency_penalty: between -{most:g} and {most:g}",
-    )
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=min(max(sampling.top_k, 0), vocab_size),
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        typical_p=typical_p,
-        seed=(sampling.seed + submit.first_choice) % 2**64,
-        repetition_penalty=repetition,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=_parse_logit_bias(sampling, vocab_size),
-        bad_words=_parse_bad_words(submit, vocab_size),
-    )
+    check_message(sampling, _SAMPLING, "sampling.")
+    check_token_ids(sampling.logit_bias, vocab_size, "sampling.logit_bias")
+    values: dict[str, Any] = {row.leaf: value_of(sampling, row) for row in _SAMPLING}
+    values |= {
+        "top_k": min(max(sampling.top_k, 0), vocab_size),
+        "seed": (sampling.seed + submit.first_choice) % 2**64,
+        "logit_bias": tuple(sorted(sampling.logit_bias.items())),
+        "bad_words": _parse_bad_words(submit.bad_words, sampling, vocab_size),
+    }
+    return SamplingParams(**values)
 
 
-def _float32(number: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", number))[0])
-
-
-def _parse_logit_bias(sampling: inference_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    bias, most = sampling.logit_bias, limits.MAX_LOGIT_BIAS
-    _check(len(bias) <= limits.MAX_LOGIT_BIASES, f"sampling.logit_bias: at most {limits.MAX_LOGIT_BIASES} tokens")
-    _check(all(token < vocab_size for token in bias), f"sampling.logit_bias: tokens below {vocab_size}")
-    _check(all(-most <= value <= most for value in bias.values()), f"sampling.logit_bias: from -{most:g} to {most:g}")
-    return tuple(sorted(bias.items()))
-
-
-def _parse_bad_words(submit: worker_pb2.Submit, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    most, longest = 2 * limits.MAX_BAD_WORDS, limits.MAX_BAD_WORD_TOKENS  # each with and without a space before
-    _check(not submit.sampling.bad_words, "sampling.bad_words: as tokens, in bad_words")
-    _check(len(submit.bad_words) <= most, f"bad_words: at most {most}")
-    words = tuple(tuple(word.ids) for word in submit.bad_words)
-    _check(all(1 <= len(word) <= longest for word in words), f"bad_words: 1 to {longest} tokens each")
-    _check(all(max(word) < vocab_size for word in words), f"bad_words: tokens below {vocab_size}")
+def _parse_bad_words(
+    given: Any, sampling: inference_pb2.SamplingParams, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """`given`: the submit's repeated TokenIds."""
+    _check(not sampling.bad_words, "sampling.bad_words", "must be empty; token ids go in bad_words")
+    check_count(len(given), 2 * MAX_BAD_WORDS, "token sequences", "bad_words")  # each with and without a space before
+    words = tuple(tuple(word.ids) for word in given)
+    for i, word in enumerate(words):
+        _check(1 <= len(word) <= MAX_BAD_WORD_TOKENS, f"bad_words[{i}]", f"must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        check_token_ids(word, vocab_size, f"bad_words[{i}]")
     return words

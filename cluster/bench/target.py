@@ -49,7 +49,7 @@ class BenchServer(Protocol):
 async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncIterator[BenchServer]:
     """A server, ready to be measured. Raises Unavailable if it has to be asked for its model and does not answer."""
     if address.is_grpc:
-        async with AsyncClient(address.url.removeprefix("grpc://")) as client:
+        async with AsyncClient(address.url.removeprefix("grpc://"), max_retries=0) as client:
             yield GrpcBenchServer(client, address.model, ignore_eos)
         return
     connector = aiohttp.TCPConnector(limit=0)

@@ -27,22 +27,17 @@ SETTABLE: Final = (
 """The options that /set knows."""
 
 
+@o.request_options(
+    *("model", "max_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed"),
+    max_tokens=512,
+    temperature=0.0,
+)
 def chat(
     context: typer.Context,
     target: o.Target = o.DEFAULT_TARGET,
     api_key: o.ApiKey = "",
-    model: o.Model = None,
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
-    max_tokens: o.MaxTokens = 512,
-    stop: o.Stop = None,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = None,
-    top_p: o.TopP = None,
-    min_p: o.MinP = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    presence_penalty: o.PresencePenalty = None,
-    frequency_penalty: o.FrequencyPenalty = None,
-    seed: o.Seed = None,
     timeline: o.ShowTimeline = False,
 ) -> None:
     """Talk with the model; what was said goes along. /help tells the commands. Ctrl-C cuts an answer short, Ctrl-D ends

@@ -20,6 +20,7 @@ DEFAULT_STATUS_URL: Final = "http://127.0.0.1:8000/tandem"
 STATUS_SECONDS: Final = 10.0
 
 
+@o.request_options(max_tokens=128)
 def generate(
     context: typer.Context,
     prompt: Annotated[
@@ -28,46 +29,15 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Continue the text of this file.")] = None,
     target: o.Target = o.DEFAULT_TARGET,
     api_key: o.ApiKey = "",
-    model: o.Model = None,
-    request_id: o.RequestId = None,
-    priority: o.Priority = None,
     timeout: o.Timeout = None,
-    max_tokens: o.MaxTokens = 128,
-    min_tokens: o.MinTokens = None,
-    stop: o.Stop = None,
-    stop_token_ids: o.StopTokenIds = None,
-    ignore_eos: o.IgnoreEos = False,
-    truncate_prompt: o.TruncatePrompt = False,
-    temperature: o.AnyTemperature = None,
-    top_k: o.TopK = None,
-    top_p: o.TopP = None,
-    min_p: o.MinP = None,
-    typical_p: o.TypicalP = None,
-    repetition_penalty: o.RepetitionPenalty = None,
-    presence_penalty: o.PresencePenalty = None,
-    frequency_penalty: o.FrequencyPenalty = None,
-    logit_bias: o.LogitBias = None,
-    bad_words: o.BadWords = None,
-    seed: o.Seed = None,
-    n: o.N = None,
-    best_of: o.BestOf = None,
-    beam_width: o.BeamWidth = None,
-    length_penalty: o.LengthPenalty = None,
-    early_stopping: o.EarlyStopping = False,
-    logprobs: o.Logprobs = None,
-    prompt_logprobs: o.PromptLogprobs = None,
-    echo: o.Echo = False,
-    json_schema: o.JsonSchema = None,
-    json_object: o.JsonObject = False,
-    regex: o.Regex = None,
-    choice: o.Choice = None,
-    grammar: o.Grammar = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     timeline: o.ShowTimeline = False,
 ) -> None:
-    """Continue a text; the continuation streams to stdout. Several completions come one below the other, when all are
-    there. Tables of log probabilities and times go to stderr."""
-    options = o.given_options(context.params)  # which are these parameters
+    """Continue a text, greedily unless a temperature or several completions are asked for.
+
+    The continuation streams to stdout; several completions are printed one below the other, when all are complete.
+    Tables of log probabilities and times go to stderr."""
+    options = o.given_options(context.params)
     if not options.keys() & {"n", "best_of", "beam_width"}:
         options.setdefault("temperature", 0.0)
     text = _prompt(prompt, file)

@@ -65,16 +65,12 @@ def perplexity(
 
 
 @eval_app.command()
+@o.request_options("model", "max_tokens", "stop", "temperature", "seed", max_tokens=128, temperature=0.0)
 def generate(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")],
     target: o.Target = o.DEFAULT_TARGET,
     api_key: o.ApiKey = "",
-    model: o.Model = None,
-    max_tokens: o.MaxTokens = 128,
-    stop: o.Stop = None,
-    temperature: o.Temperature = 0.0,
-    seed: o.Seed = None,
     concurrency: Concurrency = 8,
     output: Annotated[Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")] = None,
     as_json: AsJson = False,

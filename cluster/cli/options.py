@@ -1,73 +1,82 @@
-"""The options of `tandem generate`, `chat` and `eval`: what they are called, and how they become a client's."""
+"""Makes the options of `tandem generate`, `chat` and `eval`, those of requests from the table of parameters."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, cast, get_type_hints
 
 import typer
 
 from ...proto.errors import InvalidArgument
-from ...router.client.types import ChatOptions, Options
+from ...proto.parameters import PARAMETERS, Parameter
+from ...router.client.types import Options
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the service's gRPC door.")]
-ApiKey = Annotated[str, typer.Option(envvar="TANDEM_API_KEY", show_default=False, help="Who asks, if it matters.")]
-Model = Annotated[str | None, typer.Option(help="One of the names that the service answers under.")]
-RequestId = Annotated[str | None, typer.Option(help="Names the request in logs and timelines.")]
-Priority = Annotated[int | None, typer.Option(help="Of those that wait the greatest goes first.")]
+Target = Annotated[str, typer.Option(help="HOST:PORT of the service's gRPC server.")]
+ApiKey = Annotated[str, typer.Option(envvar="TANDEM_API_KEY", show_default=False, help="The API key of the tenant.")]
+Model = Annotated[str | None, typer.Option(help="One of the served names; may be absent if only one is served.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.")]
+ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Print on stderr where the time went.")]
 
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-MinTokens = Annotated[int | None, typer.Option(help="Nothing ends the completion before so many.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
-StopTokenIds = Annotated[list[int] | None, typer.Option("--stop-token-id", help="End at this token; also several.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")]
-TruncatePrompt = Annotated[bool, typer.Option("--truncate-prompt", help="Keep the end of a prompt that is too long.")]
+_TYPES: Final = {
+    **{"bool": bool, "float": float | None, "string": str | None, "json": str | None},
+    **dict.fromkeys(("int32", "uint32", "uint64"), int | None),
+    **{"strings": list[str] | None, "token_ids": list[int] | None, "logit_bias": list[str] | None},
+}
+_NOTES: Final = {
+    **dict.fromkeys(("strings", "token_ids"), " May be given several times."),
+    "logit_bias": " ID=BIAS; may be given several times.",
+}
+_READ_FROM_FILES: Final = ("json_schema", "grammar")  # @FILE
 
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-AnyTemperature = Annotated[float | None, typer.Option(help="0 is greedy, and the default for one completion.")]
-TopK = Annotated[int | None, typer.Option(help="Keep the so many likeliest tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Keep tokens at least so many times as likely as the likeliest.")]
-TypicalP = Annotated[float | None, typer.Option(help="Keep the most typical tokens up to this probability.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Divide the logits of tokens seen; 1 changes nothing.")]
-PresencePenalty = Annotated[float | None, typer.Option(help="Take this from the logits of tokens generated.")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="The same for each time that they were.")]
-LogitBias = Annotated[list[str] | None, typer.Option(help="ID=BIAS adds to a token's logit; also several.")]
-BadWords = Annotated[list[str] | None, typer.Option("--bad-word", help="A text not to be generated; also several.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 
-N = Annotated[int | None, typer.Option("--n", help="Completions.")]
-BestOf = Annotated[int | None, typer.Option(help="Completions to generate, of which the n likeliest are shown.")]
-BeamWidth = Annotated[int | None, typer.Option(help="Search with so many hypotheses instead of sampling.")]
-LengthPenalty = Annotated[float | None, typer.Option(help="Of the beam search; above 1 favours long hypotheses.")]
-EarlyStopping = Annotated[bool, typer.Option("--early-stopping", help="End the beam search at the first so many.")]
+def request_options(*names: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds the options of request parameters, by their client names, to a command; without names all.
 
-Logprobs = Annotated[int | None, typer.Option(help="Show log probabilities, with so many alternatives each.")]
-PromptLogprobs = Annotated[int | None, typer.Option(help="The same for the prompt; --max-tokens may then be 0.")]
-Echo = Annotated[bool, typer.Option("--echo", help="Repeat the prompt before the completion.")]
+    The command does not receive them: `given_options` takes them from its typer.Context. `defaults` are those of single
+    options, which are absent otherwise."""
+    rows = [row for row in PARAMETERS if not names or row.client_name in names]
 
-JsonSchema = Annotated[str | None, typer.Option(help="JSON of this schema; @FILE reads it.")]
-JsonObject = Annotated[bool, typer.Option("--json-object", help="A JSON object.")]
-Regex = Annotated[str | None, typer.Option(help="A text that this expression matches.")]
-Choice = Annotated[list[str] | None, typer.Option(help="One of the texts given so.")]
-Grammar = Annotated[str | None, typer.Option(help="A text of this Lark grammar; @FILE reads it.")]
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters
+        hints = get_type_hints(command, include_extras=True)
+        taken = [parameter.replace(annotation=hints[name]) for name, parameter in own.items()]
+        added = [_parameter(row, defaults) for row in rows if row.client_name not in own]
 
-ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Tell on stderr where the time went.")]
+        @wraps(command)
+        def run(**given: object) -> None:
+            command(**{name: given[name] for name in own})
+
+        run.__signature__ = inspect.Signature([*taken, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*taken, *added)}
+        return run
+
+    return decorate
+
+
+def _parameter(row: Parameter, defaults: Mapping[str, object]) -> inspect.Parameter:
+    name = row.client_name
+    note = " @FILE reads it from a file." if name in _READ_FROM_FILES else _NOTES.get(row.kind, "")
+    option = typer.Option(row.option, help=row.help + note)
+    default = defaults.get(name, False if row.kind == "bool" else None)
+    kind: Any = _TYPES[row.kind]
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:
-    """What a command was given, by the names of a client's options; flags that are not set are left out.
+    """Returns a command's parameters as options of a client; those that are not given are left out.
 
-    Raises InvalidArgument for a logit bias that is none and a file that cannot be read."""
-    names = ChatOptions.__annotations__
+    Raises InvalidArgument for a logit bias of a wrong form and a file that cannot be read."""
+    names = {row.client_name for row in PARAMETERS}
     options = {name: value for name, value in params.items() if name in names and _is_given(value)}
     if "logit_bias" in options:
         options["logit_bias"] = dict(map(_bias, options["logit_bias"]))
-    for name in ("json_schema", "grammar"):
-        if name in options:
-            options[name] = _text_of(name, options[name])
+    for name in _READ_FROM_FILES:
+        if name in options and options[name].startswith("@"):
+            options[name] = read_text(Path(options[name][1:]), name)
     return cast(Options, options)
 
 
@@ -83,14 +92,8 @@ def _bias(given: str) -> tuple[int, float]:
         raise InvalidArgument(f"{given!r} is not ID=BIAS, such as 17=-100", "logit_bias") from None
 
 
-def _text_of(name: str, given: str) -> str:
-    if not given.startswith("@"):
-        return given
-    return read_text(Path(given[1:]), name)
-
-
 def read_text(path: Path, name: str) -> str:
-    """The text of a file that the option `name` names. Raises InvalidArgument."""
+    """Returns the text of the file that the option `name` names. Raises InvalidArgument."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

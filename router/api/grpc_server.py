@@ -1,4 +1,4 @@
-"""The gRPC front door: tandem.v1.Inference, grpc.health.v1 and, if asked for, reflection."""
+"""Serves tandem.v1.Inference, grpc.health.v1 and optionally reflection over gRPC."""
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,8 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ...proto import inference_pb2
-from ...proto.errors import InvalidArgument, Overloaded, TandemError, Unavailable
+from ...proto.errors import InvalidArgument, TandemError
 from ...proto.limits import MAX_MESSAGE_BYTES
+from ..frontend.prepare import RequestContext
 from ..request import tenant_of
 from .service import GenerationService, tandem_errors_only
 
@@ -25,15 +26,15 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 DETAILS_KEY = "grpc-status-details-bin"
 AUTHORIZATION_KEY = "authorization"
 
-_PROMPT_LOGPROBS_A_MESSAGE = 2_048  # with 20 alternatives each 1 MB
+_PROMPT_LOGPROBS_PER_MESSAGE = 2_048  # with 20 alternatives each 1 MB
 
 _Context = grpc.aio.ServicerContext[bytes, Any]
 _M = TypeVar("_M", bound=Message)
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second server on the port fails instead of taking half of the requests
-    ("grpc.keepalive_time_ms", 20_000),  # a client whose machine is gone frees its blocks within half a minute
+    ("grpc.so_reuseport", 0),  # a second server on the port fails instead of receiving half of the requests
+    ("grpc.keepalive_time_ms", 20_000),  # the blocks of a client whose machine is gone are freed within half a minute
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -41,18 +42,18 @@ _OPTIONS: list[tuple[str, int]] = [
 
 
 class GrpcServer:
-    """A gRPC server over Completions. Lives from `start` to `stop`, in one event loop."""
+    """Serves a GenerationService over gRPC from `start` to `stop`, in one event loop."""
 
     def __init__(
         self,
-        completions: GenerationService,
+        service: GenerationService,
         *,
         reflection: bool,
         compression: grpc.Compression = grpc.Compression.NoCompression,
     ) -> None:
-        """`compression`: of answers, to clients that accept it. Requests may come compressed in any way gRPC knows; the
-        bound of their size is that of the message unpacked."""
-        self._completions = completions
+        """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
+        size is that of the unpacked message."""
+        self._service = service
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS, compression=compression)
         self._server.add_generic_rpc_handlers((self._handlers(),))
@@ -74,95 +75,83 @@ class GrpcServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers, for the server and for the service."""
+        """Sets what grpc.health.v1 answers, for the server and for the service."""
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if serving else statuses.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, status)
 
     async def stop(self, grace: float) -> None:
-        """Takes no more requests; cancels those that still run after `grace` seconds."""
+        """Accepts no more requests; cancels those that still run after `grace` seconds."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT.
+        service = self._service
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Generate": grpc.unary_stream_rpc_method_handler(self._generate, None, _serialize),
-                "Detokenize": grpc.unary_unary_rpc_method_handler(self._detokenize, None, _serialize),
-                "Tokenize": grpc.unary_unary_rpc_method_handler(self._tokenize, None, _serialize),
-                "ListModels": grpc.unary_unary_rpc_method_handler(self._list_models, None, _serialize),
+                "Detokenize": _unary(inference_pb2.DetokenizeRequest, service.detokenize),
+                "Tokenize": _unary(inference_pb2.TokenizeRequest, service.tokenize),
+                "ListModels": _unary(inference_pb2.ListModelsRequest, service.list_models),
             },
         )
 
     async def _generate(self, body: bytes, context: _Context) -> None:
         arrived = time.monotonic()
         remaining = context.time_remaining()
+        deadline = None if remaining is None else arrived + remaining
         timeline = inference_pb2.Timeline()
         try:
             with tandem_errors_only():
-                accepted = await self._completions.accept(
+                request = await self._service.accept(
                     _parse(inference_pb2.GenerateRequest, body),
-                    arrived=arrived,
-                    deadline=None if remaining is None else arrived + remaining,
-                    tenant=_tenant(context),
+                    RequestContext(arrived=arrived, deadline=deadline, tenant=_tenant(context)),
                 )
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
-                async with aclosing(self._completions.run(accepted, timeline)) as messages:
+                async with aclosing(self._service.run(request, timeline)) as messages:
                     async for message in messages:
-                        for part in _parts(message):
-                            await context.write(part)
+                        if len(message.prompt_logprobs) > _PROMPT_LOGPROBS_PER_MESSAGE:
+                            for part in _split_prompt_logprobs(message):
+                                await context.write(part)
+                        await context.write(message)
         except TandemError as error:
             await _abort(context, error, timeline)
         context.set_trailing_metadata(_timeline_metadata(timeline))
 
-    async def _tokenize(self, body: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
-        async def answer() -> inference_pb2.TokenizeResponse:
-            return await self._completions.tokenize(_parse(inference_pb2.TokenizeRequest, body))
 
-        return await _answered(answer, context)
+def _unary(kind: type[_M], method: Callable[[_M], Awaitable[Message]]) -> "grpc.RpcMethodHandler[bytes, Message]":
+    """Makes the handler of an RPC with one request of this kind and one response."""
 
-    async def _detokenize(self, body: bytes, context: _Context) -> inference_pb2.DetokenizeResponse:
-        async def answer() -> inference_pb2.DetokenizeResponse:
-            return await self._completions.detokenize(_parse(inference_pb2.DetokenizeRequest, body))
+    async def respond(body: bytes, context: _Context) -> Message:
+        try:
+            with tandem_errors_only():
+                return await method(_parse(kind, body))
+        except TandemError as error:
+            await _abort(context, error, inference_pb2.Timeline())
 
-        return await _answered(answer, context)
-
-    async def _list_models(self, body: bytes, context: _Context) -> inference_pb2.ListModelsResponse:
-        async def answer() -> inference_pb2.ListModelsResponse:
-            _parse(inference_pb2.ListModelsRequest, body)
-            return self._completions.list_models()
-
-        return await _answered(answer, context)
-
-
-async def _answered(answer: Callable[[], Awaitable[_M]], context: _Context) -> _M:
-    try:
-        with tandem_errors_only():
-            return await answer()
-    except TandemError as error:
-        await _abort(context, error, inference_pb2.Timeline())
+    return grpc.unary_unary_rpc_method_handler(respond, None, _serialize)
 
 
 async def _abort(context: _Context, error: TandemError, timeline: inference_pb2.Timeline) -> NoReturn:
     code = grpc.StatusCode[error.code]
     metadata = [*_timeline_metadata(timeline), (DETAILS_KEY, _status(code, error).SerializeToString())]
-    if isinstance(error, Overloaded | Unavailable):
+    if error.retry_after is not None:
         metadata.append((PUSHBACK_KEY, str(round(error.retry_after * 1_000))))
     await context.abort(code, error.message, tuple(metadata))
 
 
 def _status(code: grpc.StatusCode, error: TandemError) -> status_pb2.Status:
-    """The error in the form that Google's APIs give details in."""
+    """Returns the error with its details as messages of google.rpc."""
     status = status_pb2.Status(code=code.value[0], message=error.message)
     if isinstance(error, InvalidArgument) and error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=error.message.removeprefix(f"{error.field}: ")
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    elif isinstance(error, Overloaded | Unavailable):
+    elif error.retry_after is not None:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
@@ -176,17 +165,17 @@ def _tenant(context: _Context) -> str:
     return ""
 
 
-def _parts(message: inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
-    """The message, or several that say the same and that every client reads: gRPC's own bound is 4 MB."""
-    while len(message.prompt_logprobs) > _PROMPT_LOGPROBS_A_MESSAGE:
+def _split_prompt_logprobs(message: inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
+    """Moves prompt log probabilities out of the message into messages that every client reads: the limit of gRPC's
+    clients is 4 MB."""
+    while len(message.prompt_logprobs) > _PROMPT_LOGPROBS_PER_MESSAGE:
         yield inference_pb2.GenerateResponse(
             request_id=message.request_id,
             first_index=message.first_index,
             choice=message.choice,
-            prompt_logprobs=message.prompt_logprobs[:_PROMPT_LOGPROBS_A_MESSAGE],
+            prompt_logprobs=message.prompt_logprobs[:_PROMPT_LOGPROBS_PER_MESSAGE],
         )
-        del message.prompt_logprobs[:_PROMPT_LOGPROBS_A_MESSAGE]
-    yield message
+        del message.prompt_logprobs[:_PROMPT_LOGPROBS_PER_MESSAGE]
 
 
 def _timeline_metadata(timeline: inference_pb2.Timeline) -> tuple[tuple[str, str | bytes], ...]:

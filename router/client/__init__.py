@@ -1,4 +1,4 @@
-"""The Python clients of a Tandem service, over gRPC."""
+"""Clients of a Tandem service in Python, over gRPC."""
 
 from .client import AsyncClient, AsyncStream, Client, Stream, connect
 

@@ -1,4 +1,4 @@
-"""The Python client of a Tandem service, over gRPC: `Client` blocks, `AsyncClient` awaits.
+"""Calls a Tandem service from Python, over gRPC: `Client` blocks, `AsyncClient` awaits.
 
     with tandem.connect("127.0.0.1:50051") as client:
         print(client.generate("The capital of France is", max_tokens=8).text)
@@ -9,13 +9,16 @@
 Every call raises the errors of `tandem.proto.errors`: InvalidArgument (with the `field`), NotFound, Overloaded and
 Unavailable (with `retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled, Unauthenticated, PermissionDenied,
 InternalError. `timeout` is in seconds for the whole call; without it a call may last as long as the service takes.
-Nothing is tried again by itself. More examples: docs/clients.md.
+What fails with a `retry_after` before its first token is tried again, `max_retries` times. More examples:
+docs/clients.md.
 """
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -26,40 +29,57 @@ from ...proto import inference_pb2
 from ...proto.errors import Cancelled, Unavailable
 from . import types, wire
 from .request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
-from .results import Collector, model_infos
+from .results import Collector
 from .types import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
 
 _R = TypeVar("_R", bound=ProtobufMessage)
+_S = TypeVar("_S")
+_StartCall = Callable[[float | None], Any]
+"""Starts a call of grpc with so many seconds to its deadline."""
+
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+_CANCELLED: Final = "the client cancelled the request"
 
 
-def connect(address: str, *, api_key: str = "", compression: bool = False) -> "Client":
-    """A client of the service at HOST:PORT; connects with the first call."""
-    return Client(address, api_key=api_key, compression=compression)
+def connect(address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> "Client":
+    """Returns a client of the service at HOST:PORT; it connects with the first call."""
+    return Client(address, api_key=api_key, compression=compression, max_retries=max_retries)
 
 
 class Stream:
-    """A completion as it comes: an iterator of deltas. Leaving the `with` block early cancels the request."""
+    """Iterates over the deltas of a completion. Leaving the `with` block early cancels the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, start: _StartCall, retries: wire.Retries) -> None:
+        self._start = start
+        self._retries = retries
         self._collector = Collector()
+        self._cancelled = threading.Event()
+        self._call = start(retries.timeout)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Delta:
-        try:
-            return self._collector.delta(next(self._call))
-        except StopIteration:
-            self._collector.ended(self._call.trailing_metadata())
-            raise
-        except grpc.RpcError as error:
-            self._collector.ended(self._call.trailing_metadata())
-            raise wire.error_of(error) from None
+        while True:
+            try:
+                return self._collector.delta(next(self._call))
+            except StopIteration:
+                self._collector.ended(self._call.trailing_metadata())
+                raise
+            except grpc.RpcError as failure:
+                self._collector.ended(self._call.trailing_metadata())
+                error = wire.error_of(failure)
+            if self._collector.has_begun:
+                raise error
+            if self._cancelled.wait(self._retries.delay(error)):
+                raise Cancelled(_CANCELLED)
+            self._call = self._start(self._retries.timeout)
+            if self._cancelled.is_set():  # while the call was started
+                self._call.cancel()
 
     def cancel(self) -> None:
         """Ends the request, from any thread; the iteration then raises Cancelled. No effect after the end."""
+        self._cancelled.set()
         self._call.cancel()
 
     @property
@@ -68,7 +88,7 @@ class Stream:
         return self._collector.timeline
 
     def completion(self) -> Completion:
-        """The whole completion, after reading what is left of the stream."""
+        """Reads the rest of the stream; returns the whole completion."""
         for _ in self:
             pass
         return self._collector.completion()
@@ -82,120 +102,41 @@ class Stream:
         self.cancel()
 
 
-class Client:
-    """A blocking client. Safe to share between threads; close it, or use it as a context manager."""
-
-    def __init__(self, address: str, *, api_key: str = "", compression: bool = False) -> None:
-        """`address`: HOST:PORT of the gRPC front door. `compression`: gzip what is sent, for slow networks."""
-        self._metadata = wire.credentials(api_key)
-        self._channel = grpc.insecure_channel(
-            address, options=wire.CHANNEL_OPTIONS, compression=wire.compression(compression)
-        )
-
-    def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Completion:
-        """The continuation of a text or of token ids."""
-        with self.stream(prompt, timeout=timeout, **options) as stream:
-            return stream.completion()
-
-    def chat(
-        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
-    ) -> Completion:
-        """The assistant's answer to a chat."""
-        with self.stream_chat(messages, timeout=timeout, **options) as stream:
-            return stream.completion()
-
-    def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Stream:
-        """As `generate`, piece by piece."""
-        return self._start(text_prompt(prompt), options, timeout)
-
-    def stream_chat(
-        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
-    ) -> Stream:
-        """As `chat`, piece by piece."""
-        return self._start(chat_prompt(messages, options), options, timeout)
-
-    def tokenize(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        model: str = "",
-        timeout: float | None = None,
-        **options: Unpack[TemplateOptions],
-    ) -> list[int]:
-        """The token ids that `generate` sees for a text, `chat` for messages with the same options of the template."""
-        request = tokenize_request(prompt, model, options)
-        return list(self._ask(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout).token_ids)
-
-    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
-        """The text of token ids."""
-        request = detokenize_request(token_ids, model)
-        return self._ask(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout).text
-
-    def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
-        """The names under which the service answers."""
-        request = inference_pb2.ListModelsRequest()
-        return model_infos(self._ask(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
-
-    def health(self, *, timeout: float | None = None) -> bool:
-        """Whether the service can be reached and says that it can answer."""
-        try:
-            answer = self._ask(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse, timeout)
-        except Unavailable:
-            return False
-        return bool(answer.status == _SERVING)
-
-    def close(self) -> None:
-        """Closes the connection; what still runs is cancelled."""
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None) -> Stream:
-        start = self._channel.unary_stream(types.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
-        return Stream(start(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
-
-    def _ask(self, method: str, request: ProtobufMessage, answer: type[_R], timeout: float | None) -> _R:
-        try:
-            return self._channel.unary_unary(method, wire.serialize, answer.FromString)(
-                request, timeout=timeout, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise wire.error_of(error) from None
-
-
 class AsyncStream:
-    """A completion as it comes: an async iterator of deltas. Leaving the `async with` block early cancels it."""
+    """Iterates over the deltas of a completion. Leaving the `async with` block early cancels the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._cancelled = False
+    def __init__(self, start: _StartCall, retries: wire.Retries) -> None:
+        self._start = start
+        self._retries = retries
         self._collector = Collector()
+        self._cancelled = asyncio.Event()
+        self._call: Any = start(retries.timeout)  # None between two tries
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._cancelled:  # grpc.aio would raise CancelledError, as if this task had been cancelled
-            raise Cancelled("the client cancelled the request")
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            self._collector.ended(error.trailing_metadata())
-            raise wire.error_of(error) from None
-        except asyncio.CancelledError:
-            if self._cancelled:  # while it waited
-                raise Cancelled("the client cancelled the request") from None
-            raise
+        while True:
+            if self._cancelled.is_set():  # grpc.aio would raise CancelledError, as if this task had been cancelled
+                raise Cancelled(_CANCELLED)
+            try:
+                message = await self._call.read()
+                break
+            except grpc.aio.AioRpcError as failure:
+                self._collector.ended(failure.trailing_metadata())
+                error = wire.error_of(failure)
+            except asyncio.CancelledError:
+                if self._cancelled.is_set():  # while it was waiting
+                    raise Cancelled(_CANCELLED) from None
+                raise
+            if self._collector.has_begun:
+                raise error
+            delay, self._call = self._retries.delay(error), None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._cancelled.wait()
+                    raise Cancelled(_CANCELLED)
+            self._call = self._start(self._retries.timeout)
         if message is grpc.aio.EOF:
             self._collector.ended(await self._call.trailing_metadata())
             raise StopAsyncIteration
@@ -203,7 +144,8 @@ class AsyncStream:
 
     def cancel(self) -> None:
         """Ends the request; the iteration then raises Cancelled. No effect after the end."""
-        self._cancelled = self._call.cancel() or self._cancelled
+        if self._call is None or self._call.cancel():
+            self._cancelled.set()
 
     @property
     def timeline(self) -> Timeline | None:
@@ -211,7 +153,7 @@ class AsyncStream:
         return self._collector.timeline
 
     async def completion(self) -> Completion:
-        """The whole completion, after reading what is left of the stream."""
+        """Reads the rest of the stream; returns the whole completion."""
         async for _ in self:
             pass
         return self._collector.completion()
@@ -225,41 +167,132 @@ class AsyncStream:
         self.cancel()
 
 
-class AsyncClient:
-    """The same for asyncio. Make it and use it in one event loop; close it, or use it as a context manager."""
+class _BaseClient(Generic[_S]):
+    """Starts streams on a channel, in the same way for both clients."""
 
-    def __init__(self, address: str, *, api_key: str = "", compression: bool = False) -> None:
-        """`address`: HOST:PORT of the gRPC front door. `compression`: gzip what is sent, for slow networks."""
+    def __init__(
+        self, stream: Callable[[_StartCall, wire.Retries], _S], channel: Any, api_key: str, retries: int
+    ) -> None:
+        self._make_stream = stream
+        self._channel = channel
         self._metadata = wire.credentials(api_key)
-        self._channel = grpc.aio.insecure_channel(
-            address, options=wire.CHANNEL_OPTIONS, compression=wire.compression(compression)
+        self._max_retries = retries
+
+    def stream(self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]) -> _S:
+        """Continues a text or token ids; the stream yields the completion piece by piece."""
+        return self._generate(text_prompt(prompt), options, timeout)
+
+    def stream_chat(
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
+    ) -> _S:
+        """Answers a chat; the stream yields the assistant's answer piece by piece."""
+        return self._generate(chat_prompt(messages, options), options, timeout)
+
+    def _generate(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None) -> _S:
+        request = generate_request(prompt, options)
+        method = self._channel.unary_stream(types.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
+        return self._make_stream(
+            lambda seconds: method(request, timeout=seconds, metadata=self._metadata),
+            wire.Retries(self._max_retries, timeout),
         )
+
+    def _unary(self, method: str, request: ProtobufMessage, kind: type[_R]) -> _StartCall:
+        call = self._channel.unary_unary(method, wire.serialize, kind.FromString)
+        return lambda seconds: call(request, timeout=seconds, metadata=self._metadata)
+
+
+class Client(_BaseClient[Stream]):
+    """Blocks in its calls. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> None:
+        """`address`: HOST:PORT of the gRPC server. `compression`: gzip requests, for slow networks. `max_retries`: of
+        one request; 0 raises every error at once."""
+        channel = grpc.insecure_channel(address, wire.CHANNEL_OPTIONS, wire.compression(compression))
+        super().__init__(Stream, channel, api_key, max_retries)
+
+    def generate(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
+        """Continues a text or token ids."""
+        with self.stream(prompt, timeout=timeout, **options) as stream:
+            return stream.completion()
+
+    def chat(
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
+    ) -> Completion:
+        """Returns the assistant's answer to a chat."""
+        with self.stream_chat(messages, timeout=timeout, **options) as stream:
+            return stream.completion()
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> list[int]:
+        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
+        request = tokenize_request(prompt, model, options)
+        return list(self._call(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+        """Returns the text of token ids."""
+        request = detokenize_request(token_ids, model)
+        return self._call(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout).text
+
+    def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
+        """Returns the models that the service answers for."""
+        request = inference_pb2.ListModelsRequest()
+        return list(self._call(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout).models)
+
+    def health(self, *, timeout: float | None = None) -> bool:
+        """Returns whether the service can be reached and reports that it can answer."""
+        start = self._unary(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse)
+        try:
+            return bool(wire.call(start, wire.Retries(0, timeout)).status == _SERVING)
+        except Unavailable:
+            return False
+
+    def close(self) -> None:
+        """Closes the connection; requests that still run are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: float | None) -> _R:
+        answer: _R = wire.call(self._unary(method, request, kind), wire.Retries(self._max_retries, timeout))
+        return answer
+
+
+class AsyncClient(_BaseClient[AsyncStream]):
+    """Awaits in its calls. Make it and use it in one event loop; close it, or use it as a context manager."""
+
+    def __init__(self, address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> None:
+        """`address`: HOST:PORT of the gRPC server. `compression`: gzip requests, for slow networks. `max_retries`: of
+        one request; 0 raises every error at once."""
+        channel = grpc.aio.insecure_channel(address, wire.CHANNEL_OPTIONS, wire.compression(compression))
+        super().__init__(AsyncStream, channel, api_key, max_retries)
 
     async def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """The continuation of a text or of token ids."""
+        """Continues a text or token ids."""
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             return await stream.completion()
 
     async def chat(
         self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
     ) -> Completion:
-        """The assistant's answer to a chat."""
+        """Returns the assistant's answer to a chat."""
         async with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return await stream.completion()
-
-    def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> AsyncStream:
-        """As `generate`, piece by piece."""
-        return self._start(text_prompt(prompt), options, timeout)
-
-    def stream_chat(
-        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
-    ) -> AsyncStream:
-        """As `chat`, piece by piece."""
-        return self._start(chat_prompt(messages, options), options, timeout)
 
     async def tokenize(
         self,
@@ -269,31 +302,30 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """The token ids that `generate` sees for a text, `chat` for messages with the same options of the template."""
+        """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
         request = tokenize_request(prompt, model, options)
-        return list((await self._ask(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout)).token_ids)
+        return list((await self._call(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
-        return (await self._ask(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout)).text
+        return (await self._call(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout)).text
 
     async def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
-        """The names under which the service answers."""
+        """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
-        return model_infos(await self._ask(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout))
+        return list((await self._call(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout)).models)
 
     async def health(self, *, timeout: float | None = None) -> bool:
-        """Whether the service can be reached and says that it can answer."""
-        request = health_pb2.HealthCheckRequest()
+        """Returns whether the service can be reached and reports that it can answer."""
+        start = self._unary(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse)
         try:
-            answer = await self._ask(types.HEALTH, request, health_pb2.HealthCheckResponse, timeout)
+            return bool((await wire.call_async(start, wire.Retries(0, timeout))).status == _SERVING)
         except Unavailable:
             return False
-        return bool(answer.status == _SERVING)
 
     async def close(self) -> None:
-        """Closes the connection; what still runs is cancelled."""
+        """Closes the connection; requests that still run are cancelled."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -304,16 +336,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _start(
-        self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None
-    ) -> AsyncStream:
-        start = self._channel.unary_stream(types.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
-        return AsyncStream(start(generate_request(prompt, options), timeout=timeout, metadata=self._metadata))
-
-    async def _ask(self, method: str, request: ProtobufMessage, answer: type[_R], timeout: float | None) -> _R:
-        try:
-            return await self._channel.unary_unary(method, wire.serialize, answer.FromString)(
-                request, timeout=timeout, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise wire.error_of(error) from None
+    async def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: float | None) -> _R:
+        start = self._unary(method, request, kind)
+        answer: _R = await wire.call_async(start, wire.Retries(self._max_retries, timeout))
+        return answer

@@ -1,28 +1,21 @@
-"""From what a caller gives a client to the messages of the service. Does no I/O; the service checks the bounds.
+"""Turns the arguments of the clients into messages of the service. Does no I/O; the service checks the bounds.
 
-Raises InvalidArgument, which names the option, for what no message can say: values of a wrong type, numbers that no
-field holds, options that exclude each other.
+Raises InvalidArgument, which names the option, for what no message can hold: values of a wrong type, numbers that no
+field holds, options that exclude each other. None means absent.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Final
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
+from ...proto.parameters import PARAMETERS, Parameter, parameters_of, set_value
 from .types import ChatOptions, Message, Options, TemplateOptions, Tool, ToolCall
 
-_SAMPLING: Final = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "typical_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
-)
-_STOPPING: Final = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
-_TOP: Final = (
-    *("model", "truncate_prompt", "request_id", "n", "best_of"),
-    *("logprobs", "prompt_logprobs", "echo", "priority"),
-)
-_CONSTRAINTS: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
+_NAMES: Final = frozenset(row.client_name for row in PARAMETERS)
+_TEMPLATE_NAMES: Final = frozenset(TemplateOptions.__annotations__)
 _MODES: Final = {
     "auto": inference_pb2.ToolChoice.MODE_UNSPECIFIED,
     "none": inference_pb2.ToolChoice.MODE_NONE,
@@ -31,7 +24,7 @@ _MODES: Final = {
 
 
 def text_prompt(prompt: str | Sequence[int]) -> inference_pb2.Prompt:
-    """A prompt of text or token ids."""
+    """Returns a prompt of text or token ids."""
     with _refusing("prompt", "must be text or token ids from 0 to 2**32 - 1"):
         if isinstance(prompt, str):
             return inference_pb2.Prompt(text=prompt)
@@ -39,7 +32,7 @@ def text_prompt(prompt: str | Sequence[int]) -> inference_pb2.Prompt:
 
 
 def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> inference_pb2.Prompt:
-    """A prompt of messages, with the options that concern the template. None is as good as absent."""
+    """Returns a prompt of messages, with the options of the template."""
     chat = inference_pb2.Chat(messages=[_message(i, each) for i, each in enumerate(messages)])
     for i, tool in enumerate(options.get("tools") or ()):
         with _refusing(f"tools[{i}]", "must be a Tool, or a function in OpenAI's form"):
@@ -55,30 +48,40 @@ def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> infere
 
 
 def generate_request(prompt: inference_pb2.Prompt, given: Options | ChatOptions) -> inference_pb2.GenerateRequest:
-    """The message for a prompt and these options; those that concern the template are in the prompt already. None is
-    as good as absent."""
-    _check_names(given, ChatOptions if prompt.HasField("chat") else Options)
+    """Returns the message for a prompt and these options, but for those of the template, which are in the prompt."""
+    _check_names(given, _NAMES | _TEMPLATE_NAMES if prompt.HasField("chat") else _NAMES)
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     request = inference_pb2.GenerateRequest(prompt=prompt)
-    _fill(request, _TOP, options)
-    _fill(request.sampling, _SAMPLING, options)
-    _fill(request.stopping, _STOPPING, options)
-    if stop := options.get("stop"):
-        with _refusing("stop", "must be a text or several"):
-            request.stopping.stop.extend((stop,) if isinstance(stop, str) else stop)
-    _set_beam_search(request, options)
-    _set_constraint(request, options)
+    constraints = [row.leaf for row in parameters_of("constraint") if options.get(row.leaf, False) is not False]
+    if len(constraints) > 1:
+        raise InvalidArgument(f"does not go with {constraints[0]}; a completion has one constraint", constraints[1])
+    for row in PARAMETERS:
+        name = row.client_name
+        if name not in options or (options[name] is False and row.kind == "bool"):
+            continue
+        if row.field.startswith("beam_search.") and "beam_width" not in options:
+            raise InvalidArgument("goes with beam_width only", name)
+        with _refusing(name, f"{options[name]!r} does not fit the field"):
+            set_value(request, row, _field_value(row, options[name]))
     return request
+
+
+def _field_value(row: Parameter, value: Any) -> Any:
+    if row.kind == "json" and not isinstance(value, str):
+        return _as_json(row.leaf, value)
+    if row.kind == "strings" and isinstance(value, str):
+        value = (value,)
+    return inference_pb2.Choices(texts=value) if row.leaf == "choice" else value
 
 
 def tokenize_request(
     prompt: str | Sequence[Message], model: str, options: TemplateOptions
 ) -> inference_pb2.TokenizeRequest:
-    """The message for a text or for messages, which alone have options."""
+    """Returns the message for a text, or for messages, which alone have options."""
     for name in options if isinstance(prompt, str) else ():
-        if name not in TemplateOptions.__annotations__ or options[name] is not None:  # type: ignore[literal-required]
+        if name not in _TEMPLATE_NAMES or options[name] is not None:  # type: ignore[literal-required]
             raise InvalidArgument("there is no such option for a text", name)
-    _check_names(options, TemplateOptions)
+    _check_names(options, _TEMPLATE_NAMES)
     kind = text_prompt(prompt) if isinstance(prompt, str) else chat_prompt(prompt, options)
     return inference_pb2.TokenizeRequest(model=model, prompt=kind)
 
@@ -88,29 +91,19 @@ def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.De
         return inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
 
 
-def _check_names(given: Mapping[str, object], known: type) -> None:
+def _check_names(given: Mapping[str, object], known: Set[str]) -> None:
     for name in given:
-        if name not in known.__annotations__:
+        if name not in known:
             raise InvalidArgument("there is no such option here", name)
 
 
 @contextmanager
 def _refusing(name: str, message: str) -> Iterator[None]:
-    """Blames `name` for what does not fit. A lone surrogate in a text is a ValueError, too."""
+    """Raises InvalidArgument, which names `name`, for a value that does not fit; a lone surrogate is one, too."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(message, name) from error
-
-
-def _fill(message: Any, names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Sets the fields of a protobuf message that are named as the options are."""
-    for name in names:
-        value = options.get(name)
-        if value is None:
-            continue
-        with _refusing(name, f"{value!r} does not fit the field"):
-            message.MergeFrom(type(message)(**{name: value}))
 
 
 def _message(index: int, given: Message) -> inference_pb2.ChatMessage:
@@ -128,7 +121,7 @@ def _message(index: int, given: Message) -> inference_pb2.ChatMessage:
 
 
 def _text(content: object) -> str:
-    """A content, or the texts of OpenAI's content parts."""
+    """Returns a content, or the joined texts of OpenAI's content parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -159,32 +152,6 @@ def _tool_choice(choice: str) -> inference_pb2.ToolChoice:
     return inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_NAMED, name=choice)
 
 
-def _set_beam_search(request: inference_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:
-    further = ("length_penalty", "early_stopping")
-    if "beam_width" in options:
-        with _refusing("beam_width", "must be a number of hypotheses"):
-            request.beam_search.width = options["beam_width"]
-        _fill(request.beam_search, further, options)
-        return
-    for name in further:
-        if options.get(name, False) is not False:
-            raise InvalidArgument("goes with beam_width only", name)
-
-
-def _set_constraint(request: inference_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:
-    given = [name for name in _CONSTRAINTS if name in options and options[name] is not False]
-    if len(given) > 1:
-        raise InvalidArgument(f"does not go with {given[0]}; a completion has one constraint", given[1])
-    for name in given:
-        value = options[name]
-        if name == "json_schema" and not isinstance(value, str):
-            value = _as_json(name, value)
-        with _refusing(name, f"{value!r} does not fit the field"):
-            if name == "choice":
-                value = inference_pb2.Choices(texts=value)
-            request.constraint.CopyFrom(inference_pb2.Constraint(**{name: value}))
-
-
 def _as_json(name: str, value: object) -> str:
-    with _refusing(name, "must be what JSON can say"):
+    with _refusing(name, "must be a value that JSON can hold"):
         return json.dumps(value)

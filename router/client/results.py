@@ -1,12 +1,11 @@
-"""From the messages of the service to what a client gives its caller. Does no I/O."""
+"""Turns the messages of the service into the results of the clients. Does no I/O."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...proto import inference_pb2
 from ...proto.errors import InternalError
-from .types import Choice, Completion, Delta, FinishReason, Logprob, ModelInfo, Timeline, TokenLogprobs, ToolCall, Usage
+from .types import Choice, Completion, Delta, FinishReason, Logprob, Timeline, TokenLogprobs, Usage
 from .wire import Metadata
 
 _TIMELINE_KEY: Final = "tandem-timeline-bin"
@@ -17,52 +16,37 @@ _FINISH_REASONS: Final[dict[int, FinishReason]] = {
 }
 
 
-@dataclass(slots=True)
-class _Parts:
-    """What has come of one choice."""
-
-    texts: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    score: float = 0.0
-
-    def add(self, delta: Delta) -> None:
-        self.texts.append(delta.text)
-        self.ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.tool_calls.extend(delta.tool_calls)
-        if delta.finish_reason is not None:
-            self.finish_reason, self.score = delta.finish_reason, delta.score
-
-    def choice(self) -> Choice:
-        if self.finish_reason is None:
-            raise InternalError("the service ended the stream without a finish reason")
-        return Choice(
-            text="".join(self.texts),
-            token_ids=tuple(self.ids),
-            finish_reason=self.finish_reason,
-            logprobs=tuple(self.logprobs),
-            tool_calls=tuple(self.tool_calls),
-            score=self.score,
-        )
-
-
 class Collector:
-    """Follows one stream: makes deltas of messages, and of all of them the completion."""
+    """Turns the messages of one stream into deltas, and all of them into the completion."""
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None  # set by `ended`
         self._request_id = ""
-        self._choices: dict[int, _Parts] = {}
+        self._deltas: dict[int, list[Delta]] = {}  # by choice
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._usage: Usage | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a message."""
+        return bool(self._deltas)
+
     def delta(self, message: inference_pb2.GenerateResponse) -> Delta:
+        """Takes the next message."""
         self._request_id = message.request_id
-        delta = to_delta(message)
-        self._choices.setdefault(delta.choice, _Parts()).add(delta)
+        delta = Delta(
+            text=message.text,
+            token_ids=tuple(message.token_ids),
+            first_index=message.first_index,
+            finish_reason=_FINISH_REASONS.get(message.finish_reason),
+            usage=message.usage if message.HasField("usage") else None,
+            choice=message.choice,
+            logprobs=_logprobs(message.logprobs),
+            prompt_logprobs=_logprobs(message.prompt_logprobs),
+            tool_calls=tuple(message.tool_calls),
+            score=message.score,
+        )
+        self._deltas.setdefault(delta.choice, []).append(delta)
         self._prompt_logprobs += delta.prompt_logprobs
         self._usage = delta.usage
         return delta
@@ -74,35 +58,30 @@ class Collector:
                 self.timeline = Timeline.FromString(value)
 
     def completion(self) -> Completion:
-        """The whole. Raises InternalError if the stream ended without its last message."""
+        """Returns the whole completion. Raises InternalError if the stream ended without its last message."""
         if self._usage is None:
             raise InternalError("the service ended the stream without a finish reason")
         return Completion(
             request_id=self._request_id,
-            choices=tuple(self._choices[index].choice() for index in sorted(self._choices)),
+            choices=tuple(_choice(self._deltas[index]) for index in sorted(self._deltas)),
             usage=self._usage,
             timeline=self.timeline or Timeline(),
             prompt_logprobs=self._prompt_logprobs,
         )
 
 
-def to_delta(message: inference_pb2.GenerateResponse) -> Delta:
-    return Delta(
-        text=message.text,
-        token_ids=tuple(message.token_ids),
-        first_index=message.first_index,
-        finish_reason=_FINISH_REASONS.get(message.finish_reason),
-        usage=_usage(message.usage) if message.HasField("usage") else None,
-        choice=message.choice,
-        logprobs=_logprobs(message.logprobs),
-        prompt_logprobs=_logprobs(message.prompt_logprobs),
-        tool_calls=tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls),
-        score=message.score,
+def _choice(deltas: Sequence[Delta]) -> Choice:
+    last = deltas[-1]
+    if last.finish_reason is None:
+        raise InternalError("the service ended the stream without a finish reason")
+    return Choice(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=last.finish_reason,
+        logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        score=last.score,
     )
-
-
-def model_infos(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
-    return [ModelInfo(id=model.id, context_tokens=model.context_tokens) for model in response.models]
 
 
 def _logprobs(given: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -112,11 +91,3 @@ def _logprobs(given: Iterable[inference_pb2.TokenLogprobs]) -> tuple[TokenLogpro
 def _logprob(given: inference_pb2.Logprob) -> Logprob:
     logprob = given.logprob if given.HasField("logprob") else None
     return Logprob(token_id=given.token_id, token_bytes=given.text, logprob=logprob)
-
-
-def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )

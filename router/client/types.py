@@ -1,4 +1,4 @@
-"""The words of both clients: the service's methods, and what callers give and get."""
+"""Defines the methods of the service, the options of requests and the results of both clients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +13,15 @@ LIST_MODELS: Final = "/tandem.v1.Inference/ListModels"
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 
 Timeline = inference_pb2.Timeline
+Usage = inference_pb2.Usage
+"""Tokens of one request, all choices together."""
+
+ToolCall = inference_pb2.ToolCall
+"""What the model asks for; the message with the result names its `id` as `tool_call_id`."""
+
+ModelInfo = inference_pb2.Model
+"""A model that the service answers for."""
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 Message = Mapping[str, object]
 """A message of a chat: `role` and `content`, and where they apply `name`, `tool_calls` and `tool_call_id`."""
@@ -20,24 +29,15 @@ Message = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may ask the caller to call."""
+    """Describes a function that the model may ask the caller to call."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, object] = field(default_factory=dict)  # JSON schema of the arguments; empty: none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """What the model asks for."""
-
-    id: str  # the message with the result names it as its `tool_call_id`
-    name: str
-    arguments: str  # a JSON object
-
-
 class TemplateOptions(TypedDict, total=False):
-    """How the messages of a chat become a prompt."""
+    """Declares how the messages of a chat become a prompt."""
 
     tools: Sequence[Tool | Mapping[str, object]]  # mappings in OpenAI's form
     tool_choice: str  # "auto", "none", "required" or a tool's name; absent: "auto"
@@ -46,14 +46,14 @@ class TemplateOptions(TypedDict, total=False):
 
 
 class Options(TypedDict, total=False):
-    """How to generate; what is absent takes the service's default."""
+    """Declares the rows of proto/parameters.py with types; what is absent takes the service's default."""
 
     model: str  # absent: the only model served
     request_id: str  # names the request in logs and timelines
     priority: int  # of those that wait the greatest goes first
     truncate_prompt: bool  # keeps the end of a prompt that does not fit the context
 
-    n: int  # completions; choice i draws as a request of its own with seed + i would
+    n: int  # completions; choice i samples as a request of its own with seed + i would
     best_of: int  # completions to generate, of which the n likeliest are answered
     beam_width: int  # searches instead of sampling; goes with no option of the block below
     length_penalty: float  # of the beam search; absent: 1
@@ -89,12 +89,12 @@ class Options(TypedDict, total=False):
 
 
 class ChatOptions(Options, TemplateOptions, total=False):
-    """How to answer a chat."""
+    """Declares the options of a chat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprob:
-    """A token and its log probability under the model's own distribution."""
+    """Holds a token and its log probability under the model's own distribution."""
 
     token_id: int
     token_bytes: bytes  # several tokens may make one character
@@ -108,31 +108,22 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """One token of a text, and what else could have stood there."""
+    """Holds one token of a text and its alternatives."""
 
     token: Logprob
     top: tuple[Logprob, ...]  # the likeliest first; the token itself may be among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one request, all choices together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # prompt tokens whose KV cache was reused
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """A piece of a completion; pieces of several choices come as they are made."""
+    """Holds a piece of a completion; those of several choices come as they are generated."""
 
     text: str  # whole characters; empty while they are incomplete
     token_ids: tuple[int, ...]
     first_index: int  # of token_ids[0] among the choice's generated tokens
     finish_reason: FinishReason | None  # set in the choice's last piece only
     usage: Usage | None  # set in the very last piece only
-    choice: int = 0  # whose piece it is
+    choice: int = 0  # the index of the choice
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token of the prompt, in the first piece
     tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`
@@ -141,7 +132,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of the completions of a prompt."""
+    """Holds one of the completions of a prompt."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -159,7 +150,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The whole answer to a request. What a choice has, the completion has of the first choice."""
+    """Holds the whole answer to a request; its properties are those of the first choice."""
 
     request_id: str
     choices: tuple[Choice, ...]  # after best_of and beam search the best first
@@ -190,11 +181,3 @@ class Completion:
     @property
     def message(self) -> dict[str, object]:
         return self.choices[0].message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """A model that the service answers for."""
-
-    id: str
-    context_tokens: int  # the longest prompt plus completion

@@ -1,9 +1,13 @@
-"""How both clients speak to the service: channel, credentials, and errors as they come back. Does no I/O."""
+"""Holds what both clients share on the wire: channel options, credentials, errors, retries."""
 
-from collections.abc import Iterable
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
@@ -22,9 +26,58 @@ _STATUS_KEY: Final = "grpc-status-details-bin"
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
+_MAX_RETRY_SECONDS: Final = 30.0
+
+
+class Retries:
+    """Counts the tries of one request, within its timeout."""
+
+    def __init__(self, max_retries: int, timeout: float | None) -> None:
+        self._num_left = max_retries
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that are left of the timeout."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def delay(self, error: errors.TandemError) -> float:
+        """Counts a try that failed; returns the seconds to wait before the next: `retry_after` and up to a quarter
+        more, so that clients refused together do not return together.
+
+        Raises `error` if there is no next try: the service names no time or more than 30 seconds, the timeout would be
+        exceeded, or none is left."""
+        if not self._num_left or error.retry_after is None or error.retry_after > _MAX_RETRY_SECONDS:
+            raise error
+        delay = error.retry_after * random.uniform(1, 1.25)
+        if self._deadline is not None and time.monotonic() + delay >= self._deadline:
+            raise error
+        self._num_left -= 1
+        return delay
+
+
+def call(start: Callable[[float | None], Any], retries: Retries) -> Any:
+    """Carries out a unary call; `start` takes its timeout. Raises a TandemError."""
+    while True:
+        try:
+            return start(retries.timeout)
+        except grpc.RpcError as failure:
+            error = error_of(failure)
+        time.sleep(retries.delay(error))
+
+
+async def call_async(start: Callable[[float | None], Any], retries: Retries) -> Any:
+    """Does the same in an event loop."""
+    while True:
+        try:
+            return await start(retries.timeout)
+        except grpc.aio.AioRpcError as failure:
+            error = error_of(failure)
+        await asyncio.sleep(retries.delay(error))
+
 
 def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that every call bears. Raises InvalidArgument for a key that no header can hold."""
+    """Returns the metadata of every call. Raises InvalidArgument for a key that no header can hold."""
     if not (api_key.isascii() and api_key.isprintable()):
         raise errors.InvalidArgument("must be printable ASCII", "api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -39,18 +92,18 @@ def serialize(message: Message) -> bytes:
 
 
 def error_of(call: Any) -> errors.TandemError:
-    """`call`: grpc's error, sync or async; both have the same methods, but no type says so."""
+    """Converts grpc's error, sync or async: both have the same methods, but no common type."""
     return to_error(call.code(), call.details() or "", call.trailing_metadata())
 
 
 def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> errors.TandemError:
-    """The error that the service raised, from what arrived of it."""
+    """Returns the error that the service raised, from its status and metadata."""
     metadata = dict(trailing or ())
     status = _status(metadata.get(_STATUS_KEY))
     retry_after = _retry_after(status, metadata.get(_PUSHBACK_KEY))
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.TooLarge(details) if retry_after is None else errors.Overloaded(details, retry_after)
-    if code is grpc.StatusCode.UNAVAILABLE:  # without a hint the router itself could not be reached
+    if code is grpc.StatusCode.UNAVAILABLE:  # without a hint the router could not be reached
         return errors.Unavailable(details, 1.0 if retry_after is None else retry_after)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid(status, details)
@@ -67,15 +120,15 @@ _BY_CODE: Final[dict[grpc.StatusCode, type[errors.TandemError]]] = {
 
 
 def _status(packed: str | bytes | None) -> status_pb2.Status:
-    """The details of an error (google.rpc.Status); empty if none came."""
+    """Parses the details of an error (google.rpc.Status); empty if there are none."""
     try:
         return status_pb2.Status.FromString(packed) if isinstance(packed, bytes) else status_pb2.Status()
-    except DecodeError:  # a proxy's own idea of the key: the text of the error says enough
+    except DecodeError:  # not ours, such as a proxy's; the text of the error remains
         return status_pb2.Status()
 
 
 def _retry_after(status: status_pb2.Status, pushback: str | bytes | None) -> float | None:
-    """Seconds to wait before another try; None if the service does not say that one is worth while."""
+    """Returns the seconds to wait before another try; None if the service gives none."""
     retry = error_details_pb2.RetryInfo()
     for detail in status.details:
         if detail.Unpack(retry):
@@ -84,7 +137,7 @@ def _retry_after(status: status_pb2.Status, pushback: str | bytes | None) -> flo
 
 
 def _invalid(status: status_pb2.Status, details: str) -> errors.InvalidArgument:
-    """Names the field: by the first violation if the service tells of one, else as its text begins."""
+    """Takes the field from the first violation, without one from the beginning of the text."""
     request = error_details_pb2.BadRequest()
     for detail in status.details:
         if detail.Unpack(request) and request.field_violations:

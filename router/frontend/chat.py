@@ -1,6 +1,6 @@
-"""Chats: every bound of a Chat message, and the form in which chat templates take it.
+"""Checks the messages, tools and template variables of a chat, and puts them into the form that chat templates take.
 
-Pure: knows nothing of tokens or doors.
+Knows nothing of tokens.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
-from .sampling import check_count
+from ...proto.parameters import check_count, check_length
 from .template import global_names
 
 _PATH: Final = "prompt.chat"
@@ -21,7 +21,7 @@ _CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def check_chat(chat: inference_pb2.Chat) -> None:
-    """Raises InvalidArgument, which names the field by its path (`prompt.chat.tools[0].name`), if a bound is broken."""
+    """Checks every bound. Raises InvalidArgument, which names the field by its path (`prompt.chat.tools[0].name`)."""
     if not 1 <= len(chat.messages) <= limits.MAX_CHAT_MESSAGES:
         raise InvalidArgument(
             f"has {len(chat.messages)} messages; 1 to {limits.MAX_CHAT_MESSAGES} are taken", f"{_PATH}.messages"
@@ -37,17 +37,17 @@ def check_chat(chat: inference_pb2.Chat) -> None:
 
 
 def active_tools(chat: inference_pb2.Chat) -> list[inference_pb2.Tool]:
-    """The tools that the model hears of."""
+    """Returns the tools that go into the prompt."""
     return [] if chat.tool_choice.mode == inference_pb2.ToolChoice.MODE_NONE else list(chat.tools)
 
 
 def must_call(chat: inference_pb2.Chat) -> bool:
-    """Whether the answer has to be a call."""
+    """Returns whether the answer has to be a tool call."""
     return chat.tool_choice.mode in (inference_pb2.ToolChoice.MODE_REQUIRED, inference_pb2.ToolChoice.MODE_NAMED)
 
 
 def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
-    """The caller's variables of the template. Raises InvalidArgument."""
+    """Returns the client's variables of the template. Raises InvalidArgument."""
     field = f"{_PATH}.template_kwargs"
     if not chat.template_kwargs:
         return {}
@@ -57,12 +57,12 @@ def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
         raise InvalidArgument("must be a JSON object", field)
     for name in given:
         if name in _RESERVED or name in global_names():
-            raise InvalidArgument(f"{name!r} is a name of the service's own", field)
+            raise InvalidArgument(f"{name!r} is a name that the service itself sets", field)
     return given
 
 
 def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
-    """What the template of a checked chat sees, in the form of transformers' apply_chat_template."""
+    """Returns the template's variables for a checked chat, in the form of transformers' apply_chat_template."""
     messages = [_template_message(message) for message in chat.messages]
     if chat.continue_final_message:
         messages[-1]["content"] += _CONTINUE_TAG
@@ -75,9 +75,9 @@ def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
 
 
 def cut_after_final_message(text: str) -> str:
-    """The rendered chat up to where its last message ends, if it is to be continued.
+    """Returns the rendered chat up to the end of its last message, which is to be continued.
 
-    The method is transformers': a tag at the end of the message tells where. Raises InvalidArgument if the template
+    The method is transformers': a tag at the end of the message marks the place. Raises InvalidArgument if the template
     has not written the message."""
     end = text.rfind(_CONTINUE_TAG.strip())
     if end < 0:
@@ -89,7 +89,7 @@ def cut_after_final_message(text: str) -> str:
 
 
 def tool_object(tool: inference_pb2.Tool) -> dict[str, Any]:
-    """A tool as OpenAI and chat templates write it."""
+    """Returns a tool in the form of OpenAI and chat templates."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
@@ -98,13 +98,13 @@ def tool_object(tool: inference_pb2.Tool) -> dict[str, Any]:
 
 
 def parameters_schema(tool: inference_pb2.Tool) -> dict[str, Any]:
-    """The JSON schema of the arguments of a checked tool."""
+    """Returns the JSON schema of the arguments of a checked tool."""
     schema = json_object(tool.parameters or "{}") or {"properties": {}, "additionalProperties": False}
     return schema if "type" in schema else {"type": "object", **schema}
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that `text` is; None if it is none, or none that can be written as JSON and UTF-8 again."""
+    """Parses a JSON object; returns None if `text` is none, or none that can be written as JSON and UTF-8 again."""
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no infinity, no lone surrogate
@@ -125,19 +125,18 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 
 def _template_call(call: inference_pb2.ToolCall) -> Mapping[str, Any]:
-    # Templates write the arguments by `tojson`, so they want an object; what a model wrote wrongly stays its text.
+    # Templates write the arguments by `tojson`, so they need an object; arguments that are no JSON stay text.
     arguments = json_object(call.arguments or "{}")
     function = {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _check_message(message: inference_pb2.ChatMessage, path: str) -> None:
-    if not 1 <= len(message.role) <= limits.MAX_ROLE_CHARACTERS:
-        raise InvalidArgument(f"must have 1 to {limits.MAX_ROLE_CHARACTERS} characters", f"{path}.role")
+    check_length(message.role, limits.MAX_ROLE_CHARACTERS, f"{path}.role")
     check_count(len(message.name), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.name")
     check_count(len(message.tool_call_id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_call_id")
     if message.tool_calls and message.role != "assistant":
-        raise InvalidArgument("are the assistant's only", f"{path}.tool_calls")
+        raise InvalidArgument("go with role assistant only", f"{path}.tool_calls")
     check_count(len(message.tool_calls), limits.MAX_TOOL_CALLS, "calls", f"{path}.tool_calls")
     for i, call in enumerate(message.tool_calls):
         check_count(len(call.id), limits.MAX_NAME_CHARACTERS, "characters", f"{path}.tool_calls[{i}].id")
@@ -164,7 +163,7 @@ def _check_tool_choice(chat: inference_pb2.Chat) -> None:
     if choice.mode not in inference_pb2.ToolChoice.Mode.values():
         raise InvalidArgument(f"{choice.mode} is not a mode", f"{path}.mode")
     if must_call(chat) and not chat.tools:
-        raise InvalidArgument("there are no tools to call", path)
+        raise InvalidArgument("demands a call, but there are no tools", path)
     named = choice.mode == inference_pb2.ToolChoice.MODE_NAMED
     if named and choice.name not in {tool.name for tool in chat.tools}:
         raise InvalidArgument("must be the name of one of the tools", f"{path}.name")
@@ -177,7 +176,7 @@ def _check_continuation(chat: inference_pb2.Chat) -> None:
     if last.role != "assistant" or last.tool_calls:
         raise InvalidArgument("the last message must be a text of the assistant", path)
     if must_call(chat):
-        raise InvalidArgument("does not go with a tool_choice that asks for a call", path)
+        raise InvalidArgument("does not go with a tool_choice that demands a call", path)
 
 
 def _check_tool_name(name: str, field: str) -> None:
@@ -188,7 +187,7 @@ def _check_tool_name(name: str, field: str) -> None:
 
 
 def _num_characters(chat: inference_pb2.Chat) -> int:
-    """All that may go into the prompt."""
-    said = sum(len(message.content) for message in chat.messages)
-    asked = sum(len(call.arguments) for message in chat.messages for call in message.tool_calls)
-    return said + asked + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
+    """Counts all text that may go into the prompt."""
+    contents = sum(len(message.content) for message in chat.messages)
+    arguments = sum(len(call.arguments) for message in chat.messages for call in message.tool_calls)
+    return contents + arguments + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)

@@ -1,7 +1,4 @@
-"""What a completion must look like, as one grammar that llguidance reads.
-
-A grammar is checked without a tokenizer, off the event loop, and remembered: the same schema comes again and again.
-"""
+"""Turns constraints into grammars of llguidance and checks them, off the event loop."""
 
 import asyncio
 import json
@@ -18,64 +15,90 @@ from ...proto.deep_stack import on_deep_stack
 from ...proto.errors import InvalidArgument, Overloaded
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value, Python's. Free white space would let a model write it for ever."""
+"""Options of llguidance: the separators of Python's json. Free white space would let a model write it for ever."""
 
-_COMPILE_SECONDS: Final = 5.0
+_VALIDATE_SECONDS: Final = 5.0
 _MAX_REASON: Final = 200
 _MAX_DIGITS: Final = 309  # as many as the largest float64 has
 _CACHE_CHARACTERS: Final = 8 * 2**20
-"""Of all remembered grammars together."""
+"""Of all remembered grammars and their constraints together; the same schemas come again and again."""
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
-_threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")  # of its own: nothing else may wait for a slow grammar
 
+class GrammarValidator:
+    """Turns the constraints of one model's requests into grammars; remembers those that are good.
 
-async def compile_constraint(constraint: inference_pb2.Constraint, field: str = "") -> str:
-    """The grammar of a constraint.
+    The check needs no tokenizer: the matcher, which does, is made by the worker alone."""
 
-    Raises InvalidArgument, which names `field` or else the constraint's own (`constraint.json_schema`), with a short
-    reason, and Overloaded if the check takes longer than 5 seconds."""
-    kind = constraint.WhichOneof("kind")
-    if kind is None:
-        raise InvalidArgument("one of json_schema, json_object, regex, choice and grammar must be set", "constraint")
-    field = field or f"constraint.{kind}"
-    key = constraint.SerializeToString()
-    if (known := _cache.get(key)) is not None:
-        return known
-    _check_size(constraint, field)
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(_COMPILE_SECONDS):
-            grammar, reason = await loop.run_in_executor(_threads, on_deep_stack, partial(_compile, constraint))
-    except TimeoutError:
-        raise Overloaded(f"{field}: took more than {_COMPILE_SECONDS:g} seconds to check") from None
-    if reason:
-        raise InvalidArgument(reason, field)
-    _cache.put(key, grammar)
-    return grammar
+    def __init__(self, capacity: int = _CACHE_CHARACTERS, seconds: float = _VALIDATE_SECONDS) -> None:
+        """`capacity`: of the cache, characters of constraints and grammars; `seconds`: that one check may take."""
+        self._capacity = capacity
+        self._seconds = seconds
+        self._size = 0
+        self._cache: OrderedDict[bytes, str] = OrderedDict()  # grammar by constraint, the longest unused first
+        # Threads of its own: no other work may wait for a slow grammar.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+
+    async def validate(self, constraint: inference_pb2.Constraint, field: str = "") -> str:
+        """Returns the grammar of a constraint, as llguidance reads it.
+
+        Raises InvalidArgument, which names `field` or else the constraint's own (`constraint.json_schema`), with a
+        short reason, and Overloaded if the check takes too long."""
+        kind = constraint.WhichOneof("kind")
+        if kind is None:
+            raise InvalidArgument(
+                "one of json_schema, json_object, regex, choice and grammar must be set", "constraint"
+            )
+        field = field or f"constraint.{kind}"
+        key = constraint.SerializeToString()
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        _check_size(constraint, field)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, on_deep_stack, partial(_validate, constraint))
+        try:
+            async with asyncio.timeout(self._seconds):
+                grammar, reason = await work
+        except TimeoutError:
+            raise Overloaded(f"{field}: took more than {self._seconds:g} seconds to check") from None
+        if reason:
+            raise InvalidArgument(reason, field)
+        self._keep(key, grammar)
+        return grammar
+
+    def _keep(self, key: bytes, grammar: str) -> None:
+        if key in self._cache:  # by a request that came at the same time
+            return
+        self._cache[key] = grammar
+        self._size += len(key) + len(grammar)
+        while self._size > self._capacity:
+            old, dropped = self._cache.popitem(last=False)
+            self._size -= len(old) + len(dropped)
 
 
 def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
-    kind = constraint.WhichOneof("kind")
+    kind = constraint.WhichOneof("kind") or ""
     if kind == "json_object":
         if not constraint.json_object:
             raise InvalidArgument("must be true or not be set", field)
         return
-    size = len(getattr(constraint, kind)) if kind != "choice" else sum(map(len, constraint.choice.texts))
     if kind == "choice":
         texts = constraint.choice.texts
+        size = sum(map(len, texts))
         if not 1 <= len(texts) <= limits.MAX_CONSTRAINT_CHOICES:
             raise InvalidArgument(f"has {len(texts)} texts; 1 to {limits.MAX_CONSTRAINT_CHOICES} are taken", field)
         for i, text in enumerate(texts):
             if not text:
                 raise InvalidArgument("must have at least 1 character", f"{field}.texts[{i}]")
+    else:
+        size = len(getattr(constraint, kind))
     if not 1 <= size <= limits.MAX_GRAMMAR_CHARACTERS:
         raise InvalidArgument(f"has {size} characters; 1 to {limits.MAX_GRAMMAR_CHARACTERS} are taken", field)
 
 
-def _compile(constraint: inference_pb2.Constraint) -> tuple[str, str]:
-    """The grammar, and why it is none: a reason or ""."""
+def _validate(constraint: inference_pb2.Constraint) -> tuple[str, str]:
+    """Returns the grammar, and the reason why llguidance refuses it, or ""."""
     try:
         grammar = _grammar(constraint)
     except ValueError as error:
@@ -101,7 +124,7 @@ def _grammar(constraint: inference_pb2.Constraint) -> str:
 
 
 def _schema(text: str) -> str:
-    """The schema, written anew: llguidance takes text as it is into a document of its own. Raises ValueError."""
+    """Parses and writes the schema anew: llguidance pastes the text into a document of its own. Raises ValueError."""
     try:
         schema = json.loads(text, parse_constant=_no_number, parse_int=_integer)
     except RecursionError:
@@ -134,33 +157,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _short(message: str) -> str:
-    """The reason without the drawing of the place in the grammar that may follow it."""
+    """Returns the reason without the excerpt of the grammar that may follow it, at most 200 characters."""
     lines = [line.strip() for line in message.splitlines()]
-    drawn = next((i for i, line in enumerate(lines) if i and line[:1].isdigit() and " | " in line), len(lines))
-    return " ".join(line for line in lines[:drawn] if line.strip("^ "))[:_MAX_REASON]
-
-
-class _Cache:
-    """Grammars by constraint; the ones longest unused go first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity  # characters
-        self._size = 0
-        self._grammars: OrderedDict[bytes, str] = OrderedDict()
-
-    def get(self, key: bytes) -> str | None:
-        if key in self._grammars:
-            self._grammars.move_to_end(key)
-        return self._grammars.get(key)
-
-    def put(self, key: bytes, grammar: str) -> None:
-        if key in self._grammars:
-            return
-        self._grammars[key] = grammar
-        self._size += len(key) + len(grammar)
-        while self._size > self._capacity:
-            old, dropped = self._grammars.popitem(last=False)
-            self._size -= len(old) + len(dropped)
-
-
-_cache = _Cache(_CACHE_CHARACTERS)
+    excerpt = next((i for i, line in enumerate(lines) if i and line[:1].isdigit() and " | " in line), len(lines))
+    return " ".join(line for line in lines[:excerpt] if line.strip("^ "))[:_MAX_REASON]

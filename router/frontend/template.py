@@ -1,11 +1,10 @@
-"""Chat templates: Jinja programs that come with models, run within bounds of time and size.
+"""Renders chat templates, which are Jinja programs of models, within bounds of time and size.
 
-The environment is the one that transformers gives to templates (huggingface.co/docs/transformers, "Chat templates"),
-but every turn of a loop and every call looks at the clock, and operators, filters and the methods of texts are asked
-how much they make before they make it (template_bounds.py). So a template that never ends, or makes too much, is
-stopped, in whichever thread it runs, whatever the messages are. The bounds are no wall against a template that was
-written to get around them: one step in C, such as a comparison of lists that share their entries, can take for ever. A
-template is a program of whoever made the model. Knows nothing of tokens or messages.
+The environment is that of transformers (huggingface.co/docs/transformers, "Chat templates"), but every iteration and
+every call checks the deadline, and the result sizes of operators, filters and string methods are computed before they
+run (template_bounds.py). So a template that never ends or renders too much is stopped, in any thread and for any
+messages. The bounds do not hold against a template written to break them: one step in C, such as a comparison of lists
+that share their entries, can run without end. Knows nothing of tokens or messages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +39,7 @@ __all__ = ["TemplateTooLong", "TemplateTooSlow", "global_names", "render"]
 def render(source: str, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
     """Renders the template `source`. `variables` are plain JSON values.
 
-    Raises TemplateTooLong, TemplateTooSlow, jinja2.TemplateError with the words of the template itself where it calls
+    Raises TemplateTooLong, TemplateTooSlow, jinja2.TemplateError with the text of the template where it calls
     raise_exception(), and, for a template is a program, any other exception."""
     template = _compiled(source)
     parts, size = [], 0
@@ -54,12 +53,12 @@ def render(source: str, variables: Mapping[str, Any], *, max_characters: int, se
 
 
 def global_names() -> frozenset[str]:
-    """The names that every template can use."""
+    """Returns the names that every template can use."""
     return frozenset(_environment().globals)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The immutable sandbox, with an eye on time and sizes."""
+    """Checks time and sizes in the immutable sandbox."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(concatenated)  # of what macros and blocks with a name have written
@@ -83,7 +82,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Watch(NodeTransformer):
-    """Puts the iterable of each loop through the filter `watched`, the parts of each `~` through `concatenated`."""
+    """Applies the filter `watched` to the iterable of each loop, `concatenated` to the parts of each `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -97,7 +96,7 @@ class _Watch(NodeTransformer):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %}, which marks for training what the assistant says; it changes nothing here."""
+    """Accepts the tag {% generation %}, which marks answers for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -137,7 +136,7 @@ def _concatenated(_context: Context, parts: list[Any]) -> str:
 
 @jinja2.pass_context
 def _finalized(_context: Context, value: Any) -> Any:
-    """Each value before it is written."""
+    """Checks each value before it is written."""
     text_size(value)
     return value
 

@@ -1,4 +1,4 @@
-"""How large a value of a chat template may become: asked before it is made, wherever much can be made of little.
+"""Bounds the sizes of values in chat templates before they are computed, and the time of rendering.
 
 Sizes are characters of texts and entries of lists. Knows Jinja's filters and Python's methods, no templates.
 """
@@ -26,16 +26,16 @@ _max_size: ContextVar[int] = ContextVar("_max_size", default=0)
 
 
 class TemplateTooLong(Exception):
-    """What the template makes has more characters than allowed."""
+    """Reports that a value of the template has more characters than allowed."""
 
 
 class TemplateTooSlow(Exception):
-    """The template did not end in time."""
+    """Reports that the template did not end in time."""
 
 
 @contextmanager
 def bounded(max_size: int, seconds: float) -> Iterator[None]:
-    """The bounds of what runs inside."""
+    """Sets the bounds of the rendering inside."""
     deadline, limit = _deadline.set(time.monotonic() + seconds), _max_size.set(max_size)
     try:
         yield
@@ -57,7 +57,7 @@ def check_size(size: int) -> None:
 
 
 def text_size(*values: object) -> int:
-    """About the characters of the texts of all values: a list may have the same long text a thousand times.
+    """Estimates the characters of all values as text: a list may have the same long text a thousand times.
 
     Raises TemplateTooLong as soon as they are too many, so that the count itself is short."""
     size, waiting = 0, list(values)
@@ -97,8 +97,8 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def checked_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments for a method of a text, with what could be read only once as a list. Raises TemplateTooLong if the
-    method makes too much of them."""
+    """Returns the arguments for a method of a text, iterators as lists. Raises TemplateTooLong if the result would be
+    too large."""
     method = getattr(function, "__wrapped__", function)  # Jinja wraps `format`
     text = getattr(method, "__self__", None)
     if not isinstance(text, str | bytes):
@@ -112,20 +112,20 @@ def checked_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def concatenated(parts: Iterable[Any]) -> str:
-    """The texts of all parts, one after the other. Raises TemplateTooLong."""
+    """Joins the texts of all parts. Raises TemplateTooLong."""
     parts = list(parts)
     text_size(*parts)
     return "".join(map(str, parts))
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
-    """Jinja's filters, those among them that can grow with a bound."""
+    """Returns Jinja's filters; those whose result can be larger than their arguments check it."""
     filters: dict[str, Callable[..., Any]] = dict(FILTERS)
     return {name: _bounded(name, function) for name, function in filters.items()} | {"join": _join, "tojson": _tojson}
 
 
 def watched(iterable: Iterable[Any]) -> Iterator[Any]:
-    """The same items, with an eye on the clock."""
+    """Yields the same items; raises TemplateTooSlow after the deadline."""
     for item in iterable:
         check_time()
         yield item
@@ -162,7 +162,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, escapes no HTML."""
+    """Replaces Jinja's filter, which escapes HTML."""
     text_size(value)
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if indent is None and separators is None:
@@ -179,7 +179,7 @@ def _tojson(
 
 
 def _format_size(form: str | bytes, values: Iterable[Any]) -> int:
-    """At most, of a text with fields for values: as if each field had the longest value and the greatest width."""
+    """Returns an upper bound of a formatted text: as if each field had the longest value and the greatest width."""
     values = list(values)
     text = form if isinstance(form, str) else form.decode("latin-1")
     widths = [int(digits[:10]) for digits in re.findall(r"[0-9]+", text)]
@@ -201,7 +201,7 @@ def _replaced(text: Any, old: Any, new: Any, count: Any = None) -> int:
 
 
 def _text(value: object) -> str:
-    """`str(value)`, of which the size is checked."""
+    """Returns `str(value)` after a check of its size."""
     text_size(value)
     return str(value)
 
@@ -212,7 +212,7 @@ def _indented(text: Any, width: Any = 4, first: bool = False, blank: bool = Fals
 
 
 def _width(width: Any) -> int:
-    """Of an indentation, which may be a number or a text."""
+    """Returns the width of an indentation, which may be a number or a text."""
     return len(width) if isinstance(width, str) else int(width)
 
 
@@ -236,7 +236,7 @@ def _rounded(value: Any, precision: Any = 0, method: str = "common") -> int:
 
 
 def _same(*args: Any, **kwargs: Any) -> int:
-    """Of filters that make of texts not much more than was there."""
+    """Returns the size of filters whose result is not much larger than their arguments."""
     return text_size(*(arg for arg in args if not isinstance(arg, Undefined)))
 
 

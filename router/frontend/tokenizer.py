@@ -1,4 +1,4 @@
-"""Text and chats to token ids and back, by the model folder's own tokenizer.json and chat template.
+"""Encodes texts and chats to token ids and decodes them, by the model folder's tokenizer.json and chat template.
 
 Imports neither torch nor code from the model's folder.
 """
@@ -28,24 +28,24 @@ _MAX_TEMPLATE_MESSAGE = 200
 _TEMPLATE_SECONDS = 5.0
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
-"""What some models write around a call. Text even where a tokenizer has them as special tokens."""
+"""Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special tokens."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # what SentencePiece writes for a space
 
 
 def _byte_of_characters() -> dict[str, int]:
-    """The byte for which byte-level tokenizers write each printable character (GPT-2)."""
+    """Maps each printable character of byte-level tokenizers to the byte that it stands for (GPT-2)."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
 
 
-_BYTE_OF: Final = _byte_of_characters()
+BYTE_OF_CHARACTER: Final = _byte_of_characters()
 
 
 class Tokenizer:
-    """A model's tokenizer. Safe to use from several threads; nothing in it changes after construction."""
+    """Encodes and decodes for one model. Immutable after construction and thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int | None = None) -> None:
         """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are known."""
@@ -86,7 +86,7 @@ class Tokenizer:
         return self._template.chat_template is not None
 
     def chat_template(self, tools: bool) -> str:
-        """The source of the chat template, of that for tools where the model has one of its own; "" if none."""
+        """Returns the source of the chat template, of that for tools where the model has a separate one; "" if none."""
         if not self.has_chat_template:
             return ""
         try:
@@ -95,35 +95,35 @@ class Tokenizer:
             return ""
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens that the tokenizer adds by itself, if they are wanted."""
+        """Returns the token ids of `text`, by default with the special tokens that the tokenizer adds itself."""
         if len(text) < _THREAD_FROM_CHARACTERS:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
     async def encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
-        """Token ids of a checked chat as the model's template renders it, with the opening of the assistant's answer,
-        or up to the end of the last message where that is to be continued.
+        """Returns the token ids of a checked chat as the model's template renders it, with the opening of the
+        assistant's answer, or up to the end of the last message where that is to be continued.
 
-        Raises InvalidArgument if the model has no chat template, or the template refuses the messages, makes too much
-        of them, or does not end within 5 seconds."""
-        # Always in a thread: a template is a program, and may run for as long as it is let.
+        Raises InvalidArgument if the model has no chat template, or the template refuses the messages, renders too many
+        characters, or does not end within 5 seconds."""
+        # Always in a thread: a template is a program, and may run until its deadline.
         return await asyncio.to_thread(self._encode_chat, chat)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`, by default without special tokens; a cut character decodes to U+FFFD."""
+        """Returns the text of `ids`, by default without special tokens; a cut character decodes to U+FFFD."""
         shown = [token for token in ids if token not in self.special_ids] if skip_special else list(ids)
         text: str = self._backend.decode(shown, skip_special_tokens=False)
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of which the token is made; a special token's are its name, an unused id's none."""
+        """Returns the bytes of a token; those of a special token are its name, of an unused id none."""
         if token in self._added:
             return self._added[token].encode()
         piece: str | None = self._backend.id_to_token(token)
         if piece is None:
             return b""
         if self._byte_level:
-            return b"".join(bytes((_BYTE_OF[c],)) if c in _BYTE_OF else c.encode() for c in piece)
+            return b"".join(bytes((BYTE_OF_CHARACTER[c],)) if c in BYTE_OF_CHARACTER else c.encode() for c in piece)
         if byte := _BYTE_PIECE.fullmatch(piece):
             return bytes((int(byte[1], 16),))
         return piece.replace(_WORD_START, " ").encode()
@@ -136,7 +136,7 @@ class Tokenizer:
         text = self._render(chat)
         if chat.continue_final_message:
             text = cut_after_final_message(text)
-        return self._encode(text, add_special_tokens=False)  # the template writes them itself
+        return self._encode(text, add_special_tokens=False)  # the template has written them
 
     def _render(self, chat: inference_pb2.Chat) -> str:
         source = self.chat_template(tools=bool(active_tools(chat)))
@@ -146,12 +146,12 @@ class Tokenizer:
         try:
             return render(source, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
         except TemplateTooLong:
-            reason = f"makes more than {MAX_PROMPT_CHARACTERS} characters of these messages"
+            reason = f"renders more than {MAX_PROMPT_CHARACTERS} characters for these messages"
         except TemplateTooSlow:
             reason = f"takes more than {_TEMPLATE_SECONDS:g} seconds for these messages"
         except Exception as error:  # a template is a program: it can raise anything
             reason = "refuses these messages"
-            if type(error) is jinja2.TemplateError:  # what templates raise on purpose, written for users
+            if type(error) is jinja2.TemplateError:  # raised by the template itself, with a text for users
                 reason += f": {str(error)[:_MAX_TEMPLATE_MESSAGE]}"
         raise InvalidArgument(f"the model's chat template {reason}", "prompt.chat")
 

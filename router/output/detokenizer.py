@@ -1,16 +1,12 @@
-"""Token ids to text while they arrive: whole characters only, nothing of a stop string.
-
-Pure: knows nothing of requests, networks or time.
-"""
+"""Turns token ids into text while they arrive: whole characters only, cut before stop strings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..frontend.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 16
-"""A character has at most 4 bytes, hence tokens; whatever is still broken after this many stays broken."""
+"""A character has at most 4 bytes, hence tokens; bytes that are no text after this many tokens stay none."""
 _MAX_CONTEXT_TOKENS = 8
 
 
@@ -30,7 +26,7 @@ class Detokenizer:
         self._num_emitted = len(tokenizer.decode(self._window))  # characters of the window's text
 
     def push(self, ids: Sequence[int]) -> str:
-        """Takes the next ids; returns the text that they complete, perhaps none."""
+        """Takes the next ids; returns the text that they complete."""
         # One by one: only where a character ends can a window be closed. Special tokens have no text, but would
         # lengthen a window that waits for the rest of a character.
         return "".join([self._push(token) for token in ids if token not in self._tokenizer.special_ids])
@@ -50,7 +46,7 @@ class Detokenizer:
         return self._give_up(text)
 
     def flush(self) -> str:
-        """The end: returns what was held back, a cut character as U+FFFD."""
+        """Ends the text; returns what was held back, a cut character as U+FFFD."""
         return self._take(self._tokenizer.decode(self._window))
 
     def _take(self, text: str) -> str:
@@ -72,7 +68,7 @@ class Detokenizer:
         return piece
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The shortest end of the prompt that is text by itself."""
+        """Returns the shortest end of the prompt that is text by itself."""
         for start in range(len(prompt) - 1, max(len(prompt) - _MAX_CONTEXT_TOKENS, 0) - 1, -1):
             context = [i for i in prompt[start:] if i not in self._tokenizer.special_ids]
             text = self._tokenizer.decode(context)
@@ -90,94 +86,85 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops`: none of them empty."""
-        self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._fallbacks = [_fallbacks(stop) for stop in self._stops]
+        self._matched = [0] * len(stops)  # characters of each stop string that the text so far ends with
         self._held = ""  # the end of the text so far that may begin a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that is safe to show and whether a stop string was found; after that, push no more."""
-        if not self._automata:
+        if not self._stops:
             return text, False
         known = len(self._held)
         text = self._held + text
         for end in range(known, len(text)):
-            char = text[end]
-            for automaton in self._automata:
-                if automaton.step(char):
+            for i, stop in enumerate(self._stops):
+                if self._step(i, text[end]):
                     self._held = ""
-                    return text[: end + 1 - len(automaton.pattern)], True
-        cut = len(text) - max(automaton.matched for automaton in self._automata)
+                    return text[: end + 1 - len(stop)], True
+        cut = len(text) - max(self._matched)
         self._held = text[cut:]
         return text[:cut], False
 
     def flush(self) -> str:
-        """The end: returns what was held back."""
+        """Ends the text; returns what was held back."""
         held, self._held = self._held, ""
         return held
 
-
-class _Automaton:
-    """Searches one pattern character by character."""
-
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-        self.matched = 0  # characters of the pattern that the text so far ends with
-        self._fallback = [0] * len(pattern)
-        length = 0
-        for i in range(1, len(pattern)):
-            while length and pattern[i] != pattern[length]:
-                length = self._fallback[length - 1]
-            length += pattern[i] == pattern[length]
-            self._fallback[i] = length
-
-    def step(self, char: str) -> bool:
-        """True if the pattern ends here; then it must not be stepped again."""
-        while self.matched and self.pattern[self.matched] != char:
-            self.matched = self._fallback[self.matched - 1]
-        self.matched += self.pattern[self.matched] == char
-        return self.matched == len(self.pattern)
+    def _step(self, i: int, char: str) -> bool:
+        """Returns whether stop string `i` ends with this character; then it must not be stepped again."""
+        stop, matched = self._stops[i], self._matched[i]
+        while matched and stop[matched] != char:
+            matched = self._fallbacks[i][matched - 1]
+        self._matched[i] = matched = matched + (stop[matched] == char)
+        return matched == len(stop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    """What some token ids added to the text."""
-
-    text: str
-    num_tokens: int  # how many of the ids count: all, or those up to the end of the stop string
-    stopped: bool  # a stop string was found; the text ends before it
+def _fallbacks(pattern: str) -> list[int]:
+    """Returns for each prefix of the pattern the length of its longest proper prefix that it also ends with."""
+    fallbacks = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = fallbacks[length - 1]
+        length += pattern[i] == pattern[length]
+        fallbacks[i] = length
+    return fallbacks
 
 
 class CompletionText:
-    """The text of one completion: detokenised, cut before the first stop string.
+    """Makes the text of one completion: detokenized, cut before the first stop string.
 
-    The text of the first min_tokens tokens is shown at once, whatever it is; a stop string begins after it."""
+    The text of the first min_tokens tokens is shown at once; a stop string begins after it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(stops)
-        self._watches = bool(stops)
-        self._num_unwatched = min_tokens
+        self._has_stops = bool(stops)
+        self._num_unchecked = min_tokens  # tokens still to come in which no stop string is searched
 
-    def push(self, ids: Sequence[int]) -> TextDelta:
-        """Takes the next ids. After a stop string was found, push no more."""
-        if not self._watches:
-            return TextDelta(text=self._detokenizer.push(ids), num_tokens=len(ids), stopped=False)
+    def push(self, ids: Sequence[int]) -> tuple[str, int, bool]:
+        """Takes the next ids. Returns the text, how many of the ids count (all, or those up to the end of a stop
+        string), and whether a stop string was found; after that, push no more."""
+        if not self._has_stops:
+            return self._detokenizer.push(ids), len(ids), False
         texts = []
-        unwatched = ids[: self._num_unwatched]
-        if unwatched:
-            self._num_unwatched -= len(unwatched)
-            texts.append(self._detokenizer.push(unwatched))
+        unchecked = ids[: self._num_unchecked]
+        if unchecked:
+            self._num_unchecked -= len(unchecked)
+            texts.append(self._detokenizer.push(unchecked))
         # One by one, to know which of them ends the stop string.
-        for count, token in enumerate(ids[len(unwatched) :], start=len(unwatched) + 1):
+        for count, token in enumerate(ids[len(unchecked) :], start=len(unchecked) + 1):
             text, stopped = self._stops.push(self._detokenizer.push((token,)))
             texts.append(text)
             if stopped:
-                return TextDelta(text="".join(texts), num_tokens=count, stopped=True)
-        return TextDelta(text="".join(texts), num_tokens=len(ids), stopped=False)
+                return "".join(texts), count, True
+        return "".join(texts), len(ids), False
 
-    def finish(self) -> TextDelta:
-        """The end of the completion: whatever was held back, unless it holds a stop string."""
+    def finish(self) -> tuple[str, bool]:
+        """Ends the completion. Returns the text that was held back, and whether it ended before a stop string."""
         text = self._detokenizer.flush()
-        if self._num_unwatched:
-            return TextDelta(text=text, num_tokens=0, stopped=False)
+        if self._num_unchecked:
+            return text, False
         text, stopped = self._stops.push(text)
-        return TextDelta(text=text + self._stops.flush(), num_tokens=0, stopped=stopped)
+        return text + self._stops.flush(), stopped

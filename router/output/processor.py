@@ -1,6 +1,6 @@
-"""The completions of one request while they come: from tokens to the messages of the answer.
+"""Turns the generated tokens of one request into the messages of its answer.
 
-Knows nothing of where tokens come from, nor of doors.
+Knows nothing of dispatch and of APIs.
 """
 
 import asyncio
@@ -10,46 +10,48 @@ from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError
 from ..frontend.prepare import PreparedRequest
 from ..frontend.tokenizer import Tokenizer
-from ..frontend.tools import parser_for
 from ..request import TokenDelta
 from .detokenizer import CompletionText
+from .tool_parser import ToolParser, parser_for
 
 _UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 _STOP = inference_pb2.FINISH_REASON_STOP
 
 _THREAD_FROM_TOKENS = 256
-"""So many scores take a few milliseconds; more leave the event loop."""
+"""Log probabilities of so many tokens take a few milliseconds; more leave the event loop."""
 
 
 class OutputProcessor:
-    """All completions of an accepted request."""
+    """Makes the messages of all completions of a prepared request."""
 
-    def __init__(self, accepted: PreparedRequest) -> None:
-        self.ended: set[int] = set()  # those that a stop string ended; the source is to leave them
-        self.num_open = accepted.tokens.num_choices  # those that have not ended
-        self._accepted = accepted
-        self._choices = [_ChoiceOutput(accepted, number) for number in range(self.num_open)]
+    def __init__(self, request: PreparedRequest) -> None:
+        self.ended: set[int] = set()  # choices ended by a stop string; the source is to cancel them
+        self.num_open = request.tokens.num_choices  # choices that have not ended
+        self._request = request
+        self._choices = [_ChoiceOutput(request, number) for number in range(self.num_open)]
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
-        tokens = accepted.tokens
-        if tokens.prompt_logprobs is not None and len(tokens.prompt) == 1:  # there are no scores to come
-            self._prompt_logprobs = _scored_prompt(accepted.tokenizer, tokens.prompt, ())
+        tokens = request.tokens
+        if tokens.prompt_logprobs is not None and len(tokens.prompt) == 1:  # no scores will come
+            self._prompt_logprobs = _prompt_logprobs(request.tokenizer, tokens.prompt, ())
 
     @property
     def num_tokens(self) -> int:
-        """Of all completions."""
+        """Tokens of all completions."""
         return sum(choice.num_tokens for choice in self._choices)
 
     async def push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
-        """Takes the scores of the prompt after its first token; comes before the first `push` of choice 0."""
-        arguments = (self._accepted.tokenizer, self._accepted.tokens.prompt, scores)
+        """Takes the scores of the prompt after its first token, before the first `push` of choice 0."""
+        arguments = (self._request.tokenizer, self._request.tokens.prompt, scores)
         if len(scores) < _THREAD_FROM_TOKENS:
-            self._prompt_logprobs = _scored_prompt(*arguments)
+            self._prompt_logprobs = _prompt_logprobs(*arguments)
         else:
-            self._prompt_logprobs = await asyncio.to_thread(_scored_prompt, *arguments)
+            self._prompt_logprobs = await asyncio.to_thread(_prompt_logprobs, *arguments)
 
     def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
-        """The message for what a source said of one completion. Raises InternalError where a source breaks its
-        contract: no index is left out, none comes twice, nothing follows the end."""
+        """Returns the message for the next tokens of one completion.
+
+        Raises InternalError if the source breaks its contract: no index is missing or repeated, nothing follows the
+        end."""
         if not 0 <= delta.choice < len(self._choices):
             raise InternalError("the token stream of this request broke")
         choice = self._choices[delta.choice]
@@ -57,52 +59,54 @@ class OutputProcessor:
         if self._prompt_logprobs and delta.choice == 0:
             response.prompt_logprobs.extend(self._prompt_logprobs)
             self._prompt_logprobs = []
-        if choice.is_over:
+        if choice.is_finished:
             self.num_open -= 1
             if delta.finish_reason == _UNFINISHED:
                 self.ended.add(delta.choice)
         return response
 
     def best(self, messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
-        """Of all `messages` those of the completions with the highest mean log probability of a token, each completion
-        as one message, the best first and numbered so."""
+        """Ranks completions by the mean log probability of their tokens and returns the best of them, one message each,
+        numbered from the best. `messages`: all of all completions."""
         parts: dict[int, list[inference_pb2.GenerateResponse]] = {}
         for message in messages:
             parts.setdefault(message.choice, []).append(message)
         ranked = sorted(parts, key=lambda choice: (-self._choices[choice].mean_logprob, choice))
-        answers = [_joined(parts[choice], number) for number, choice in enumerate(ranked[: self._accepted.num_answers])]
+        answers = [
+            join_messages(parts[choice], number) for number, choice in enumerate(ranked[: self._request.num_answers])
+        ]
         answers[0].prompt_logprobs.extend(entry for message in messages for entry in message.prompt_logprobs)
         return answers
 
 
 class _ChoiceOutput:
-    """One completion."""
+    """Makes the messages of one completion."""
 
-    def __init__(self, accepted: PreparedRequest, number: int) -> None:
-        tokens = accepted.tokens
+    def __init__(self, request: PreparedRequest, number: int) -> None:
+        tokens = request.tokens
         self.num_tokens = 0
-        self.is_over = False
-        self._accepted = accepted
+        self.is_finished = False
+        self._request = request
         self._number = number
-        self._num_seen = 0  # of the source's tokens
+        self._num_received = 0  # tokens of the source
         self._sum_logprobs = 0.0
-        self._transcript = CompletionText(accepted.tokenizer, tokens.prompt, accepted.stop, tokens.min_tokens)
-        self._parser = parser_for(accepted.chat, accepted.tokenizer) if accepted.chat else None
-        self._has_called = False
+        self._text = CompletionText(request.tokenizer, tokens.prompt, request.stop, tokens.min_tokens)
+        self._parser = parser_for(request.chat, request.tokenizer) if request.chat else None
+        self._has_tool_calls = False
 
     @property
     def mean_logprob(self) -> float:
-        """Of a token; 0 without tokens."""
+        """Mean of all tokens; 0 without tokens."""
         return self._sum_logprobs / max(self.num_tokens, 1)
 
     def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
-        if delta.first_index != self._num_seen or self.is_over:
+        if delta.first_index != self._num_received or self.is_finished:
             raise InternalError("the token stream of this request broke")
-        is_first = not self._num_seen
-        self._num_seen += len(delta.ids)
-        ids, text, reason = self._read(delta)
+        is_first = not self._num_received
+        self._num_received += len(delta.ids)
+        ids, text, reason = self._detokenize(delta)
         response = inference_pb2.GenerateResponse(
-            request_id=self._accepted.request_id,
+            request_id=self._request.request_id,
             text=text,
             token_ids=ids,
             first_index=delta.first_index,
@@ -110,53 +114,52 @@ class _ChoiceOutput:
             choice=self._number,
             score=delta.score,
         )
-        self.is_over = reason != _UNFINISHED
+        self.is_finished = reason != _UNFINISHED
         if self._parser is not None:
-            self._parse_calls(response)
+            self._parse_tool_calls(self._parser, response)
         if delta.logprobs:
             self._add_logprobs(response, delta.logprobs)
-        if is_first and self._accepted.echo:
-            response.text = self._accepted.echo + response.text
+        if is_first and self._request.echo:
+            response.text = self._request.echo + response.text
         self.num_tokens += len(ids)
         return response
 
-    def _read(self, delta: TokenDelta) -> tuple[Sequence[int], str, "inference_pb2.FinishReason"]:
-        """The ids that count, the text that they complete, and whether that is the end."""
+    def _detokenize(self, delta: TokenDelta) -> tuple[Sequence[int], str, "inference_pb2.FinishReason"]:
+        """Returns the ids that count, the text that they complete, and the finish reason."""
         ids, reason = delta.ids, delta.finish_reason
-        if self._accepted.is_empty:
+        if self._request.is_empty:
             return (), "", inference_pb2.FINISH_REASON_LENGTH
-        piece = self._transcript.push(ids[:-1] if reason == _STOP else ids)  # the token that stops has no text
-        if piece.stopped:
-            return ids[: piece.num_tokens], piece.text, _STOP
+        text, num_tokens, stopped = self._text.push(ids[:-1] if reason == _STOP else ids)  # the stop token has no text
+        if stopped:
+            return ids[:num_tokens], text, _STOP
         if reason == _UNFINISHED:
-            return ids, piece.text, reason
-        rest = self._transcript.finish()
-        return ids, piece.text + rest.text, _STOP if rest.stopped else reason
+            return ids, text, reason
+        rest, stopped = self._text.finish()
+        return ids, text + rest, _STOP if stopped else reason
 
-    def _parse_calls(self, response: inference_pb2.GenerateResponse) -> None:
-        assert self._parser is not None
-        text, calls = self._parser.push(response.text)
-        if self.is_over:
-            last_text, last_calls = self._parser.finish()
+    def _parse_tool_calls(self, parser: ToolParser, response: inference_pb2.GenerateResponse) -> None:
+        text, calls = parser.push(response.text)
+        if self.is_finished:
+            last_text, last_calls = parser.finish()
             text, calls = text + last_text, calls + last_calls
         response.text = text
         response.tool_calls.extend(calls)
-        self._has_called |= bool(calls)
-        if self._has_called and self.is_over:
+        self._has_tool_calls |= bool(calls)
+        if self._has_tool_calls and self.is_finished:
             response.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
 
     def _add_logprobs(
         self, response: inference_pb2.GenerateResponse, logprobs: Sequence[worker_pb2.TokenScores]
     ) -> None:
-        counted = list(zip(response.token_ids, logprobs, strict=False))  # what follows a stop string does not count
+        counted = list(zip(response.token_ids, logprobs, strict=False))  # up to the end of a stop string
         self._sum_logprobs += sum(scores.logprob for _, scores in counted)
-        if self._accepted.wants_logprobs:
-            tokenizer = self._accepted.tokenizer
-            response.logprobs.extend(_scored(tokenizer, token, scores) for token, scores in counted)
+        if self._request.wants_logprobs:
+            tokenizer = self._request.tokenizer
+            response.logprobs.extend(_token_logprobs(tokenizer, token, scores) for token, scores in counted)
 
 
-def _joined(parts: Sequence[inference_pb2.GenerateResponse], number: int) -> inference_pb2.GenerateResponse:
-    """All messages of one completion as one, but for the prompt's log probabilities."""
+def join_messages(parts: Sequence[inference_pb2.GenerateResponse], number: int) -> inference_pb2.GenerateResponse:
+    """Joins all messages of one completion, but for the prompt's log probabilities."""
     return inference_pb2.GenerateResponse(
         request_id=parts[0].request_id,
         text="".join(part.text for part in parts),
@@ -168,16 +171,16 @@ def _joined(parts: Sequence[inference_pb2.GenerateResponse], number: int) -> inf
     )
 
 
-def _scored_prompt(
+def _prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[worker_pb2.TokenScores]
 ) -> list[inference_pb2.TokenLogprobs]:
-    """One for each token of the prompt; the first has no log probability."""
+    """Returns one entry for each token of the prompt; the first has no log probability."""
     first = inference_pb2.Logprob(token_id=prompt[0], text=tokenizer.token_bytes(prompt[0]))
-    rest = [_scored(tokenizer, token, score) for token, score in zip(prompt[1:], scores, strict=True)]
+    rest = [_token_logprobs(tokenizer, token, score) for token, score in zip(prompt[1:], scores, strict=True)]
     return [inference_pb2.TokenLogprobs(token=first), *rest]
 
 
-def _scored(tokenizer: Tokenizer, token: int, scores: worker_pb2.TokenScores) -> inference_pb2.TokenLogprobs:
+def _token_logprobs(tokenizer: Tokenizer, token: int, scores: worker_pb2.TokenScores) -> inference_pb2.TokenLogprobs:
     def logprob(token_id: int, value: float) -> inference_pb2.Logprob:
         return inference_pb2.Logprob(token_id=token_id, text=tokenizer.token_bytes(token_id), logprob=value)
 

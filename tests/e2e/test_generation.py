@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.proto import inference_pb2
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, fleet, token_request
@@ -145,7 +145,7 @@ async def test_conversations_find_their_prefix() -> None:
                 request.stopping.max_tokens = 16
                 timeline = inference_pb2.Timeline()
                 texts, usage = [], inference_pb2.Usage()
-                accepted = await completions.accept(request, arrived=time.monotonic(), deadline=None)
+                accepted = await completions.accept(request, RequestContext(arrived=time.monotonic()))
                 async for message in completions.run(accepted, timeline):
                     texts.append(message.text)
                     usage = message.usage if message.HasField("usage") else usage

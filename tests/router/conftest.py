@@ -1,4 +1,4 @@
-"""A service with real front doors on free ports and tokens from a fake source."""
+"""Starts a service with real API servers on free ports and tokens from a fake source."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from tandem.router.frontend.tokenizer import Tokenizer
 CONTEXT_TOKENS = 512
 
 
-class Doors(Protocol):
+class Servers(Protocol):
     async def set_serving(self, serving: bool) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What a test of the doors needs."""
+    """Holds what a test of the API servers needs."""
 
-    doors: Doors
+    servers: Servers
     source: FakeTokenSource
     grpc: str  # HOST:PORT
     http: str = ""
@@ -42,22 +42,22 @@ def model(tokenizer: Tokenizer) -> ServedModel:
 
 @pytest.fixture
 async def service(model: ServedModel) -> AsyncIterator[Service]:
-    """Both doors."""
+    """Starts both servers."""
     source = FakeTokenSource()
     server = await ApiServers.start(GenerationService([model], source))
     await server.set_serving(True)
-    yield Service(doors=server, source=source, grpc=server.grpc_address, http=server.http_address)
+    yield Service(servers=server, source=source, grpc=server.grpc_address, http=server.http_address)
     await server.stop(0)
     assert source.running == 0
 
 
 @pytest.fixture
 async def grpc_service(model: ServedModel) -> AsyncIterator[Service]:
-    """The gRPC door alone: starts and stops faster."""
+    """Starts the gRPC server alone, which is faster."""
     source = FakeTokenSource()
-    door = GrpcServer(GenerationService([model], source), reflection=True)
-    address = await door.start("127.0.0.1:0")
-    await door.set_serving(True)
-    yield Service(doors=door, source=source, grpc=address)
-    await door.stop(0)
+    server = GrpcServer(GenerationService([model], source), reflection=True)
+    address = await server.start("127.0.0.1:0")
+    await server.set_serving(True)
+    yield Service(servers=server, source=source, grpc=address)
+    await server.stop(0)
     assert source.running == 0

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from tandem.proto import inference_pb2, limits, worker_pb2
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.errors import InvalidArgument
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, Task
-from tandem.workers.submit import MAX_GRAMMAR_CHARACTERS, InvalidSubmit, WorkerLimits, parse_submit
+from tandem.workers.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS, WorkerLimits, parse_submit
 
-ROOM = WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
+LIMITS = WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
 NAN, INF = float("nan"), float("inf")
 PAST = 1.0000002  # a factor that a float32 feels
 
@@ -21,8 +22,8 @@ def submit(**fields: Any) -> worker_pb2.Submit:
     return worker_pb2.Submit(**good | fields, sampling=inference_pb2.SamplingParams(**sampling))
 
 
-def parse(room: WorkerLimits = ROOM, **fields: Any) -> SequenceSpec:
-    return parse_submit(submit(**fields), 9, room)
+def parse(worker_limits: WorkerLimits = LIMITS, **fields: Any) -> SequenceSpec:
+    return parse_submit(submit(**fields), 9, worker_limits)
 
 
 def words(count: int, length: int = 1) -> list[inference_pb2.TokenIds]:
@@ -50,7 +51,7 @@ def test_a_submit_as_the_engine_takes_it() -> None:
         salt=b"salt",
     )
     assert parse(stop_token_ids=[5], ignore_eos=True).stop_ids == {5}
-    assert parse(sampling={"top_k": 999}).sampling.top_k == ROOM.vocab_size
+    assert parse(sampling={"top_k": 999}).sampling.top_k == LIMITS.vocab_size
 
 
 def test_all_that_shapes_a_distribution() -> None:
@@ -114,8 +115,8 @@ def test_a_beam_search() -> None:
 
 
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
-    room = WorkerLimits(vocab_size=5, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
-    sampling = parse(room, logprobs=20, prompt_logprobs=6).sampling
+    worker_limits = WorkerLimits(vocab_size=5, context_tokens=200, max_sequences=64, eos_ids=frozenset({0}))
+    sampling = parse(worker_limits, logprobs=20, prompt_logprobs=6).sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (5, 5)
 
 
@@ -128,7 +129,7 @@ def test_a_decode_computes_nothing_of_the_prompt() -> None:
 SAMPLING_BOUNDS: list[tuple[str, float, list[float]]] = [
     # The field, its bound, past it.
     ("temperature", 2, [2 * PAST, -0.1, NAN, INF]),
-    ("top_k", limits.MAX_TOP_K, [limits.MAX_TOP_K + 1]),
+    ("top_k", 1_000_000, [1_000_000 + 1]),
     ("top_k", -1, [-2]),
     ("top_p", 1, [PAST, 0, NAN]),
     ("min_p", 1, [PAST, -0.1, NAN]),
@@ -175,7 +176,11 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("logprobs", {"logprobs": 20}, {"logprobs": 21}),
     ("prompt_logprobs", {"prompt_logprobs": 20}, {"prompt_logprobs": 21}),
-    ("grammar", {"grammar": "a" * MAX_GRAMMAR_CHARACTERS}, {"grammar": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}),
+    (
+        "grammar",
+        {"grammar": "a" * MAX_SUBMITTED_GRAMMAR_CHARACTERS},
+        {"grammar": "a" * (MAX_SUBMITTED_GRAMMAR_CHARACTERS + 1)},
+    ),
     ("bad_words", {"bad_words": words(256)}, {"bad_words": words(257)}),
     ("bad_words", {"bad_words": words(1, 64)}, {"bad_words": words(1, 65)}),
     ("bad_words", {"bad_words": words(1, 1)}, {"bad_words": words(1, 0)}),
@@ -197,7 +202,7 @@ BOUNDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("field", "at", "past"), BOUNDS)
 def test_every_bound_is_the_last_good_value(field: str, at: dict[str, Any], past: dict[str, Any]) -> None:
     parse(**at)
-    with pytest.raises(InvalidSubmit) as refused:
+    with pytest.raises(InvalidArgument) as refused:
         parse(**past)
     named, _, bound = str(refused.value).partition(":")
     assert field in named
@@ -206,16 +211,18 @@ def test_every_bound_is_the_last_good_value(field: str, at: dict[str, Any], past
 
 
 def test_so_many_biases_and_no_more() -> None:
-    room = WorkerLimits(vocab_size=5000, context_tokens=200, max_sequences=64, eos_ids=frozenset())
-    assert len(parse(room, sampling={"logit_bias": dict.fromkeys(range(1024), 1.0)}).sampling.logit_bias) == 1024
-    with pytest.raises(InvalidSubmit, match="logit_bias"):
-        parse(room, sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)})
+    worker_limits = WorkerLimits(vocab_size=5000, context_tokens=200, max_sequences=64, eos_ids=frozenset())
+    assert (
+        len(parse(worker_limits, sampling={"logit_bias": dict.fromkeys(range(1024), 1.0)}).sampling.logit_bias) == 1024
+    )
+    with pytest.raises(InvalidArgument, match="logit_bias"):
+        parse(worker_limits, sampling={"logit_bias": dict.fromkeys(range(1025), 1.0)})
 
 
 @pytest.mark.parametrize("fields", [{"num_choices": 5}, {"beam_search": {"width": 5}}])
 def test_as_many_sequences_as_the_worker_computes(fields: dict[str, Any]) -> None:
     parse(WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=5, eos_ids=frozenset()), **fields)
-    with pytest.raises(InvalidSubmit, match="num_choices"):
+    with pytest.raises(InvalidArgument, match="num_choices"):
         parse(WorkerLimits(vocab_size=100, context_tokens=200, max_sequences=4, eos_ids=frozenset()), **fields)
 
 
@@ -223,5 +230,5 @@ def test_a_model_with_more_end_tokens_than_an_opening_has_room_for() -> None:
     many = WorkerLimits(vocab_size=500, context_tokens=200, max_sequences=64, eos_ids=frozenset(range(140)))
     assert parse(many).stop_ids == many.eos_ids
     parse(many, beam_search={"width": 4})
-    with pytest.raises(InvalidSubmit, match="stop_token_ids"):
+    with pytest.raises(InvalidArgument, match="stop_token_ids"):
         parse(many, beam_search={"width": 5})

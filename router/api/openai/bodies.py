@@ -1,33 +1,26 @@
-"""The bodies of the HTTP requests: OpenAI's fields, and those that vLLM has besides.
+"""Defines the bodies of HTTP requests: OpenAI's fields, and vLLM's additions.
 
-null is as good as absent everywhere. The bounds are those of proto/limits.py. Those of numbers and texts are
-documentation here, they are enforced where all requests are; those of lists and objects are enforced here, too, before
-anything is made of their entries. Fields with one value only are there because clients send it.
+The fields of request parameters are made of the rows of proto/parameters.py. null means absent everywhere. Bounds of
+numbers and strings are documentation here, all requests are checked in frontend/validation.py; those of lists and
+objects are enforced here, too, before objects are made of their entries. Fields with one value exist because clients
+send it.
 """
 
+import math
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError, core_schema
 
 from ....proto import limits
+from ....proto.parameters import PARAMETERS, Parameter
 
 _T = TypeVar("_T")
+_M = TypeVar("_M", bound=BaseModel)
 
 _MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
-"""Of the content of one message."""
-
-
-def _bounds(minimum: float, maximum: float, description: str = "", *, above: bool = False) -> Any:
-    """`above`: the minimum itself is no good value."""
-    extra = {"exclusiveMinimum" if above else "minimum": minimum, "maximum": maximum}
-    return Field(None, description=description or None, json_schema_extra=lambda schema: _bound(schema, extra))
-
-
-def _bound(schema: dict[str, Any], extra: dict[str, float]) -> None:
-    for kind in schema["anyOf"]:
-        if kind["type"] in ("integer", "number"):
-            kind.update(extra)
+"""In the content of one message."""
 
 
 def _strings(value: object) -> object:
@@ -35,7 +28,7 @@ def _strings(value: object) -> object:
 
 
 def _prompts(value: object) -> object:
-    """A list of prompts from any of the four forms; each prompt is a string or a list of token ids."""
+    """Returns a list of prompts, strings or lists of token ids, for any of the four forms."""
     prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])) else value
     if isinstance(prompts, list):
         if not 1 <= len(prompts) <= limits.MAX_PROMPTS:
@@ -54,7 +47,7 @@ def _is_id(value: object) -> bool:
 
 
 def _content(value: object) -> object:
-    """The text of a message, given as a string or as parts of text."""
+    """Returns the text of a message, given as a string or as parts of text."""
     if value is None:
         return ""
     if not isinstance(value, list):
@@ -70,46 +63,38 @@ def _content(value: object) -> object:
     return "".join(part["text"] for part in value)
 
 
-_ID = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
-_IDS = {"type": "array", "items": _ID, "minItems": 1}
-_PART = {
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
+Count = Annotated[int, Field(ge=1, lt=2**32)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Name = Annotated[str, Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"})]
+Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
+Only = Annotated[_T | None, Field(description="No other value is supported.")]
+Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[UInt32], Field(min_length=1)]
+_Prompts = Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+_PROMPT_SCHEMA: Final = TypeAdapter(_Text | _TokenIds | _Prompts).json_schema()
+_PART: Final = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        _IDS,
-        {
-            "type": "array",
-            "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]},
-            "minItems": 1,
-            "maxItems": limits.MAX_PROMPTS,
-        },
-    ]
+_TYPES: Final = {
+    "bool": bool,
+    "int32": Int32,
+    "uint32": UInt32,
+    "uint64": Seed,
+    "float": float,
+    "string": str,
+    "json": str | dict[str, Any],
+    "token_ids": list[UInt32],
+    "logit_bias": dict[str, float],
 }
-_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": limits.MAX_STOP_STRING_CHARACTERS}
-_STOP_SCHEMA = {
-    "anyOf": [
-        _STOP_STRING,
-        {"type": "array", "items": _STOP_STRING, "maxItems": limits.MAX_STOP_STRINGS},
-        {"type": "null"},
-    ]
-}
-
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
-Count = Annotated[int, Field(ge=1, lt=2**32)]
-BadWord = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": limits.MAX_BAD_WORD_CHARACTERS})]
-Name = Annotated[str, Field(json_schema_extra={"pattern": rf"^[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}$"})]
-Texts = Annotated[list[str] | None, Field(max_length=limits.MAX_CONSTRAINT_CHOICES), FailFast()]
-Only = Annotated[_T | None, Field(description="No other value is supported.")]
-Ignored = Annotated[_T | None, Field(description="Accepted, and of no effect.")]
 
 
 class _Given:
-    """Validates to True, and null to None; never makes an object of what is there."""
+    """Validates anything but null to True, without making objects of it."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> core_schema.CoreSchema:
@@ -120,16 +105,10 @@ Given = Annotated[Literal[True] | None, _Given]
 
 
 class OpenModel(BaseModel):
-    """Keeps the names of what it does not know, so that it can be refused by name where it is not null."""
+    """Keeps the names of unknown fields, so that those that are not null can be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
     __pydantic_extra__: dict[str, Given] = Field(init=False)
-
-
-class TokenizeKind(BaseModel):
-    """Tells the two bodies of POST /tokenize apart."""
-
-    messages: Given = None
 
 
 class StreamOptions(OpenModel):
@@ -139,7 +118,7 @@ class StreamOptions(OpenModel):
 
 
 class JsonSchema(OpenModel):
-    """What OpenAI calls a JSON schema format."""
+    """Declares OpenAI's JSON schema format."""
 
     name: Ignored[str] = None
     description: Ignored[str] = None
@@ -153,7 +132,7 @@ class ResponseFormat(OpenModel):
 
 
 class StructuredOutputs(OpenModel):
-    """Exactly one of these."""
+    """Declares vLLM's constraints, of which one may be given."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
@@ -163,48 +142,11 @@ class StructuredOutputs(OpenModel):
 
 
 class Body(OpenModel):
-    """What both endpoints take."""
+    """Declares what both endpoints take beside request parameters."""
 
-    model: str | None = Field(None, description="May be absent if only one model is served.")
-    n: Count | None = _bounds(1, limits.MAX_CHOICES, "Independent completions of each prompt.")
-    best_of: Count | None = _bounds(1, limits.MAX_CHOICES, "Completions to generate; the n likeliest are answered.")
-    max_tokens: Int32 | None = _bounds(0, limits.MAX_TOKENS)
-    temperature: float | None = _bounds(0, limits.MAX_TEMPERATURE)
-    top_p: float | None = _bounds(0, 1, above=True)
-    top_k: Int32 | None = _bounds(-1, limits.MAX_TOP_K)
-    min_p: float | None = _bounds(0, 1)
-    typical_p: float | None = _bounds(0, 1, above=True)
-    repetition_penalty: float | None = _bounds(limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY)
-    presence_penalty: float | None = _bounds(-limits.MAX_PENALTY, limits.MAX_PENALTY)
-    frequency_penalty: float | None = _bounds(-limits.MAX_PENALTY, limits.MAX_PENALTY)
-    logit_bias: dict[str, float] | None = Field(
-        None, max_length=limits.MAX_LOGIT_BIASES, description="By token id, as text."
-    )
-    bad_words: Annotated[list[BadWord] | None, Field(max_length=limits.MAX_BAD_WORDS), FailFast()] = None
-    seed: Annotated[int, Field(ge=-(2**63), le=limits.MAX_SEED)] | None = None
-    stop: Annotated[
-        list[str] | None,
-        Field(max_length=limits.MAX_STOP_STRINGS),
-        FailFast(),
-        BeforeValidator(_strings),
-        WithJsonSchema(_STOP_SCHEMA),
-    ] = None
-    stop_token_ids: Annotated[list[UInt32] | None, Field(max_length=limits.MAX_STOP_TOKEN_IDS), FailFast()] = None
-    ignore_eos: bool | None = None
-    min_tokens: Int32 | None = _bounds(0, limits.MAX_TOKENS)
     use_beam_search: bool | None = Field(None, description="Searches beam_width wide, or else n wide.")
-    beam_width: Count | None = _bounds(1, limits.MAX_BEAM_WIDTH, "Implies use_beam_search.")
-    length_penalty: float | None = _bounds(-limits.MAX_LENGTH_PENALTY, limits.MAX_LENGTH_PENALTY)
-    early_stopping: bool | None = None
-    prompt_logprobs: UInt32 | None = _bounds(0, limits.MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Texts = None
-    guided_grammar: str | None = None
-    truncate_prompt: bool | None = Field(None, description="Keeps the end of a prompt that does not fit the context.")
-    priority: Int32 | None = _bounds(-limits.MAX_PRIORITY, limits.MAX_PRIORITY, "As in vLLM, lower goes first.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Ignored[str] = None
@@ -221,12 +163,10 @@ class Body(OpenModel):
     guided_decoding_backend: Ignored[str] = None
 
 
-class CompletionBody(Body):
-    """The body of POST /v1/completions."""
+class CompletionFields(Body):
+    """Declares the fields of POST /v1/completions that are no request parameters."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-    logprobs: UInt32 | None = _bounds(0, limits.MAX_LOGPROBS)
-    echo: bool | None = Field(None, description="Repeats the prompt; with logprobs, these are of the prompt, too.")
     suffix: Only[Literal[""]] = None
     add_special_tokens: Only[Literal[True]] = None
 
@@ -279,24 +219,22 @@ class NamedTool(OpenModel):
     function: NamedFunction
 
 
-class ChatParts(OpenModel):
-    """What becomes the prompt of a chat."""
+class TemplateFields(OpenModel):
+    """Declares what becomes the prompt of a chat, together with the messages."""
 
-    messages: Annotated[list[MessageBody], FailFast()] = Field(
-        max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
-    )
     tools: Annotated[list[ToolBody] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     continue_final_message: bool | None = Field(None, description="Goes on with the last message, the assistant's.")
     add_generation_prompt: bool | None = Field(None, description="False goes with continue_final_message only.")
 
 
-class ChatBody(Body, ChatParts):
-    """The body of POST /v1/chat/completions."""
+class ChatFields(Body, TemplateFields):
+    """Declares the fields of POST /v1/chat/completions that are no request parameters."""
 
-    max_completion_tokens: Int32 | None = _bounds(0, limits.MAX_TOKENS)
+    messages: Annotated[list[MessageBody], FailFast()] = Field(
+        max_length=limits.MAX_CHAT_MESSAGES, json_schema_extra={"minItems": 1}
+    )
     logprobs: bool | None = None
-    top_logprobs: UInt32 | None = _bounds(0, limits.MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="If false, calls after the first are dropped.")
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
@@ -304,25 +242,61 @@ class ChatBody(Body, ChatParts):
     add_special_tokens: Only[Literal[False]] = None
 
 
-class TextTokenizeBody(OpenModel):
-    """The body of POST /tokenize for a text."""
+class TokenizeBody(TemplateFields):
+    """Declares the body of POST /tokenize, for a text or for a chat."""
 
     model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class ChatTokenizeBody(ChatParts):
-    """The body of POST /tokenize for a chat."""
-
-    model: str | None = None
-    add_special_tokens: Only[Literal[False]] = None
+    prompt: str | None = Field(None, description="Goes without messages.")
+    messages: Annotated[list[MessageBody] | None, Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()] = None
+    add_special_tokens: bool | None = Field(None, description="Of a prompt, true by default; of messages never.")
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(OpenModel):
-    """The body of POST /detokenize."""
+    """Declares the body of POST /detokenize."""
 
     model: str | None = None
     tokens: Annotated[list[UInt32], Field(max_length=limits.MAX_TOKENS), FailFast()]
+
+
+def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M]:
+    """Returns the model `name`, `kind` with a field for each request parameter that the endpoint takes."""
+    fields = {field: _field(row) for row in PARAMETERS for field in row.body_names(chat=chat)}
+    return create_model(name, __base__=kind, **fields)
+
+
+def _field(row: Parameter) -> Any:
+    description = Field(None, description=row.help)
+    if row.kind == "strings":
+        return _strings_type(row), description
+    if row.max_items:
+        return Annotated[_TYPES[row.kind] | None, Field(max_length=row.max_items), FailFast()], description
+    kind = Count if row.zero_is_unset or row.name == "beam_width" else _TYPES[row.kind]
+    return kind | None, Field(None, description=row.help, json_schema_extra=_bounds(row))
+
+
+def _strings_type(row: Parameter) -> Any:
+    item = {"type": "string", "minLength": 1, "maxLength": row.max_characters}
+    schema = {"anyOf": [{"type": "array", "items": item, "maxItems": row.max_items}, {"type": "null"}]}
+    length = Field(max_length=row.max_items)
+    if row.leaf != "stop":  # which OpenAI's clients also send as a single string
+        return Annotated[list[str] | None, length, FailFast(), WithJsonSchema(schema)]
+    schema["anyOf"].append(item)
+    return Annotated[list[str] | None, length, FailFast(), BeforeValidator(_strings), WithJsonSchema(schema)]
+
+
+def _bounds(row: Parameter) -> Callable[[dict[str, Any]], None]:
+    least, most = row.bounds
+    minimum = "exclusiveMinimum" if row.excludes_minimum else "minimum"
+    found = {minimum: max(least, int(row.zero_is_unset)), "maximum": most}
+
+    def add(schema: dict[str, Any]) -> None:
+        for kind in schema["anyOf"]:
+            if kind["type"] in ("integer", "number") and math.isfinite(most):
+                kind.update(found)
+
+    return add
+
+
+CompletionBody = with_parameters(CompletionFields, "CompletionBody")
+ChatBody = with_parameters(ChatFields, "ChatBody", chat=True)

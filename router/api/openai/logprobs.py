@@ -1,6 +1,6 @@
-"""Log probabilities as JSON, in the three forms that clients know: OpenAI's two, and vLLM's of a prompt.
+"""Writes log probabilities as JSON: OpenAI's forms of completions and chats, and vLLM's of prompts.
 
-All is written token by token: one json.dumps of a long prompt's would stop every other thread while it runs.
+Token by token: json.dumps of a whole prompt would hold the interpreter's lock for all of it.
 """
 
 import codecs
@@ -12,49 +12,51 @@ from typing import Any, Self
 from ....proto import inference_pb2
 
 _LEAST = -9_999.0
-"""What OpenAI writes for impossible tokens; JSON has no infinity."""
+"""OpenAI's value for impossible tokens; JSON has no infinity."""
 
 
 class TextLogprobs:
-    """The form of /v1/completions. Counts along one choice, for it tells where in the text each token begins."""
+    """Writes the form of /v1/completions. Follows one choice, to know where in the text each token begins."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
-        self._noted: dict[str, tuple[str, ...]] = {}  # by list, its entries in JSON
+        self._rendered: dict[str, tuple[str, ...]] = {}  # by list, its entries in JSON
 
     def fork(self) -> Self:
-        """Another choice that goes on from here; what was taken is shared."""
+        """Returns one for another choice with the same beginning; what was taken is shared."""
         other = copy.copy(self)
         other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         other._decoder.setstate(self._decoder.getstate())
         return other
 
     def take(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None:
-        """Notes the next tokens of the choice."""
+        """Takes the next tokens of the choice."""
+        if not tokens:
+            return
         new = {
             "tokens": (_token(each.token.text) for each in tokens),
             "token_logprobs": (_logprob(each.token) for each in tokens),
             "top_logprobs": (_top(each) for each in tokens),
-            "text_offset": (self._place(each.token.text) for each in tokens),
+            "text_offset": (self._text_offset(each.token.text) for each in tokens),
         }
-        self._noted = {name: (*self._noted.get(name, ()), _entries(each)) for name, each in new.items()}
+        self._rendered = {name: (*self._rendered.get(name, ()), _entries(each)) for name, each in new.items()}
 
     def render(self) -> str:
-        """The object of what was noted since the last call; null if nothing was."""
-        noted, self._noted = self._noted, {}
-        lists = (f'"{name}": [{", ".join(filter(None, parts))}]' for name, parts in noted.items())
-        return f"{{{', '.join(lists)}}}" if noted else "null"
+        """Returns the object of the tokens taken since the last call; null if there are none."""
+        rendered, self._rendered = self._rendered, {}
+        lists = (f'"{name}": [{", ".join(filter(None, parts))}]' for name, parts in rendered.items())
+        return f"{{{', '.join(lists)}}}" if rendered else "null"
 
-    def _place(self, text: bytes) -> int:
-        """Characters before the token; one of which it completes a part counts as its own."""
-        place = self._offset
+    def _text_offset(self, text: bytes) -> int:
+        """Returns the number of characters before the token; a character that it completes counts as its own."""
+        offset = self._offset
         self._offset += len(self._decoder.decode(text))
-        return place
+        return offset
 
 
 def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
-    """The form of /v1/chat/completions; null without tokens."""
+    """Returns the form of /v1/chat/completions; null without tokens."""
     if not tokens:
         return "null"
     content = (_entry(each.token) | {"top_logprobs": [_entry(other) for other in each.top]} for each in tokens)
@@ -62,7 +64,8 @@ def chat_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
 
 
 def prompt_logprobs(tokens: Sequence[inference_pb2.TokenLogprobs]) -> str:
-    """vLLM's form: for each token of the prompt alternatives by token id, itself among them; null for the first."""
+    """Returns vLLM's form: for each token of the prompt alternatives by token id, itself among them; null for the
+    first."""
     return f"[{_entries(_ranked(each) if each.token.HasField('logprob') else None for each in tokens)}]"
 
 
@@ -71,7 +74,7 @@ def _entries(values: Iterable[Any]) -> str:
 
 
 def _top(each: inference_pb2.TokenLogprobs) -> dict[str, float | None] | None:
-    """The alternatives, and the token itself even where it is none of the likeliest."""
+    """Returns the alternatives and the token itself, even where it is none of the likeliest."""
     if not each.token.HasField("logprob"):
         return None
     return {_token(other.text): _logprob(other) for other in (*each.top, each.token)}
@@ -99,7 +102,7 @@ def _text(text: bytes) -> str:
 
 
 def _token(text: bytes) -> str:
-    """The token as text, or as OpenAI writes it if it is a part of a character: `bytes:\\xf0\\x9f`."""
+    """Returns the token as text, or in OpenAI's form for a part of a character: `bytes:\\xf0\\x9f`."""
     try:
         return text.decode()
     except UnicodeDecodeError:

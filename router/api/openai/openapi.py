@@ -1,6 +1,5 @@
-"""The OpenAPI document: what each path takes and answers."""
+"""Makes the OpenAPI document: what each path takes and returns."""
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -9,85 +8,70 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ....proto.limits import MAX_REQUEST_ID_CHARACTERS
-from .bodies import ChatBody, ChatTokenizeBody, CompletionBody, DetokenizeBody, TextTokenizeBody
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 REQUEST_ID: Final = "x-request-id"
 REQUEST_TIMEOUT: Final = "x-request-timeout"
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
 _REF = "#/components/schemas/{model}"
-_BODIES: Final = (CompletionBody, ChatBody, TextTokenizeBody, ChatTokenizeBody, DetokenizeBody)
+_BODIES: Final = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 
 
-class ErrorObject(BaseModel):
-    """What went wrong, and with which field."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
+def _object(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
 
 
-class ErrorBody(BaseModel):
-    """The body of every answer that is no success, and of the last event of a stream that broke."""
-
-    error: ErrorObject
-
-
-class ModelCard(BaseModel):
-    """One model that is served."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: str = "list"
-    data: list[ModelCard]
-
-
-class TokenizeResponse(BaseModel):
-    """The answer of POST /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
+_STRING: Final = {"type": "string"}
+_INTEGER: Final = {"type": "integer"}
+_NULL: Final = {"type": "null"}
+_MODEL: Final = _object(
+    id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, root=_STRING, max_model_len=_INTEGER
+)
+_SCHEMAS: Final = {
+    "Error": _object(error=_object(message=_STRING, type=_STRING, param={"anyOf": [_STRING, _NULL]}, code=_STRING)),
+    "Model": _MODEL,
+    "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _MODEL}),
+    "TokenizeResponse": _object(
+        optional=("token_strs",),
+        count=_INTEGER,
+        max_model_len=_INTEGER,
+        tokens={"type": "array", "items": _INTEGER},
+        token_strs={"type": "array", "items": _STRING},
+    ),
+    "DetokenizeResponse": _object(prompt=_STRING),
+}
 
 
-class DetokenizeResponse(BaseModel):
-    """The answer of POST /detokenize."""
-
-    prompt: str
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The descriptions of answers with these statuses."""
-    texts = {
-        400: "A field is wrong; `param` names it.",
-        404: "No such model.",
-        413: "The body is too large.",
-        429: "Queue or cache is full; see Retry-After.",
-        500: "The service is at fault.",
-        503: "No worker can take the request now; see Retry-After.",
-        504: "The deadline passed.",
-    }
-    return {status: {"description": texts[status], "model": ErrorBody} for status in statuses}
+def responses(schema: str = "", *errors: int) -> dict[int | str, dict[str, Any]]:
+    """Returns the descriptions of a path's responses: of success, if its `schema` is named, and of error statuses."""
+    found: dict[int | str, dict[str, Any]] = {200: {"description": "OK", **_content(schema)}} if schema else {}
+    return found | {status: {"description": _ERRORS[status], **_content("Error")} for status in errors}
 
 
-def request_body(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """The description of a JSON body of one of these kinds."""
-    refs = [{"$ref": _REF.format(model=kind.__name__)} for kind in kinds]
-    schema: Mapping[str, Any] = refs[0] if len(refs) == 1 else {"anyOf": refs}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+_ERRORS: Final = {
+    400: "A field is wrong; `param` names it.",
+    404: "No such model.",
+    413: "The body is too large.",
+    429: "Queue or cache is full; see Retry-After.",
+    500: "The service is at fault.",
+    503: "No worker can take the request now; see Retry-After.",
+    504: "The deadline passed.",
+}
+
+
+def _content(schema: str) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": {"$ref": _REF.format(model=schema)}}}}
+
+
+def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Returns the description of a JSON body of this kind."""
+    return {"requestBody": {"required": True, **_content(kind.__name__)}}
 
 
 def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:
-    """The description of a path that generates: its body, its headers, both forms of its answer."""
+    """Returns the description of a path that generates: its body, its headers, both forms of its response."""
     return request_body(kind) | {
         "parameters": [
             {
@@ -99,7 +83,7 @@ def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:
             {
                 "name": REQUEST_TIMEOUT,
                 "in": "header",
-                "description": "Seconds from arrival to the end of the answer; what takes longer ends with 504.",
+                "description": "Seconds from arrival to the end of the response; what takes longer ends with 504.",
                 "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
             },
         ],
@@ -116,19 +100,19 @@ def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:
 
 
 def document(app: FastAPI, version: str) -> dict[str, Any]:
-    """The whole document, made once and kept in the app."""
+    """Returns the whole document, made once and kept in the app."""
     if app.openapi_schema is None:
         made = get_openapi(title="Tandem", version=version, description=_DESCRIPTION, routes=app.routes)
         _, schemas = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_REF)
-        made["components"]["schemas"] |= schemas["$defs"]
+        made["components"] = {"schemas": _SCHEMAS | schemas["$defs"]}
         for path in made["paths"].values():
             for operation in path.values():
-                operation["responses"].pop("422", None)  # FastAPI's, for a check that it does not make here
+                operation["responses"].pop("422", None)  # FastAPI's own check of bodies is not used
         app.openapi_schema = made
     return app.openapi_schema
 
 
 _DESCRIPTION: Final = (
     "OpenAI's API, with vLLM's additions. Fields that Tandem cannot honour are refused by name. "
-    "A key in `Authorization: Bearer` tells tenants apart: they are served in turn, and share no prefix cache."
+    "A key in `Authorization: Bearer` separates tenants: they are served in turn and share no prefix cache."
 )

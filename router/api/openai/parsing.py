@@ -1,4 +1,4 @@
-"""Reading HTTP bodies: JSON to pydantic models, and errors that name a field as the body has it."""
+"""Parses HTTP bodies into pydantic models; errors name a field as the body does."""
 
 import gc
 import json
@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 from ....proto.errors import InvalidArgument
 from .bodies import OpenModel
 
-MAX_NAME: Final = 64  # characters of a name out of a body that an error repeats
+MAX_NAME: Final = 64  # characters that an error repeats of a name in a body
 
-_UNION_TAGS: Final = frozenset({"str", "NamedTool"})  # what pydantic puts into paths where a field has several types
+_UNION_TAGS: Final = frozenset({"str", "NamedTool"})  # pydantic's path elements where a field has several types
 
 _FIELDS: Final = (
     (re.compile(r"^prompt\.chat\.template_kwargs"), "chat_template_kwargs"),
@@ -28,13 +28,13 @@ _FIELDS: Final = (
     (re.compile(r"^beam_search\.width"), "beam_width"),
     (re.compile(r"^(sampling|stopping|beam_search)\."), ""),
 )
-"""What the fields of tandem.v1 are called in a body; the first that fits counts."""
+"""Names in bodies of fields of tandem.v1, by pattern; the first that matches counts."""
 
 _B = TypeVar("_B", bound=OpenModel)
 
 
 def http_field(path: str) -> str:
-    """The name in most bodies of a field of tandem.v1: `stopping.stop[3]` is `stop[3]`."""
+    """Returns the name in most bodies of a field of tandem.v1: `stop[3]` for `stopping.stop[3]`."""
     for pattern, name in _FIELDS:
         if pattern.search(path):
             return pattern.sub(name, path)
@@ -42,7 +42,7 @@ def http_field(path: str) -> str:
 
 
 def parse(kind: type[_B], body: bytes) -> _B:
-    """The checked body. Raises InvalidArgument, which names the field as the body has it."""
+    """Returns the checked body. Raises InvalidArgument, which names the field as the body does."""
     try:
         with _without_collection():
             parsed = kind.model_validate_json(body)
@@ -59,8 +59,8 @@ def parse(kind: type[_B], body: bytes) -> _B:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Nothing here makes a cycle, but each list in a body brings the next search for cycles nearer. With a million of
-    them that is four fifths of the time, in which no other thread runs."""
+    """Switches the garbage collector off: parsing makes no cycles, but each list in a body counts towards the next
+    collection. With a million lists collections take four fifths of the time, in which no other thread runs."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -71,8 +71,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def json_text(value: Any, path: str) -> str:
-    """The JSON of a value that came in a body. Raises InvalidArgument if it is too deep, or has a number that JSON does
-    not know."""
+    """Returns a value of a body as JSON. Raises InvalidArgument if it is too deep, or has a number that JSON lacks."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -85,7 +84,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _refuse_unknown(model: BaseModel, prefix: str) -> None:
-    """Raises InvalidArgument for a field that is not known and not null, here or deeper."""
+    """Raises InvalidArgument for an unknown field that is not null, also in nested objects."""
     for name, value in (model.model_extra or {}).items():
         if value is not None:
             raise InvalidArgument("is not a field that is known here", f"{prefix}{name[:MAX_NAME]}")

@@ -1,4 +1,4 @@
-"""The HTTP front door: OpenAI's completions and chats, models, tokenization, health, and the OpenAPI document."""
+"""Serves OpenAI's completions and chats, models, tokenization, health, and the OpenAPI document over HTTP."""
 
 import asyncio
 import socket
@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -15,28 +16,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from ....proto import inference_pb2
 from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
 from ....proto.limits import MAX_MESSAGE_BYTES
-from ...frontend.prepare import ServedModel, check_request_id
+from ...frontend.prepare import RequestContext, ServedModel
+from ...frontend.validation import check_request_id
 from ...request import tenant_of
 from ..service import GenerationService, tandem_errors_only
-from .bodies import ChatBody, ChatTokenizeBody, CompletionBody, DetokenizeBody, TextTokenizeBody
-from .openapi import (
-    MAX_TIMEOUT_SECONDS,
-    REQUEST_ID,
-    REQUEST_TIMEOUT,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    document,
-    error_responses,
-    generation,
-    request_body,
-)
-from .requests import ParsedBody, chat_job, completion_job, detokenize_request, tokenize_request
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document, generation, request_body, responses
+from .parsing import parse
+from .requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
 from .responses import error_response, plain_error
-from .streaming import Caller, GenerationResponse
+from .streaming import GenerationResponse
 
 _T = TypeVar("_T")
 
@@ -48,10 +40,10 @@ _MAX_DROPPED_BYTES = 16 * MAX_MESSAGE_BYTES
 
 
 class HttpServer:
-    """An HTTP server over Completions. Lives from `start` to `stop`, in the running event loop."""
+    """Serves a GenerationService over HTTP from `start` to `stop`, in the running event loop."""
 
-    def __init__(self, completions: GenerationService) -> None:
-        self._completions = completions
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
         self._serving = False
         self._started_at = int(time.time())
         config = uvicorn.Config(
@@ -67,145 +59,111 @@ class HttpServer:
         listener = socket.create_server((host, int(port)), backlog=2_048)
         # asyncio does this for its own listeners only; without it each event of a stream waits 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._running = asyncio.create_task(self._server.serve(sockets=[listener]), name="http door")
+        self._running = asyncio.create_task(self._server.serve(sockets=[listener]), name="http server")
         await self._server.ready.wait()
         return f"{host}:{listener.getsockname()[1]}"
 
     def set_serving(self, serving: bool) -> None:
-        """What /health answers."""
+        """Sets what /health answers."""
         self._serving = serving
 
     async def stop(self, grace: float) -> None:
-        """Takes no more requests; cancels those that still run after `grace` seconds."""
+        """Accepts no more requests; cancels those that still run after `grace` seconds."""
         self._serving = False
         self._server.config.timeout_graceful_shutdown = max(1, round(grace))
         self._server.should_exit = True
         await self._running
-        cut = self._server.server_state.tasks
-        if cut:
-            await asyncio.wait(cut)
+        cancelled = self._server.server_state.tasks
+        if cancelled:
+            await asyncio.wait(cancelled)
 
     def _app(self) -> FastAPI:
         app = FastAPI(redoc_url=None)
         app.openapi = lambda: document(app, _VERSION)  # type: ignore[method-assign]
-        generates, reads = error_responses(400, 404, 413, 429, 500, 503, 504), error_responses(400, 404, 413)
-        get: dict[str, Any] = {"methods": ["GET"]}
-        post: dict[str, Any] = {"methods": ["POST"]}
-        app.add_api_route("/health", self._health, **get, responses=error_responses(503))
-        app.add_api_route("/version", self._version, **get)
-        app.add_api_route("/v1/models", self._models, **get, response_model=ModelList)
-        app.add_api_route(
-            "/v1/models/{name:path}", self._model, **get, response_model=ModelCard, responses=error_responses(404)
-        )
-        app.add_api_route(
-            "/v1/completions",
-            self._complete,
-            **post,
-            responses=generates,
-            openapi_extra=generation(CompletionBody, "completion"),
-        )
-        app.add_api_route(
-            "/v1/chat/completions",
-            self._chat,
-            **post,
-            responses=generates,
-            openapi_extra=generation(ChatBody, "chat completion"),
-        )
-        app.add_api_route(
-            "/tokenize",
-            self._tokenize,
-            **post,
-            response_model=TokenizeResponse,
-            responses=reads,
-            openapi_extra=request_body(TextTokenizeBody, ChatTokenizeBody),
-        )
-        app.add_api_route(
-            "/detokenize",
-            self._detokenize,
-            **post,
-            response_model=DetokenizeResponse,
-            responses=reads,
-            openapi_extra=request_body(DetokenizeBody),
-        )
-        app.add_exception_handler(HTTPException, _no_such_path)
+        generates, reads = (400, 404, 413, 429, 500, 503, 504), (400, 404, 413)
+        completion, chat = generation(CompletionBody, "completion"), generation(ChatBody, "chat completion")
+        tokenize, detokenize = request_body(TokenizeBody), request_body(DetokenizeBody)
+
+        def add(path: str, endpoint: Callable[..., Any], found: dict[int | str, Any], body: Any = None) -> None:
+            methods = ["GET"] if body is None else ["POST"]
+            app.add_api_route(path, endpoint, methods=methods, responses=found, openapi_extra=body)
+
+        add("/health", self._health, responses("", 503))
+        add("/version", self._version, {})
+        add("/v1/models", self._models, responses("ModelList"))
+        add("/v1/models/{name:path}", self._model, responses("Model", 404))
+        add("/v1/completions", self._complete, responses("", *generates), completion)
+        add("/v1/chat/completions", self._chat, responses("", *generates), chat)
+        add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
+        add("/detokenize", self._detokenize, responses("DetokenizeResponse", *reads), detokenize)
+        app.add_exception_handler(HTTPException, _not_found)
         return app
 
     async def _health(self) -> Response:
-        """Whether the service answers requests now."""
+        """Returns whether the service answers requests now."""
         if self._serving:
             return JSONResponse({"status": "ok"})
         return error_response(Unavailable("the service is not ready"))
 
     async def _version(self) -> Response:
-        """The version of Tandem."""
+        """Returns the version of Tandem."""
         return JSONResponse({"version": _VERSION})
 
     async def _models(self) -> Response:
-        """The models that are served."""
-        cards = [self._card(model) for model in self._completions.models]
-        return JSONResponse({"object": "list", "data": cards})
+        """Returns the models that are served."""
+        return JSONResponse({"object": "list", "data": list(map(self._card, self._service.models))})
 
     async def _model(self, name: str) -> Response:
-        """One of the models that are served."""
-        for model in self._completions.models:
+        """Returns one of the models that are served."""
+        for model in self._service.models:
             if model.name == name:
                 return JSONResponse(self._card(model))
         return error_response(NotFound("no model of this name is served here"))
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
-        card = ModelCard(
-            id=model.name,
-            created=self._started_at,
-            owned_by="tandem",
-            root=model.name,
-            max_model_len=model.context_tokens,
-        )
-        return card.model_dump()
+        names = {"id": model.name, "object": "model", "owned_by": "tandem", "root": model.name}
+        return names | {"created": self._started_at, "max_model_len": model.context_tokens}
 
     async def _complete(self, request: Request) -> Response:
         """Completes prompts."""
-        return await _guarded(request, lambda caller: self._generate(request, caller, completion_job))
+        return await _respond(request, partial(self._generate, parse_completion))
 
     async def _chat(self, request: Request) -> Response:
         """Answers a chat."""
-        return await _guarded(request, lambda caller: self._generate(request, caller, chat_job))
-
-    async def _generate(self, request: Request, caller: Caller, job: Callable[[bytes, str], ParsedBody]) -> Response:
-        body = await _read(request)
-        return GenerationResponse(
-            self._completions, await _translated(body, lambda: job(body, caller.request_id)), caller
-        )
+        return await _respond(request, partial(self._generate, parse_chat))
 
     async def _tokenize(self, request: Request) -> Response:
-        """The token ids of a text or a chat."""
-
-        async def answer(_: Caller) -> Response:
-            content = await _read(request)
-            wanted, body = await _translated(content, lambda: tokenize_request(content))
-            ids = list((await self._completions.tokenize(wanted)).token_ids)  # finds what is wrong, too
-            model = next(each for each in self._completions.models if wanted.model in ("", each.name))
-            if isinstance(body, TextTokenizeBody) and not body.add_special_tokens:
-                ids = await model.tokenizer.encode(body.prompt, add_special_tokens=False)
-            found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_tokens, "tokens": ids}
-            if body.return_token_strs:
-                found["token_strs"] = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
-            return JSONResponse(found)
-
-        return await _guarded(request, answer)
+        """Returns the token ids of a text or a chat."""
+        return await _respond(request, self._token_ids)
 
     async def _detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
+        """Returns the text of token ids."""
+        return await _respond(request, self._text)
 
-        async def answer(_: Caller) -> Response:
-            content = await _read(request)
-            wanted = await _translated(content, lambda: detokenize_request(content))
-            return JSONResponse({"prompt": (await self._completions.detokenize(wanted)).text})
+    async def _generate(
+        self, parse_body: Callable[[bytes, str], OpenAIRequest], body: bytes, request_id: str, context: RequestContext
+    ) -> Response:
+        return GenerationResponse(self._service, await _off_loop(body, parse_body, request_id), context)
 
-        return await _guarded(request, answer)
+    async def _token_ids(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
+        request, parsed = await _off_loop(body, parse_tokenize)
+        ids = list((await self._service.tokenize(request)).token_ids)  # raises what is wrong with the request
+        model = self._service.model(request.model)
+        if parsed.prompt is not None and parsed.add_special_tokens is False:
+            ids = await model.tokenizer.encode(parsed.prompt, add_special_tokens=False)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_tokens, "tokens": ids}
+        if parsed.return_token_strs:
+            found["token_strs"] = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+        return JSONResponse(found)
+
+    async def _text(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
+        parsed = await _off_loop(body, partial(parse, DetokenizeBody))
+        request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
+        return JSONResponse({"prompt": (await self._service.detokenize(request)).text})
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals alone and says when it listens."""
+    """Leaves the process's signals alone and sets `ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -220,8 +178,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _guarded(request: Request, answer: Callable[[Caller], Awaitable[Response]]) -> Response:
-    """Answers; an error becomes a response in OpenAI's form, and each response has the request's id."""
+async def _respond(request: Request, answer: Callable[[bytes, str, RequestContext], Awaitable[Response]]) -> Response:
+    """Answers the request's body. Turns errors into OpenAI's responses; each response has the request's id."""
     arrived = time.monotonic()
     request_id = uuid.uuid4().hex
     response: Response
@@ -230,13 +188,12 @@ async def _guarded(request: Request, answer: Callable[[Caller], Awaitable[Respon
             check_request_id(request.headers.get(REQUEST_ID, ""))
             request_id = request.headers.get(REQUEST_ID) or request_id
             timeout = _timeout(request.headers.get(REQUEST_TIMEOUT))
-            caller = Caller(
-                request_id=request_id,
+            context = RequestContext(
                 arrived=arrived,
                 deadline=None if timeout is None else arrived + timeout,
                 tenant=tenant_of(request.headers.get("authorization")),
             )
-            response = await answer(caller)
+            response = await answer(await _read(request), request_id, context)
     except TandemError as error:
         response = error_response(error)
     response.headers[REQUEST_ID] = request_id
@@ -244,7 +201,7 @@ async def _guarded(request: Request, answer: Callable[[Caller], Awaitable[Respon
 
 
 def _timeout(header: str | None) -> float | None:
-    """Seconds. Raises InvalidArgument."""
+    """Parses the header; returns seconds. Raises InvalidArgument."""
     if header is None:
         return None
     with suppress(ValueError):
@@ -254,10 +211,10 @@ def _timeout(header: str | None) -> float | None:
 
 
 async def _read(request: Request) -> bytes:
-    """The body. Raises TooLarge, DeadlineExceeded, or Cancelled if the client has gone."""
+    """Reads the body. Raises TooLarge, DeadlineExceeded, or Cancelled if the client has disconnected."""
     body, size = bytearray(), 0
-    # A connection that is closed with bytes unread loses the answer on its way, so what is too much is read and
-    # dropped, within reason.
+    # A connection that is closed with bytes unread loses the response on its way, so up to 64 MiB of a body that is too
+    # large are read and dropped.
     try:
         async with asyncio.timeout(_MAX_BODY_SECONDS):
             async for part in request.stream():
@@ -272,19 +229,21 @@ async def _read(request: Request) -> bytes:
     except TimeoutError:
         pass
     except ClientDisconnect:
-        raise Cancelled("the client has gone") from None
+        raise Cancelled("the client has disconnected") from None
     if size > MAX_MESSAGE_BYTES:
         raise TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
     raise DeadlineExceeded(f"the body did not arrive within {_MAX_BODY_SECONDS} seconds")
 
 
-async def _translated(body: bytes, translate: Callable[[], _T]) -> _T:
-    """What `translate` makes of `body`; off the event loop where that takes more than some milliseconds."""
-    return translate() if len(body) < _THREAD_FROM_BYTES else await asyncio.to_thread(translate)
+async def _off_loop(body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
+    """Parses a body; off the event loop where that takes more than some milliseconds."""
+    if len(body) < _THREAD_FROM_BYTES:
+        return parse_body(body, *args)
+    return await asyncio.to_thread(parse_body, body, *args)
 
 
-async def _no_such_path(_request: Request, error: Exception) -> Response:
-    """404 and 405 in OpenAI's form."""
+async def _not_found(_request: Request, error: Exception) -> Response:
+    """Answers an unknown path or method in OpenAI's form."""
     if not isinstance(error, HTTPException):
         raise error
     body = plain_error(error.status_code, error.detail, None, error.detail.lower().replace(" ", "_"))

@@ -1,9 +1,8 @@
-"""One HTTP answer: generates while it sends, and stops both when the client goes."""
+"""Sends one HTTP response while it is generated, and stops both when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -11,41 +10,31 @@ from starlette.types import Receive, Scope, Send
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
-from ...frontend.prepare import PreparedRequest
+from ...frontend.prepare import PreparedRequest, RequestContext
 from ..service import GenerationService, tandem_errors_only
-from .requests import ParsedBody
-from .responses import DONE, ResponseWriter, check_prompt_scores, error_event, error_response
+from .requests import OpenAIRequest
+from .responses import DONE, ResponseWriter, check_prompt_logprobs, error_event, error_response
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """What a request says outside its body."""
-
-    request_id: str
-    arrived: float  # time.monotonic() when the request came
-    deadline: float | None  # time.monotonic() at which the answer must have ended
-    tenant: str
-
-
 class GenerationResponse(Response):
-    """The response to one job, streamed as server-sent events or whole.
+    """Responds to one request, streamed as server-sent events or whole.
 
     An error before the first token is a response with the error's status, a later one the last event of the stream.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, completions: GenerationService, job: ParsedBody, caller: Caller) -> None:
+    def __init__(self, service: GenerationService, request: OpenAIRequest, context: RequestContext) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]  # not known yet
-        self._completions = completions
-        self._job = job
-        self._caller = caller
+        self._service = service
+        self._request = request
+        self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._stream(scope, receive, send) if self._job.stream else self._whole(scope, receive, send)
+        work = self._stream(scope, receive, send) if self._request.body.stream else self._whole(scope, receive, send)
         await _until_disconnect(receive, work)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +42,7 @@ class GenerationResponse(Response):
             try:
                 event: bytes | None = await anext(events)
             except TandemError as error:
-                await self._send_other(error_response(error, self._job.field), scope, receive, send)
+                await self._send_other(error_response(error, self._request.field), scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             while event is not None:
@@ -62,65 +51,63 @@ class GenerationResponse(Response):
                     event = await anext(events, None)
                 except TandemError as error:
                     await send(
-                        {"type": "http.response.body", "body": error_event(error, self._job.field), "more_body": True}
+                        {
+                            "type": "http.response.body",
+                            "body": error_event(error, self._request.field),
+                            "more_body": True,
+                        }
                     )
                     break
             await send({"type": "http.response.body", "body": b""})
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._job.prompts]
+        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._request.prompts]
+        response: Response
         try:
             with tandem_errors_only():
                 accepted = await self._accept()
                 async with aclosing(self._messages(accepted)) as messages:
                     async for prompt, message in messages:
                         answers[prompt].append(message)
-                body = await self._replies(accepted).whole(answers)
+                body = await self._writer(accepted).whole(answers)
+            response = Response(body, media_type="application/json")
         except TandemError as error:
-            await self._send_other(error_response(error, self._job.field), scope, receive, send)
-            return
-        await self._send_other(Response(body, media_type="application/json"), scope, receive, send)
+            response = error_response(error, self._request.field)
+        await self._send_other(response, scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         usages = []
         with tandem_errors_only():
             accepted = await self._accept()
-            replies = self._replies(accepted)
+            writer = self._writer(accepted)
             async with aclosing(self._messages(accepted)) as messages:
                 async for prompt, message in messages:
                     if message.HasField("usage"):
                         usages.append(message.usage)
-                    yield await replies.chunk(prompt, message)
-            if self._job.include_usage:
-                yield replies.usage_chunk(usages)
+                    yield await writer.chunk(prompt, message)
+            options = self._request.body.stream_options
+            if options is not None and options.include_usage:
+                yield writer.usage_chunk(usages)
             yield DONE
 
     async def _accept(self) -> list[PreparedRequest]:
         """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
         accepted: list[PreparedRequest] = []
-        for request in self._job.requests():
-            accepted.append(
-                await self._completions.accept(
-                    request,
-                    arrived=self._caller.arrived,
-                    deadline=self._caller.deadline,
-                    default_max_tokens=self._job.default_max_tokens,
-                    tenant=self._caller.tenant,
-                )
-            )
-            check_prompt_scores(self._job, sum(len(each.tokens.prompt) for each in accepted))
-            await asyncio.sleep(0)  # short prompts are checked without a break, 128 of them take their time
+        default = self._request.default_max_tokens
+        for request in self._request.requests():
+            accepted.append(await self._service.accept(request, self._context, default_max_tokens=default))
+            check_prompt_logprobs(self._request, sum(len(each.tokens.prompt) for each in accepted))
+            await asyncio.sleep(0)  # lets others run: short prompts are checked without a break, and there may be 128
         return accepted
 
     def _messages(
         self, accepted: Sequence[PreparedRequest]
     ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
-        return _interleave([self._completions.run(each, inference_pb2.Timeline()) for each in accepted])
+        return _interleave([self._service.run(each, inference_pb2.Timeline()) for each in accepted])
 
-    def _replies(self, accepted: Sequence[PreparedRequest]) -> ResponseWriter:
-        model = self._job.common.model or self._completions.models[0].name
-        prompt_tokens = sum(len(each.tokens.prompt) for each in accepted)
-        return ResponseWriter(self._job, self._caller.request_id, model, prompt_tokens)
+    def _writer(self, accepted: Sequence[PreparedRequest]) -> ResponseWriter:
+        model = self._request.common.model or self._service.models[0].name
+        return ResponseWriter(self._request, model, sum(len(each.tokens.prompt) for each in accepted))
 
     async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         response.headers.update({name: self.headers[name] for name in ("x-request-id",) if name in self.headers})
@@ -128,10 +115,10 @@ class GenerationResponse(Response):
 
 
 async def _interleave(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """Runs the streams at the same time; yields (index of the stream, item) as they come.
+    """Runs the streams concurrently; yields (index of the stream, item) as they come.
 
-    The first exception of a stream is raised. Whichever way it ends, every stream is closed."""
-    if len(streams) == 1:  # the usual case needs no task
+    Raises the first exception of a stream. Whichever way it ends, every stream is closed."""
+    if len(streams) == 1:  # without the cost of a task and a queue
         async with aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item
@@ -162,15 +149,15 @@ async def _interleave(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGener
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`; cancels it, and waits for its end, when the client goes or the caller is cancelled."""
+    """Runs `work`; cancels it, and waits for its end, when the client disconnects or the caller is cancelled."""
     working = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(receive))
+    disconnected = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        disconnected.cancel()
+        await asyncio.gather(working, disconnected, return_exceptions=True)
     if not working.cancelled():
         working.result()
 

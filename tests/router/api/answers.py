@@ -1,4 +1,4 @@
-"""Requests to Completions, and what holds for every answer."""
+"""Sends requests to a GenerationService and checks what holds for every answer."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.proto import inference_pb2
 from tandem.router.api.service import GenerationService
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenSource
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
@@ -26,11 +26,10 @@ async def start(
     timeline: inference_pb2.Timeline | None = None,
     deadline: float | None = None,
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    completions = GenerationService([model], source)
-    accepted = await completions.accept(
-        request() if message is None else message, arrived=time.monotonic(), deadline=deadline
-    )
-    async with aclosing(completions.run(accepted, inference_pb2.Timeline() if timeline is None else timeline)) as run:
+    service = GenerationService([model], source)
+    context = RequestContext(arrived=time.monotonic(), deadline=deadline)
+    accepted = await service.accept(request() if message is None else message, context)
+    async with aclosing(service.run(accepted, inference_pb2.Timeline() if timeline is None else timeline)) as run:
         async for answer in run:
             yield answer
 

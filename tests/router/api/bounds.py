@@ -4,6 +4,7 @@ import math
 from typing import Any, Final
 
 from tandem.proto import inference_pb2, limits
+from tandem.proto.parameters import parameters_of
 
 VOCAB: Final = 258
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -97,6 +98,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": "a\nb"}, "request_id", "ASCII"),
 ]
 """Fields of a GenerateRequest, the field that is wrong, and words of the error."""
+
+REFUSED += [
+    ({"sampling": {row.leaf: value}}, row.field, "must be")
+    for row in parameters_of("sampling")
+    if row.kind in ("float", "int32")
+    for value in (row.bounds[0] - 1, row.bounds[1] + 1)
+]
 
 ALLOWED: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"temperature": 2.0, "top_k": 1_000_000, "top_p": 1.0, "min_p": 1.0}}, "hi"),

@@ -1,4 +1,4 @@
-"""What tests of the HTTP door send and read."""
+"""What tests of the HTTP server send and read."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Malformed requests through both doors: each gets the code of the status table, and the next good one its answer."""
+"""Malformed requests through both APIs: each gets the code of the status table, and the next good one its answer."""
 
 import gzip
 import json
@@ -118,7 +118,7 @@ BOTH: list[tuple[str, str, tuple[Any, ...]]] = [
     ("max_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31, -(10**30))),
     ("temperature", "whole number", (-0.001, 2.001, 1e300, *NOT_FINITE)),
     ("top_p", "whole number", (0, -1, 1.001, *NOT_FINITE)),
-    ("top_k", "whole", (-2, limits.MAX_TOP_K + 1, 2**31)),
+    ("top_k", "whole", (-2, 1_000_000 + 1, 2**31)),
     ("min_p", "whole number", (-0.001, 1.001, *NOT_FINITE)),
     ("typical_p", "whole number", (0, 1.001, *NOT_FINITE)),
     ("repetition_penalty", "whole number", (0, -1, 10.001, *NOT_FINITE)),

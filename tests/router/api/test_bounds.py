@@ -20,11 +20,11 @@ from tandem.tests.router.api.bounds import ALLOWED, REFUSED
 @pytest.fixture
 async def stub(tokenizer: Tokenizer) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
     model = ServedModel(name="tiny", tokenizer=tokenizer, context_tokens=64)
-    door = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
-    address = await door.start("127.0.0.1:0")
+    server = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
+    address = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
-    await door.stop(0)
+    await server.stop(0)
 
 
 def request(text: str, fields: dict[str, Any]) -> inference_pb2.GenerateRequest:

@@ -222,24 +222,24 @@ async def counting_relay(target: str) -> AsyncIterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-async def test_answers_are_compressed_if_the_door_is_told_so(model: ServedModel, compression: grpc.Compression) -> None:
-    door = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False, compression=compression)
-    async with counting_relay(await door.start("127.0.0.1:0")) as (address, sizes):
+async def test_responses_are_compressed_if_configured(model: ServedModel, compression: grpc.Compression) -> None:
+    server = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False, compression=compression)
+    async with counting_relay(await server.start("127.0.0.1:0")) as (address, sizes):
         async with grpc.aio.insecure_channel(address) as channel:
             request = inference_pb2.TokenizeRequest(prompt={"text": "x" * 200_000})
             answer = await inference_stub(channel).Tokenize(request)
             assert len(answer.token_ids) == 200_000
-        await door.stop(0)
+        await server.stop(0)
     assert (sum(sizes) < 20_000) == (compression == grpc.Compression.Gzip)
 
 
 async def test_log_probabilities_of_a_long_prompt_come_in_messages_that_every_client_reads(model: ServedModel) -> None:
     long = replace(model, context_tokens=16_384)
-    door = GrpcServer(GenerationService([long], FakeTokenSource()), reflection=False)
-    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+    server = GrpcServer(GenerationService([long], FakeTokenSource()), reflection=False)
+    async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         asked = request(prompt={"text": "x" * 15_000}, prompt_logprobs=20, stopping={"max_tokens": 2})
         messages = [message async for message in inference_stub(channel).Generate(asked)]
-    await door.stop(0)
+    await server.stop(0)
     assert max(message.ByteSize() for message in messages) < 2 * 2**20
     found = [entry for message in messages for entry in message.prompt_logprobs]
     assert [entry.token.HasField("logprob") for entry in found] == [False] + [True] * 14_999
@@ -311,10 +311,10 @@ async def test_health_follows_set_serving(grpc_service: Service, channel: grpc.a
     for name in ("", "tandem.v1.Inference"):
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=name))
         assert (await watch.read()).status == statuses.SERVING
-        await grpc_service.doors.set_serving(False)
+        await grpc_service.servers.set_serving(False)
         assert (await asyncio.wait_for(watch.read(), WAIT)).status == statuses.NOT_SERVING
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == statuses.NOT_SERVING
-        await grpc_service.doors.set_serving(True)
+        await grpc_service.servers.set_serving(True)
         watch.cancel()
 
 
@@ -327,34 +327,34 @@ async def reflected(address: str) -> set[str]:
 
 async def test_reflection_behind_its_flag(grpc_service: Service, model: ServedModel) -> None:
     assert "tandem.v1.Inference" in await reflected(grpc_service.grpc)
-    door = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
-    address = await door.start("127.0.0.1:0")
+    server = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
+    address = await server.start("127.0.0.1:0")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await reflected(address)
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    await door.stop(0)
+    await server.stop(0)
 
 
 async def test_not_serving_until_told(model: ServedModel) -> None:
-    door = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
-    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+    server = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
+    async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-    await door.stop(0)
+    await server.stop(0)
 
 
 async def test_a_taken_port_fails(grpc_service: Service, model: ServedModel) -> None:
-    door = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
+    server = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
     with pytest.raises(RuntimeError):
-        await door.start(grpc_service.grpc)
+        await server.start(grpc_service.grpc)
 
 
 async def test_stop_lets_streams_end(model: ServedModel) -> None:
-    door = GrpcServer(GenerationService([model], FakeTokenSource(answer=b"hello")), reflection=False)
-    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+    server = GrpcServer(GenerationService([model], FakeTokenSource(answer=b"hello")), reflection=False)
+    async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         call = inference_stub(channel).Generate(request())
         text = (await call.read()).text
-        stopping = asyncio.create_task(door.stop(WAIT))
+        stopping = asyncio.create_task(server.stop(WAIT))
         while (message := await call.read()) is not grpc.aio.EOF:
             text += message.text
         assert text == "hello"
@@ -363,10 +363,10 @@ async def test_stop_lets_streams_end(model: ServedModel) -> None:
 
 async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
     source = FakeTokenSource(stall_after=1)
-    door = GrpcServer(GenerationService([model], source), reflection=False)
-    async with grpc.aio.insecure_channel(await door.start("127.0.0.1:0")) as channel:
+    server = GrpcServer(GenerationService([model], source), reflection=False)
+    async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         call = inference_stub(channel).Generate(request())
         await call.read()
-        await asyncio.wait_for(door.stop(0.1), WAIT)
+        await asyncio.wait_for(server.stop(0.1), WAIT)
         await asyncio.wait_for(source.wait_running(0), WAIT)
         assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)

@@ -11,11 +11,12 @@ import pytest
 
 from tandem.proto import errors, inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
+from tandem.proto.parameters import ROWS
 from tandem.router.api.openai import responses
 from tandem.router.api.openai.bodies import DetokenizeBody
 from tandem.router.api.openai.logprobs import prompt_logprobs
 from tandem.router.api.openai.parsing import parse
-from tandem.router.api.openai.requests import ParsedBody, chat_job, completion_job, tokenize_request
+from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
 from tandem.router.api.openai.server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.fake import FakeTokenSource
@@ -30,8 +31,12 @@ TEXTS, CHATS = limits.MAX_CONSTRAINT_CHOICES, limits.MAX_CHAT_MESSAGES
 
 # The field, what a body of text or of a chat has besides, and the most that is taken.
 TOO_MANY: list[tuple[str, dict[str, Any], int]] = [
-    ("logit_bias", {"prompt": ["x"] * 128, "logit_bias": {str(i): 0 for i in range(250_000)}}, limits.MAX_LOGIT_BIASES),
-    ("stop", {"stop": ["a"] * 800_000}, limits.MAX_STOP_STRINGS),
+    (
+        "logit_bias",
+        {"prompt": ["x"] * 128, "logit_bias": {str(i): 0 for i in range(250_000)}},
+        ROWS["sampling.logit_bias"].max_items,
+    ),
+    ("stop", {"stop": ["a"] * 800_000}, ROWS["stopping.stop"].max_items),
     ("stop_token_ids", {"stop_token_ids": [1] * 1_000_000}, limits.MAX_STOP_TOKEN_IDS),
     ("bad_words", {"bad_words": ["a"] * 800_000}, limits.MAX_BAD_WORDS),
     ("guided_choice", {"guided_choice": ["a"] * 800_000}, TEXTS),
@@ -49,15 +54,15 @@ TOO_MANY: list[tuple[str, dict[str, Any], int]] = [
     ("field", "fields", "most"), TOO_MANY, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_lists_that_are_too_long_are_refused_at_parsing(field: str, fields: dict[str, Any], most: int) -> None:
-    translate: Callable[[bytes, str], ParsedBody] = chat_job if "messages" in fields else completion_job
+    translate: Callable[[bytes, str], OpenAIRequest] = parse_chat if "messages" in fields else parse_completion
     with pytest.raises(InvalidArgument, match=f"(at most|1 to) {most} ") as caught:
-        translate(json.dumps({"prompt": "x"} | fields if translate is completion_job else fields).encode(), "id")
+        translate(json.dumps({"prompt": "x"} | fields if translate is parse_completion else fields).encode(), "id")
     assert caught.value.field == field
 
 
 def test_other_bodies_are_bounded_too() -> None:
     with pytest.raises(InvalidArgument, match="at most 1024"):
-        tokenize_request(json.dumps({"messages": [MESSAGE] * 50_000}).encode())
+        parse_tokenize(json.dumps({"messages": [MESSAGE] * 50_000}).encode())
     with pytest.raises(InvalidArgument, match="at most 1048576"):
         parse(DetokenizeBody, json.dumps({"tokens": [1] * (limits.MAX_TOKENS + 1)}).encode())
 
@@ -73,16 +78,16 @@ def test_what_is_not_known_is_no_object() -> None:
 async def test_a_request_that_is_refused_is_made_once(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 128 prompts would have a copy of the 2 MB that are wrong."""
     made = []
-    requests = ParsedBody.requests
+    requests = OpenAIRequest.requests
 
-    def counted(job: ParsedBody) -> Any:
-        for request in requests(job):
+    def counted(body: OpenAIRequest) -> Any:
+        for request in requests(body):
             made.append(request)
             yield request
 
-    monkeypatch.setattr(ParsedBody, "requests", counted)
-    door = HttpServer(GenerationService([model], FakeTokenSource()))
-    address = await door.start("127.0.0.1:0")
+    monkeypatch.setattr(OpenAIRequest, "requests", counted)
+    server = HttpServer(GenerationService([model], FakeTokenSource()))
+    address = await server.start("127.0.0.1:0")
     try:
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as http:
             for wrong in ({"stop": "x" * 2_000_000}, {"guided_regex": "x" * 2_000_000}):
@@ -90,7 +95,7 @@ async def test_a_request_that_is_refused_is_made_once(model: ServedModel, monkey
                 assert answer.status_code == 400
                 assert answer.json()["error"]["param"].startswith(next(iter(wrong)))
     finally:
-        await door.stop(0)
+        await server.stop(0)
     assert len(made) == 2
 
 
@@ -110,7 +115,7 @@ async def test_the_log_probabilities_of_prompts_are_bounded(
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, next(name for name in asked if "logprobs" in name))
         assert "672000 log probabilities" in error["message"]
-        assert f"at most {responses.MAX_PROMPT_SCORES}" in error["message"]
+        assert f"at most {responses.MAX_PROMPT_LOGPROBS}" in error["message"]
         assert service.source.requests == []
         assert (await http.post(TEXT, json=body(TEXT, n=3, **fields))).status_code == 200
 
@@ -148,8 +153,8 @@ async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(ser
 
 def test_what_demands_a_call_is_named_tools() -> None:
     fields = {"messages": [MESSAGE], "tools": [TOOL], "tool_choice": "required"}
-    assert chat_job(json.dumps(fields).encode(), "id").field("constraint") == "tools"
-    assert chat_job(json.dumps(fields | {"guided_regex": "x"}).encode(), "id").field("constraint") == "guided_regex"
+    assert parse_chat(json.dumps(fields).encode(), "id").field("constraint") == "tools"
+    assert parse_chat(json.dumps(fields | {"guided_regex": "x"}).encode(), "id").field("constraint") == "guided_regex"
     assert (
-        chat_job(json.dumps(fields | {"tool_choice": "auto"}).encode(), "id").field("constraint") == "response_format"
+        parse_chat(json.dumps(fields | {"tool_choice": "auto"}).encode(), "id").field("constraint") == "response_format"
     )

@@ -331,7 +331,7 @@ async def test_the_first_token_does_not_wait_for_the_second(service: Service, ht
 
 async def test_health(service: Service, http: httpx.AsyncClient) -> None:
     assert (await http.get("/health")).status_code == 200
-    await service.doors.set_serving(False)
+    await service.servers.set_serving(False)
     answer = await http.get("/health")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
@@ -369,14 +369,14 @@ async def test_a_body_without_end_is_not_read_for_ever(service: Service) -> None
 
 async def test_events_leave_at_once(model: ServedModel) -> None:
     """Without TCP_NODELAY the second small packet waits for the ACK of the first, 40 ms."""
-    door = HttpServer(GenerationService([model], FakeTokenSource()))
-    address = await door.start("127.0.0.1:0")
+    server = HttpServer(GenerationService([model], FakeTokenSource()))
+    address = await server.start("127.0.0.1:0")
     async with httpx.AsyncClient() as http:
         await http.get(f"http://{address}/health")
-        (connection,) = door._server.server_state.connections
+        (connection,) = server._server.server_state.connections
         transport = connection.transport
         assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    await door.stop(0)
+    await server.stop(0)
 
 
 async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:
@@ -385,10 +385,10 @@ async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:
 
 
 async def test_stop_lets_streams_end(model: ServedModel) -> None:
-    door = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
-    async with httpx.AsyncClient(base_url=f"http://{await door.start('127.0.0.1:0')}") as http:
+    server = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
+    async with httpx.AsyncClient(base_url=f"http://{await server.start('127.0.0.1:0')}") as http:
         async with http.stream("POST", TEXT, json=body(TEXT, stream=True)) as answer:
-            stopping = asyncio.create_task(door.stop(WAIT))
+            stopping = asyncio.create_task(server.stop(WAIT))
             await answer.aread()
         assert events(answer)[-1] == "[DONE]"
         await asyncio.wait_for(stopping, WAIT)
@@ -396,10 +396,10 @@ async def test_stop_lets_streams_end(model: ServedModel) -> None:
 
 async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
     source, stalled = FakeTokenSource(stall_after=1), body(TEXT, stream=True)
-    door = HttpServer(GenerationService([model], source))
-    address = await door.start("127.0.0.1:0")
+    server = HttpServer(GenerationService([model], source))
+    address = await server.start("127.0.0.1:0")
     async with httpx.AsyncClient() as http, http.stream("POST", f"http://{address}{TEXT}", json=stalled) as answer:
-        await asyncio.wait_for(door.stop(0.1), WAIT)
+        await asyncio.wait_for(server.stop(0.1), WAIT)
         assert source.running == 0
         with pytest.raises(httpx.RemoteProtocolError):  # cut, never a clean end
             await answer.aread()

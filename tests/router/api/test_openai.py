@@ -381,10 +381,12 @@ async def real_client(folder: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     """Of a prefill and a decode worker whose model has random weights."""
     tiny = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2_048)
     async with split_fleet(folder, {"prefill": [1], "decode": [1]}) as workers:
-        doors = await ApiServers.start(GenerationService([tiny], workers.dispatcher))
-        async with openai.AsyncOpenAI(base_url=f"http://{doors.http_address}/v1", api_key="x", max_retries=0) as client:
+        servers = await ApiServers.start(GenerationService([tiny], workers.dispatcher))
+        async with openai.AsyncOpenAI(
+            base_url=f"http://{servers.http_address}/v1", api_key="x", max_retries=0
+        ) as client:
             yield client
-        await doors.stop(0)
+        await servers.stop(0)
 
 
 async def test_what_a_model_of_random_weights_says_fits_every_schema(real_client: openai.AsyncOpenAI) -> None:

@@ -27,10 +27,10 @@ Case = schemathesis.Case[Any]
 
 _source = FakeTokenSource()
 _model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
-_door = HttpServer(GenerationService([_model], _source))
+_server = HttpServer(GenerationService([_model], _source))
 _settings = {"generation": {"allow-x00": True, "max-examples": EXAMPLES}}
 schema = schemathesis.openapi.from_asgi(
-    "/openapi.json", _door._server.config.app, config=SchemathesisConfig.from_dict(_settings)
+    "/openapi.json", _server._server.config.app, config=SchemathesisConfig.from_dict(_settings)
 )
 
 
@@ -41,7 +41,7 @@ def address() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield f"http://{asyncio.run_coroutine_threadsafe(_started(), loop).result(10)}"
-    asyncio.run_coroutine_threadsafe(_door.stop(1), loop).result(10)
+    asyncio.run_coroutine_threadsafe(_server.stop(1), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -49,8 +49,8 @@ def address() -> Iterator[str]:
 
 
 async def _started() -> str:
-    address = await _door.start("127.0.0.1:0")
-    _door.set_serving(True)
+    address = await _server.start("127.0.0.1:0")
+    _server.set_serving(True)
     return address
 
 

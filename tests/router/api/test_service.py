@@ -10,7 +10,7 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
 from tandem.router.api.service import GenerationService, tandem_errors_only
 from tandem.router.fake import EOS_ID, FakeTokenSource
-from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenDelta, TokenRequest, tenant_of
 from tandem.router.scheduling.admission import Admission
 from tandem.tests.router.api.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
@@ -158,14 +158,14 @@ async def test_a_broken_stream_never_ends_well(model: ServedModel, deltas: list[
 
 
 async def test_detokenize(model: ServedModel) -> None:
-    completions = GenerationService([model], FakeTokenSource())
+    service = GenerationService([model], FakeTokenSource())
     for body in ("grüß", "x" * 5_000):
-        answer = await completions.detokenize(inference_pb2.DetokenizeRequest(token_ids=[*body.encode(), EOS_ID]))
+        answer = await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[*body.encode(), EOS_ID]))
         assert answer.text == body
     with pytest.raises(InvalidArgument, match="token_ids: 258 is not a token id"):
-        await completions.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]))
+        await service.detokenize(inference_pb2.DetokenizeRequest(token_ids=[1, 258]))
     with pytest.raises(NotFound):
-        await completions.detokenize(inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]))
+        await service.detokenize(inference_pb2.DetokenizeRequest(model="nope", token_ids=[1]))
 
 
 class Full(Admission):
@@ -190,19 +190,18 @@ class Full(Admission):
 )
 async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel, prompt: dict[str, Any]) -> None:
     admission = Full()
-    completions = GenerationService([model], FakeTokenSource(), admission)
+    service = GenerationService([model], FakeTokenSource(), admission)
+    large = request(prompt=prompt, n=2, stopping={"max_tokens": 3}, priority=4)
     with pytest.raises(Overloaded):
-        await completions.accept(
-            request(prompt=prompt, n=2, stopping={"max_tokens": 3}, priority=4), arrived=0, deadline=None, tenant="t"
-        )
-    await completions.accept(request(stopping={"max_tokens": 3}), arrived=0, deadline=None)
+        await service.accept(large, RequestContext(arrived=0, tenant="t"))
+    await service.accept(request(stopping={"max_tokens": 3}), RequestContext(arrived=0))
     assert admission.asked == [(101, "t", 4), (3, "", 0)]
 
 
 async def test_what_is_wrong_is_said_before_who_waits(model: ServedModel) -> None:
     """A hint to try again would be a lie for a request that can never be taken, or is too late already."""
     admission = Full()
-    completions = GenerationService([model], FakeTokenSource(), admission)
+    service = GenerationService([model], FakeTokenSource(), admission)
     large = {"text": "x" * 480}
     for wrong, field in (
         ({"n": 4 * 10**9}, "n"),
@@ -211,20 +210,20 @@ async def test_what_is_wrong_is_said_before_who_waits(model: ServedModel) -> Non
         ({"prompt": {"token_ids": {"ids": [258] * 200}}}, "prompt.token_ids"),
     ):
         with pytest.raises(InvalidArgument) as caught:
-            await completions.accept(request(**{"prompt": large} | wrong), arrived=0, deadline=None)
+            await service.accept(request(**{"prompt": large} | wrong), RequestContext(arrived=0))
         assert caught.value.field == field
     with pytest.raises(DeadlineExceeded):
-        await completions.accept(request(prompt=large), arrived=0, deadline=time.monotonic())
+        await service.accept(request(prompt=large), RequestContext(arrived=0, deadline=time.monotonic()))
     assert admission.asked == []
 
 
 async def test_a_tenant_has_a_cache_of_its_own(model: ServedModel) -> None:
-    completions = GenerationService([model], FakeTokenSource())
+    service = GenerationService([model], FakeTokenSource())
     tenants = [tenant_of(key) for key in ("Bearer one", "bearer  one ", "Bearer two", "Basic one", "Bearer ", "", None)]
     assert tenants[0] == tenants[1] != tenants[2]
     assert "one" not in tenants[0]
     assert tenants[3:] == [""] * 4
-    found = [await completions.accept(request(), arrived=0.0, deadline=None, tenant=tenant) for tenant in tenants]
+    found = [await service.accept(request(), RequestContext(arrived=0.0, tenant=tenant)) for tenant in tenants]
     assert [accepted.tokens.tenant for accepted in found] == tenants
     assert len({accepted.tokens.cache_salt for accepted in found}) == 3
     assert found[-1].tokens.cache_salt == b""
@@ -234,7 +233,10 @@ async def test_models(model: ServedModel, tokenizer: Any) -> None:
     both = GenerationService(
         [model, ServedModel(name="other", tokenizer=tokenizer, context_tokens=9)], FakeTokenSource(answer=b"x")
     )
-    assert {m.id: m.context_tokens for m in both.list_models().models} == {"tiny": 512, "other": 9}
+    assert {m.id: m.context_tokens for m in (await both.list_models(inference_pb2.ListModelsRequest())).models} == {
+        "tiny": 512,
+        "other": 9,
+    }
     with pytest.raises(NotFound, match="tiny, other"):
         await both.tokenize(inference_pb2.TokenizeRequest(prompt={"text": "x"}))  # which one?
     with pytest.raises(NotFound, match="'nope'"):

@@ -209,7 +209,7 @@ async def test_leaving_the_block_cancels(grpc_service: Service) -> None:
 )
 async def test_typed_errors(grpc_service: Service, error: errors.TandemError, error_after: int) -> None:
     grpc_service.source.error, grpc_service.source.error_after = error, error_after
-    async with AsyncClient(grpc_service.grpc) as client:
+    async with AsyncClient(grpc_service.grpc, max_retries=0) as client:
         stream = client.stream("hi")
         with pytest.raises(type(error), match=error.message) as caught:
             await stream.completion()
@@ -217,7 +217,7 @@ async def test_typed_errors(grpc_service: Service, error: errors.TandemError, er
     assert stream.timeline is not None
 
     def use_client() -> None:
-        with Client(grpc_service.grpc) as client:
+        with Client(grpc_service.grpc, max_retries=0) as client:
             client.generate("hi")
 
     with pytest.raises(type(error), match=error.message):
@@ -265,14 +265,14 @@ async def test_timeouts(grpc_service: Service) -> None:
 
 
 async def test_nobody_there() -> None:
-    async with AsyncClient("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1", max_retries=0) as client:
         assert await client.health() is False
         with pytest.raises(errors.Unavailable):
             await client.generate("hi")
 
 
 async def test_health_says_when_it_cannot_answer(grpc_service: Service) -> None:
-    await grpc_service.doors.set_serving(False)
+    await grpc_service.servers.set_serving(False)
     async with AsyncClient(grpc_service.grpc) as client:
         assert await client.health() is False
 

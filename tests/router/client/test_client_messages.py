@@ -411,7 +411,7 @@ async def test_details_of_errors(server: Server) -> None:
         (rich(code_pb2.UNAVAILABLE, "draining", retry), errors.Unavailable, {"retry_after": 2.5}),
         (rich(code_pb2.RESOURCE_EXHAUSTED, "large"), errors.TooLarge, {"message": "large"}),
     ]
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, max_retries=0) as client:
         for status, kind, attributes in cases:
             server.status = status
             with pytest.raises(kind) as caught:

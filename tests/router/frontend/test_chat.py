@@ -95,7 +95,7 @@ REFUSED: list[tuple[inference_pb2.Chat, str, str]] = [
     (
         chat(messages=[inference_pb2.ChatMessage(role="user", tool_calls=[inference_pb2.ToolCall(name="f")])]),
         "messages[0].tool_calls",
-        "assistant's",
+        "assistant only",
     ),
     (
         chat(

@@ -13,10 +13,12 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.frontend import constraint as constraint_module
-from tandem.router.frontend.constraint import compile_constraint
-from tandem.workers.submit import MAX_GRAMMAR_CHARACTERS
+from tandem.router.frontend.constraint import GrammarValidator
+from tandem.workers.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
 EOS = 256
+
+VALIDATOR = GrammarValidator()
 
 
 class Bytes:
@@ -34,8 +36,8 @@ class Bytes:
 TOKENIZER = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257)
 
 
-async def compiled(**constraint: Any) -> str:
-    return await compile_constraint(inference_pb2.Constraint(**constraint))
+async def grammar_of(**constraint: Any) -> str:
+    return await VALIDATOR.validate(inference_pb2.Constraint(**constraint))
 
 
 def takes(grammar: str, text: str) -> bool:
@@ -77,7 +79,7 @@ SCHEMA = {
 async def test_a_grammar_takes_what_the_constraint_says(
     constraint: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    grammar = await compiled(**constraint)
+    grammar = await grammar_of(**constraint)
     assert [text for text in good if not takes(grammar, text)] == []
     assert [text for text in bad if takes(grammar, text)] == []
 
@@ -118,19 +120,19 @@ DEEP = '{"type": "array", "items":' * 5_000 + "{}" + "}" * 5_000
         ({"grammar": 'x: "a"'}, "constraint.grammar", "start"),
     ],
 )
-async def test_what_is_no_constraint_is_refused_with_a_short_reason(
+async def test_a_bad_constraint_is_refused_with_a_short_reason(
     constraint: dict[str, Any], field: str, reason: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=reason) as caught:
-        await compiled(**constraint)
+        await grammar_of(**constraint)
     assert caught.value.field == field
     assert len(caught.value.message) < 300
     assert "\n" not in caught.value.message
 
 
 async def test_the_bounds_themselves_are_allowed() -> None:
-    await compiled(regex="x" * limits.MAX_GRAMMAR_CHARACTERS)
-    await compiled(choice={"texts": [f"{i:0128d}" for i in range(limits.MAX_CONSTRAINT_CHOICES)]})
+    await grammar_of(regex="x" * limits.MAX_GRAMMAR_CHARACTERS)
+    await grammar_of(choice={"texts": [f"{i:0128d}" for i in range(limits.MAX_CONSTRAINT_CHOICES)]})
 
 
 EMOJI = "🦊" * 100_000
@@ -148,45 +150,57 @@ EMOJI = "🦊" * 100_000
     ids=["choice", "control characters", "json_schema", "regex", "regex of control characters"],
 )
 async def test_workers_take_whatever_is_within_the_bounds(constraint: dict[str, Any]) -> None:
-    assert len(await compiled(**constraint)) <= MAX_GRAMMAR_CHARACTERS
+    assert len(await grammar_of(**constraint)) <= MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
 
 async def test_a_field_of_the_callers_own() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        await compile_constraint(inference_pb2.Constraint(regex="a("), "prompt.chat.tools")
+        await VALIDATOR.validate(inference_pb2.Constraint(regex="a("), "prompt.chat.tools")
     assert caught.value.field == "prompt.chat.tools"
 
 
 async def test_a_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = await compiled(regex="once[ab]")
-    monkeypatch.setattr(constraint_module, "_compile", lambda constraint: pytest.fail("compiled again"))
-    assert await compiled(regex="once[ab]") == first
+    first = await grammar_of(regex="once[ab]")
+    monkeypatch.setattr(constraint_module, "_validate", lambda constraint: pytest.fail("checked again"))
+    assert await grammar_of(regex="once[ab]") == first
 
 
-def test_the_cache_forgets_what_was_longest_unused() -> None:
-    cache = constraint_module._Cache(capacity=12)
-    for key in (b"a", b"b", b"c"):
-        cache.put(key, "xyz")
-    cache.get(b"a")
-    cache.put(b"d", "xyz")
-    assert [cache.get(key) for key in (b"a", b"b", b"c", b"d")] == ["xyz", None, "xyz", "xyz"]
-    cache.put(b"e", "x" * 11)
-    assert [cache.get(key) for key in (b"a", b"c", b"d", b"e")] == [None, None, None, "x" * 11]
+async def test_the_longest_unused_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def validate(constraint: inference_pb2.Constraint) -> tuple[str, str]:
+        checked.append(constraint.regex)
+        return "x" * (11 if constraint.regex == "e" else 3), ""
+
+    async def checks(regexes: str) -> list[str]:
+        checked.clear()
+        for regex in regexes:
+            await validator.validate(inference_pb2.Constraint(regex=regex))
+        return checked.copy()
+
+    monkeypatch.setattr(constraint_module, "_validate", validate)
+    size = len(inference_pb2.Constraint(regex="a").SerializeToString()) + 3
+    validator = GrammarValidator(capacity=3 * size)
+    assert await checks("abca") == ["a", "b", "c"]
+    assert await checks("dacd") == ["d"]
+    assert await checks("b") == ["b"]  # forgotten for d
+    assert await checks("e") == ["e"]
+    assert await checks("e") == []
+    assert await checks("abcd") == ["a", "b", "c", "d"]
 
 
 async def test_a_slow_grammar_blocks_nobody_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
-    def compile_slowly(constraint: inference_pb2.Constraint) -> tuple[str, str]:
+    def validate_slowly(constraint: inference_pb2.Constraint) -> tuple[str, str]:
         go_on.wait(30)
         return "", ""
 
-    monkeypatch.setattr(constraint_module, "_compile", compile_slowly)
-    monkeypatch.setattr(constraint_module, "_COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(constraint_module, "_validate", validate_slowly)
     try:
         with pytest.raises(Overloaded, match="took more than"):
             async with asyncio.timeout(10):
-                await compiled(regex="slow")
+                await GrammarValidator(seconds=0.05).validate(inference_pb2.Constraint(regex="slow"))
     finally:
         go_on.set()
 
@@ -221,12 +235,12 @@ async def test_the_longest_chains_do_not_overflow_the_stack(kind: str) -> None:
         constraint = inference_pb2.Constraint(json_schema=_chain_of_references())
     else:
         constraint = inference_pb2.Constraint(grammar=_chain_of_rules("r" if kind == "rules" else "T"))
-    assert await compile_constraint(constraint)
+    assert await VALIDATOR.validate(constraint)
 
 
 async def test_an_error_at_the_end_of_a_long_chain_is_found_at_once() -> None:
     broken = _chain_of_rules("T").rpartition('"b"')[0] + "NOTHING"
     began = time.monotonic()
     with pytest.raises(InvalidArgument, match=r"constraint\.grammar"):
-        await compile_constraint(inference_pb2.Constraint(grammar=broken))
+        await VALIDATOR.validate(inference_pb2.Constraint(grammar=broken))
     assert time.monotonic() - began < 4

@@ -6,9 +6,11 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.fake import byte_tokenizer
-from tandem.router.frontend.prepare import ServedModel, prepare
+from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.request import TokenRequest
 from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
+
+CONTEXT = RequestContext(arrived=1.0, deadline=9.0)
 
 
 def request(text: str = "hi", **fields: Any) -> inference_pb2.GenerateRequest:
@@ -19,7 +21,7 @@ async def prepared(
     message: inference_pb2.GenerateRequest, context: int = 64, default_max_tokens: int | None = None
 ) -> TokenRequest:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=context)
-    return (await prepare(message, model, arrived=1.0, deadline=9.0, default_max_tokens=default_max_tokens)).tokens
+    return (await prepare(message, model, CONTEXT, default_max_tokens=default_max_tokens)).tokens
 
 
 async def refused(message: inference_pb2.GenerateRequest, context: int = 64) -> InvalidArgument:
@@ -57,7 +59,7 @@ async def test_given_values_pass_through() -> None:
     stopping = {"max_tokens": 3, "stop": ["a", "b"], "stop_token_ids": [1, 257], "ignore_eos": True, "min_tokens": 2}
     message = request(sampling=sampling, stopping=stopping, n=2, best_of=3, logprobs=4, prompt_logprobs=5, priority=-7)
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
-    accepted = await prepare(message, model, arrived=0.0, deadline=None)
+    accepted = await prepare(message, model, CONTEXT)
     tokens = accepted.tokens
     assert tokens.sampling == inference_pb2.SamplingParams(**sampling)
     assert (tokens.max_tokens, tokens.stop_token_ids, tokens.ignore_eos) == (3, (1, 257), True)
@@ -68,7 +70,7 @@ async def test_given_values_pass_through() -> None:
 
 async def test_best_of_wants_logprobs_for_itself() -> None:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
-    accepted = await prepare(request(best_of=2), model, arrived=0.0, deadline=None)
+    accepted = await prepare(request(best_of=2), model, CONTEXT)
     assert (accepted.tokens.logprobs, accepted.wants_logprobs, accepted.num_answers) == (0, False, 1)
     assert (await prepared(request(n=2, best_of=2))).logprobs is None
 
@@ -97,7 +99,7 @@ async def test_a_beam_search_has_every_field_set() -> None:
 async def test_no_tokens_with_echo_or_prompt_logprobs_only() -> None:
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=64)
     for fields in ({"echo": True}, {"prompt_logprobs": 0}):
-        accepted = await prepare(request(stopping={"max_tokens": 0}, **fields), model, arrived=0.0, deadline=None)
+        accepted = await prepare(request(stopping={"max_tokens": 0}, **fields), model, CONTEXT)
         assert (accepted.is_empty, accepted.tokens.max_tokens) == (True, 1)
     assert (await refused(request("x" * 64, stopping={"max_tokens": 0}, echo=True))).field == "prompt"
 

@@ -12,7 +12,8 @@ from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.router.fake import byte_tokenizer
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.router.frontend.tools import constraint_for, format_of, parser_for
+from tandem.router.frontend.tools import format_of, tool_call_constraint
+from tandem.router.output.tool_parser import parser_for
 from tandem.tests.tiny import make_tokenizer
 
 MODES = inference_pb2.ToolChoice
@@ -186,7 +187,7 @@ def test_what_the_grammar_allows_is_read_as_calls(template: str) -> None:
         (chat(MODES.MODE_NAMED, "weather"), [one], [other, one + between + one, *wrong]),
     ]
     for asked, good, bad in cases:
-        constraint = constraint_for(asked, tokenizer)
+        constraint = tool_call_constraint(asked, tokenizer)
         assert constraint is not None
         for text in good:
             assert accepts(constraint.grammar, text), text
@@ -207,16 +208,16 @@ def accepts(lark: str, text: str) -> bool:
 
 def test_no_constraint_where_the_model_decides() -> None:
     tokenizer = byte_tokenizer(chat_template=HERMES)
-    assert constraint_for(chat(), tokenizer) is None
-    assert constraint_for(chat(MODES.MODE_NONE), tokenizer) is None
-    assert constraint_for(inference_pb2.Chat(), tokenizer) is None
+    assert tool_call_constraint(chat(), tokenizer) is None
+    assert tool_call_constraint(chat(MODES.MODE_NONE), tokenizer) is None
+    assert tool_call_constraint(inference_pb2.Chat(), tokenizer) is None
 
 
 def test_tools_that_are_too_large_together() -> None:
     parameters = json.dumps({"description": "x" * (limits.MAX_GRAMMAR_CHARACTERS - 100)})
     tools = [inference_pb2.Tool(name=name, parameters=parameters) for name in ("a", "b")]
     with pytest.raises(InvalidArgument, match="131072 characters") as caught:
-        constraint_for(chat(MODES.MODE_REQUIRED, tools=tools), byte_tokenizer())
+        tool_call_constraint(chat(MODES.MODE_REQUIRED, tools=tools), byte_tokenizer())
     assert caught.value.field == "prompt.chat.tools"
 
 
@@ -229,6 +230,6 @@ async def test_markup_that_is_a_special_token_stays_in_the_text() -> None:
     assert tokenizer.decode(ids) == hermes("now", "{}")
     assert not tokenizer.special_ids & set(ids)
     assert tokenizer.decode([*ids, 1]) == tokenizer.decode(ids)  # the end of the sequence is dropped as ever
-    constraint = constraint_for(chat(MODES.MODE_NAMED, "now"), tokenizer)
+    constraint = tool_call_constraint(chat(MODES.MODE_NAMED, "now"), tokenizer)
     assert constraint is not None
     assert 'call: <tool_call> "\\n" object "\\n" </tool_call>' in constraint.grammar

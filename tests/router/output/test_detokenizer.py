@@ -164,19 +164,19 @@ def test_text_without_stop_strings_is_not_held() -> None:
 
 @given(TEXT, st.lists(TEXT.filter(bool), max_size=3), CUTS, st.data())
 @settings(max_examples=150, deadline=None)
-def test_transcript_is_the_cut_text(text: str, stops: list[str], cuts: list[int], data: st.DataObject) -> None:
+def test_completion_text_is_the_cut_text(text: str, stops: list[str], cuts: list[int], data: st.DataObject) -> None:
     if text:  # stop strings that do occur
         start = data.draw(st.integers(0, len(text) - 1))
         stops = [*stops, text[start : start + data.draw(st.integers(1, 4))]]
     ids = list(text.encode())
-    transcript, shown, used, stopped = CompletionText(BYTES, [], stops), "", 0, False
+    completion, shown, used, stopped = CompletionText(BYTES, [], stops), "", 0, False
     for piece in pieces_of(ids, cuts):
-        result = transcript.push(piece)
-        shown, used, stopped = shown + result.text, used + result.num_tokens, result.stopped
+        added, num_tokens, stopped = completion.push(piece)
+        shown, used = shown + added, used + num_tokens
         if stopped:
             break
     if not stopped:
-        shown += transcript.finish().text
+        shown += completion.finish()[0]
     assert shown == cut_naively(text, stops)[0]
     if stopped:  # the tokens end with the stop string
         end = BYTES.decode(ids[:used])
@@ -186,7 +186,6 @@ def test_transcript_is_the_cut_text(text: str, stops: list[str], cuts: list[int]
 
 
 def test_stop_string_of_a_replacement_character_at_the_end() -> None:
-    transcript = CompletionText(BYTES, [], ["\ufffd"])
-    assert transcript.push([0x61, 0xE2]).text == "a"
-    piece = transcript.finish()
-    assert (piece.text, piece.stopped) == ("", True)
+    completion = CompletionText(BYTES, [], ["\ufffd"])
+    assert completion.push([0x61, 0xE2])[0] == "a"
+    assert completion.finish() == ("", True)

@@ -1,0 +1,80 @@
+"""Checks the parameters of a request against the table (proto/parameters.py) and each other, and sets defaults.
+
+Knows nothing of tokens but the size of the vocabulary.
+"""
+
+import secrets
+from typing import Any, Final
+
+from ...proto import inference_pb2, parameters
+from ...proto.errors import InvalidArgument
+from ...proto.parameters import ROWS, check_token_ids, check_value, parameters_of, value_of
+
+_SAMPLING: Final = parameters_of("sampling")
+
+
+def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) -> None:
+    """Checks everything but prompt and constraint. Raises InvalidArgument, which names the field and the bound."""
+    check_request_id(request.request_id)
+    max_tokens = ROWS["stopping.max_tokens"]
+    if request.stopping.HasField(max_tokens.leaf) and not (request.echo or request.HasField("prompt_logprobs")):
+        check_value(max_tokens, request.stopping.max_tokens, max_tokens.field, minimum=1)
+    parameters.check_request(request)
+    check_token_ids(request.stopping.stop_token_ids, vocab_size, "stopping.stop_token_ids")
+    check_token_ids(request.sampling.logit_bias, vocab_size, "sampling.logit_bias")
+    if request.echo and request.prompt.HasField("chat"):
+        raise InvalidArgument("does not go with a chat", "echo")
+    if request.best_of and request.best_of < num_answers(request):
+        raise InvalidArgument(f"must be at least n, which is {num_answers(request)}", "best_of")
+    if request.HasField("beam_search"):
+        _check_beam_search(request)
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidArgument unless `request_id` is short, printable ASCII (it goes into logs and headers)."""
+    check_value(ROWS["request_id"], request_id, "request_id")
+    if not (request_id.isascii() and request_id.isprintable()):
+        raise InvalidArgument("must be printable ASCII", "request_id")
+
+
+def num_answers(request: inference_pb2.GenerateRequest) -> int:
+    """Returns how many completions are answered."""
+    return request.n or 1
+
+
+def num_generated(request: inference_pb2.GenerateRequest) -> int:
+    """Returns how many completions are generated; the best of them are answered."""
+    return request.best_of or num_answers(request)
+
+
+def complete_sampling(given: inference_pb2.SamplingParams) -> inference_pb2.SamplingParams:
+    """Returns a copy of checked parameters with every field set, the seed too, but without bad_words."""
+    values: dict[str, Any] = {row.leaf: value_of(given, row) for row in _SAMPLING if row.leaf != "bad_words"}
+    for row in _SAMPLING:
+        if row.kind == "float":
+            values[row.leaf] += 0.0  # -0.0 becomes 0.0
+    values["top_k"] = max(values["top_k"], 0)
+    if values["seed"] is None:
+        values["seed"] = secrets.randbits(64)
+    return inference_pb2.SamplingParams(**values)
+
+
+def complete_beam_search(request: inference_pb2.GenerateRequest) -> inference_pb2.BeamSearch | None:
+    """Returns a copy of the checked parameters with every field set; None if the request does not search."""
+    if not request.HasField("beam_search"):
+        return None
+    given = request.beam_search
+    penalty = value_of(given, ROWS["beam_search.length_penalty"]) + 0.0
+    return inference_pb2.BeamSearch(width=given.width, length_penalty=penalty, early_stopping=given.early_stopping)
+
+
+def _check_beam_search(request: inference_pb2.GenerateRequest) -> None:
+    if set_fields := [descriptor.name for descriptor, _ in request.sampling.ListFields()]:
+        raise InvalidArgument("does not go with beam_search, which samples nothing", f"sampling.{set_fields[0]}")
+    if request.best_of:
+        raise InvalidArgument("does not go with beam_search, which answers the n best anyway", "best_of")
+    for name in ("constraint", "logprobs", "prompt_logprobs"):
+        if request.HasField(name):
+            raise InvalidArgument("does not go with beam_search", name)
+    if request.n > request.beam_search.width:
+        raise InvalidArgument(f"must be at most beam_search.width, which is {request.beam_search.width}", "n")

@@ -1,0 +1,209 @@
+"""Parses tool calls out of generated text while it arrives, in the formats of frontend/tools.py."""
+
+import json
+import secrets
+from typing import Final, Protocol
+
+from ...proto import inference_pb2
+from ..frontend.chat import active_tools, json_object
+from ..frontend.tokenizer import CALL_MARKUP, Tokenizer
+from ..frontend.tools import PYTHON_TAG, format_of
+
+_OPEN, _CLOSE = CALL_MARKUP
+_BETWEEN: Final = ";,"  # what Llama models write between two calls
+_SPACE: Final = " \t\r\n"
+
+
+class ToolParser(Protocol):
+    """Separates tool calls from a text that arrives in pieces; the result does not depend on how it is cut."""
+
+    def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
+        """Takes the next piece; returns the text outside of calls, and the calls that are complete now.
+
+        Text that may belong to a call is held back, and returned unchanged if no valid call comes of it. White space
+        before the first text and after the last is dropped next to a call."""
+        ...
+
+    def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
+        """Ends the text; returns what was held back."""
+        ...
+
+
+def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | None:
+    """Returns the parser for the answer to a checked chat; None if its prompt has no tools."""
+    if not active_tools(chat):
+        return None
+    return _HermesParser() if format_of(tokenizer.chat_template(tools=True)) == "hermes" else _LlamaParser()
+
+
+class _Text:
+    """Passes on the text outside of calls; holds back white space until it is known whether text or a call follows."""
+
+    def __init__(self) -> None:
+        self._space = ""
+        self._empty = True
+        self._called = False
+        self._after_call = False
+
+    def push(self, text: str) -> str:
+        text = self._space + text
+        if self._empty and self._called:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._empty = self._after_call = False
+        return shown
+
+    def call(self) -> None:
+        """Notes that a call stands here."""
+        self._called = self._after_call = True
+        if self._empty:
+            self._space = ""
+
+    def finish(self) -> str:
+        return "" if self._after_call else self._space
+
+
+class _HermesParser:
+    def __init__(self) -> None:
+        self._text = _Text()
+        self._held = ""  # the beginning of a tag, or a call from its opening tag on
+        self._from = 0  # where in it the search goes on
+
+    def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
+        self._held += text
+        shown: list[str] = []
+        calls: list[inference_pb2.ToolCall] = []
+        while self._step(shown, calls):
+            pass
+        return "".join(shown), calls
+
+    def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
+        held, self._held = self._held, ""
+        call = _call(held.removeprefix(_OPEN), default={}) if held.startswith(_OPEN) else None
+        if call:  # the closing tag alone is missing
+            return "", [call]
+        return self._text.push(held) + self._text.finish(), []
+
+    def _step(self, shown: list[str], calls: list[inference_pb2.ToolCall]) -> bool:
+        """Takes one text or call from what is held; False if the rest has to wait."""
+        if not self._held.startswith(_OPEN):
+            start = self._held.find(_OPEN)
+            end = start if start >= 0 else len(self._held) - _overlap(self._held, _OPEN)
+            shown.append(self._text.push(self._held[:end]))
+            self._held, self._from = self._held[end:], len(_OPEN)
+            return start >= 0
+        end = self._held.find(_CLOSE, self._from)
+        if end < 0:
+            self._from = max(len(_OPEN), len(self._held) - len(_CLOSE) + 1)
+            return False
+        body = self._held[len(_OPEN) : end]
+        call = _call(body, default={})
+        if call is None and _ends_in_string(body):  # the tag is a part of an argument
+            self._from = end + len(_CLOSE)
+            return True
+        end += len(_CLOSE)
+        if call:
+            self._text.call()
+            calls.append(call)
+        else:
+            shown.append(self._text.push(self._held[:end]))
+        self._held = self._held[end:]
+        return True
+
+
+class _LlamaParser:
+    def __init__(self) -> None:
+        self._text = _Text()
+        self._is_text = False  # no call follows any more
+        self._called = False
+        self._held = ""  # from the end of the last call on
+        self._start = -1  # where in it an object begins, -1 if none does
+        self._at = 0  # up to where it was scanned
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
+        calls: list[inference_pb2.ToolCall] = []
+        if not self._is_text:
+            self._held += text
+            while self._step(calls):
+                pass
+            text, self._held = (self._held, "") if self._is_text else ("", self._held)
+        return self._text.push(text), calls
+
+    def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
+        held, self._held = self._held, ""
+        if self._called and not held.strip(_SPACE + _BETWEEN):
+            held = ""
+        return self._text.push(held) + self._text.finish(), []
+
+    def _step(self, calls: list[inference_pb2.ToolCall]) -> bool:
+        """Takes one call from what is held; False if the rest has to wait or is text."""
+        if self._start < 0 and not self._find_start():
+            return False
+        end = self._find_end()
+        if end < 0:
+            return False
+        call = _call(self._held[self._start : end], default=None)
+        if call is None:
+            self._is_text = True
+            return False
+        calls.append(call)
+        self._text.call()
+        self._called, self._held, self._start, self._at = True, self._held[end:], -1, 0
+        return True
+
+    def _find_start(self) -> bool:
+        rest = self._held.lstrip(_SPACE + _BETWEEN if self._called else _SPACE)
+        rest = rest.removeprefix(PYTHON_TAG).lstrip(_SPACE)
+        if rest.startswith("{"):
+            self._start = self._at = len(self._held) - len(rest)
+            return True
+        self._is_text = not PYTHON_TAG.startswith(rest)  # the empty rest is a prefix, too
+        return False
+
+    def _find_end(self) -> int:
+        """Returns where the object ends; -1 if it does not yet."""
+        for at in range(self._at, len(self._held)):
+            char = self._held[at]
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{}":
+                self._depth += 1 if char == "{" else -1
+                if not self._depth:
+                    return at + 1
+        self._at = len(self._held)
+        return -1
+
+
+def _call(text: str, default: object) -> inference_pb2.ToolCall | None:
+    """Returns the call that the JSON object `text` describes, None if it describes none; `default` takes the place of
+    missing arguments."""
+    found = json_object(text) or {}
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters", default))
+    if isinstance(arguments, str):  # some models encode the arguments twice
+        arguments = json_object(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return inference_pb2.ToolCall(
+        id=f"call_{secrets.token_hex(12)}", name=name, arguments=json.dumps(arguments, ensure_ascii=False)
+    )
+
+
+def _ends_in_string(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except RecursionError:
+        return False
+    return False
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Returns the length of the longest end of `text` with which `tag` begins."""
+    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
