@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test check breaking format proto clean
+.PHONY: help venv demo quick test soak check breaking format proto clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -17,8 +17,14 @@ venv: .venv/.installed  ## create .venv with the pinned versions; redone when th
 demo: .venv/.installed  ## serve the demo model on this machine, ask it four things at once, stop
 	@$(BIN)/python -m tandem.cluster.demo
 
-test: .venv/.installed  ## run every test
+quick: .venv/.installed  ## run the tests that need no network, no process and no model
+	$(BIN)/pytest --quick -q
+
+test: .venv/.installed  ## run every test but the long soaks
 	$(BIN)/pytest
+
+soak: .venv/.installed  ## run the long soaks alone
+	$(BIN)/pytest -m soak
 
 check: .venv/.installed  ## lint, format, types, architecture, generated code, protobuf style
 	$(BIN)/ruff check .

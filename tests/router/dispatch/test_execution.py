@@ -14,7 +14,7 @@ from tandem.router.scheduling.policy import Placement
 from tandem.tests.router.world import SEED, Caller, World, choices_request, completion, deltas_until, outputs_of, start
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32),
     num_choices=st.integers(1, 5),
@@ -50,7 +50,7 @@ def test_whatever_fails_the_tokens_are_those_of_a_run_without_faults(
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), pairs=st.booleans(), kill=st.booleans())
 def test_choices_that_the_caller_ends_say_nothing_more(seed: int, pairs: bool, kill: bool) -> None:
     request = choices_request(4)

@@ -323,7 +323,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(OPERATIONS, max_size=40))
 def test_nobody_waits_while_there_is_room_and_the_bounds_hold(operations: list[tuple[object, ...]]) -> None:
     asyncio.run(_play(operations))

@@ -77,7 +77,7 @@ class AgainstAModel(RuleBasedStateMachine):
             assert self.index.match(Prefix(prompt)) == expected
 
 
-AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+AgainstAModel.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestAgainstAModel = AgainstAModel.TestCase
 
 
