@@ -51,9 +51,8 @@ ARROWS: dict[str, set[str]] = {
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
     "cluster.store": set(),
-    "cluster.timeline": set(),
     "cluster.cli.options": {"router.client"},
-    "cluster.eval": {"router.client", "cluster.cli.options"},
+    "cluster.eval": {"router.client"},
     "cluster.bench": {"router.client"},
 }
 MODEL = {name for name in ARROWS if name.startswith("workers.model.")}

@@ -1,12 +1,18 @@
-"""Blocking work beside an event loop."""
+"""Blocking work beside an event loop, and the cores that this process may use."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":

@@ -33,7 +33,6 @@ from ...router.scheduling.registry import WorkerRegistry
 from ...workers.engine.null import NullExecutor
 from ...workers.tp.rank import Rank
 from ...workers.worker import Worker, WorkerConfig
-from ..timeline import TABLE_CHARACTERS
 
 _CONTEXT_TOKENS: Final = 4096
 _VOCAB_SIZE: Final = 128  # of the byte tokenizer's: whole characters
@@ -41,6 +40,7 @@ _BLOCKS: Final = 65_536
 _MAX_STREAMS: Final = 4096
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
+_TABLE_CHARACTERS: Final = 120
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -90,7 +90,7 @@ def main(
         rates = (f"{cost.tokens_per_second:,.0f}", f"{cost.tokens_per_message:.1f}")
         used = (cost.router_us, cost.worker_us, cost.client_us)
         table.add_row(cost.door, str(cost.num_streams), *rates, *(f"{number:.1f}" for number in used))
-    Console(highlight=False, width=TABLE_CHARACTERS).print(table)
+    Console(highlight=False, width=_TABLE_CHARACTERS).print(table)
 
 
 @app.command(hidden=True)

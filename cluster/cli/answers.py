@@ -13,7 +13,7 @@ from rich.text import Text
 from ...proto.errors import TandemError
 from ...router.client.client import Stream
 from ...router.client.types import Choice, Completion, Logprob, Timeline, TokenLogprobs
-from ..timeline import TABLE_CHARACTERS, timeline_table
+from .timeline import TABLE_CHARACTERS, timeline_table
 
 
 def print_stream(stream: Stream) -> None:

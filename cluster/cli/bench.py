@@ -21,7 +21,7 @@ from ..bench.options import (
     parse_address,
     parse_slo,
 )
-from ..timeline import TABLE_CHARACTERS
+from .timeline import TABLE_CHARACTERS
 
 _ROUNDS_WITH_PEER = 3
 

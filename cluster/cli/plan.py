@@ -16,7 +16,7 @@ from ...workers.model.checkpoint import check_checkpoint
 from ...workers.model.config import ModelConfig
 from ...workers.model.footprint import kv_bytes_per_token, weight_bytes
 from ..store.store import resolve_model
-from ..timeline import TABLE_CHARACTERS
+from .timeline import TABLE_CHARACTERS
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 GIB: Final = 1024**3

@@ -1,4 +1,4 @@
-"""The cases of `tandem eval generate`: prompts with references from a JSONL file, answered by a service."""
+"""Generates completions for the prompts of a JSONL file, which holds a reference for each: `tandem eval generate`."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,12 +11,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from ...proto.errors import InvalidArgument
 from ...router.client.client import AsyncClient
 from ...router.client.types import Options
-from ..cli.options import read_text
 from .gather import map_concurrently
 
 
 class Case(BaseModel):
-    """A line of the file: `prompt` or `messages`, `reference` or `references`. More keys are the file's own."""
+    """Holds a line of the file: `prompt` or `messages`, `reference` or `references`. More keys are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -26,7 +25,7 @@ class Case(BaseModel):
     references: list[str] = []
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "Case":
+    def _check_exclusive(self) -> "Case":
         if bool(self.prompt) == bool(self.messages):
             raise ValueError("one of prompt and messages must be given")
         if (self.reference is None) == (not self.references):
@@ -39,8 +38,8 @@ class Case(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A case and what the service said."""
+class CompletedCase:
+    """Holds a case and the completion that is to be scored."""
 
     case: Case
     text: str
@@ -51,10 +50,11 @@ class Answered:
         return given | {"text": self.text, "finish_reason": self.finish_reason}
 
 
-def read_cases(path: Path) -> list[Case]:
-    """The cases of a JSONL file; empty lines are none. Raises InvalidArgument, which names the line."""
+def parse_cases(text: str, path: Path) -> list[Case]:
+    """Returns the cases of a JSONL file's text, without its empty lines. Raises InvalidArgument, which names the line
+    of `path`."""
     cases = []
-    for number, line in enumerate(read_text(path, "file").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -74,20 +74,20 @@ async def answer_cases(
     options: Options,
     concurrency: int,
     on_answer: Callable[[], None] = lambda: None,
-) -> list[Answered]:
-    """The answers in the order of the cases. `on_answer` is called as they come. Raises a TandemError."""
+) -> list[CompletedCase]:
+    """Returns the completions in the order of the cases. `on_answer` is called after each. Raises a TandemError."""
 
-    async def answer(case: Case) -> Answered:
+    async def answer(case: Case) -> CompletedCase:
         asked = client.chat(case.messages, **options) if case.messages else client.generate(case.prompt, **options)
         completion = await asked
         on_answer()
-        return Answered(case=case, text=completion.text, finish_reason=completion.finish_reason)
+        return CompletedCase(case=case, text=completion.text, finish_reason=completion.finish_reason)
 
     return await map_concurrently(answer, cases, concurrency)
 
 
-def write_answers(path: Path, answers: Sequence[Answered]) -> None:
-    """A line of JSON for each. Raises InvalidArgument if the file cannot be written."""
+def write_answers(path: Path, answers: Sequence[CompletedCase]) -> None:
+    """Writes one line of JSON for each. Raises InvalidArgument if the file cannot be written."""
     lines = [json.dumps(each.as_json(), ensure_ascii=False) + "\n" for each in answers]
     try:
         path.write_text("".join(lines), encoding="utf-8")

@@ -1,10 +1,11 @@
 """The directory without Ray: registration, expiry, long poll, and what a router believes after a restart."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from tandem.cluster.directory import Directory, Follower, Snapshot
+from tandem.cluster.directory import Directory, Follower, RouterInfo, Snapshot
 from tandem.proto import worker_pb2
 
 
@@ -99,6 +100,29 @@ async def test_follow_tells_of_an_expiry_that_nobody_announced() -> None:
     known = await directory.snapshot()
     async with asyncio.timeout(5):
         assert ids(await directory.follow(known.incarnation, known.version, timeout=60)) == []
+
+
+async def test_a_router_is_registered_as_long_as_it_follows() -> None:
+    clock = Clock()
+    directory = Directory(expiry=10, clock=clock)
+    routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(2)]
+    first = await directory.follow("", -1, 60, routers[0])
+    assert (first.routers, first.workers) == ((routers[0],), ())
+    waiting = asyncio.create_task(directory.follow(first.incarnation, first.version, 60, routers[0]))
+    await asyncio.sleep(0)
+    second = await directory.follow("", -1, 60, routers[1])
+    async with asyncio.timeout(5):
+        assert (await waiting).routers == second.routers == tuple(routers)
+    await directory.register(worker("a"))
+    knows_a = replace(routers[1], num_workers=1)
+    assert (await directory.follow("", -1, 60, knows_a)).routers == (routers[0], knows_a)
+    for _ in range(2):
+        clock.now += 4
+        await directory.follow("", -1, 60, knows_a)
+    clock.now += 4
+    assert (await directory.snapshot()).routers == (knows_a,), "the other has not followed for 10 s"
+    await directory.remove("r1")
+    assert (await directory.snapshot()).routers == ()
 
 
 def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:

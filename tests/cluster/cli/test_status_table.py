@@ -1,4 +1,4 @@
-"""What `tandem status` prints of a service."""
+"""Tests what `tandem status` prints of a service."""
 
 from typing import Any
 
@@ -9,30 +9,37 @@ from tandem.cluster.cli import client
 from tandem.cluster.cli.main import app
 from tandem.proto import worker_pb2
 
+ROUTERS = [{"id": "r-0", "grpc": "a:1", "http": "a:2"}, {"id": "r-1", "grpc": "a:3", "http": "a:4"}]
 LOAD = {field.name: 3 for field in worker_pb2.Load.DESCRIPTOR.fields}
 
 
 def worker(name: str, peers: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": name, "role": "decode", "state": "ready", "leases": 1, "transfers": 2, "load": LOAD, "peers": peers}
+    state = {"id": name, "role": "decode", "state": "ready", "load": LOAD, "peers": peers}
+    return state | {"num_leases": 1, "num_transfers": 2}
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[str]:
-    service = {"service": "tandem", "model": "m", "grpc": "a:1", "http": "a:2", "workers": list(workers)}
+    service = {"service": "tandem", "model": "m", "routers": ROUTERS, "workers": list(workers)}
     monkeypatch.setattr(client, "_fetch", lambda url: service)
     result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 0
     return [line.rstrip() for line in result.output.splitlines()]
 
 
-def test_ways_of_kv_cache_are_shown_with_their_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_router_is_shown_with_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(monkeypatch, worker("d-0", []))
+    assert lines[:3] == ["tandem: m", "router r-0  grpc=a:1 http=a:2", "router r-1  grpc=a:3 http=a:4"]
+
+
+def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [
-        {"endpoint": "10.0.0.1:7000", "transport": "shared", "gb_per_second": 21.346},
-        {"endpoint": "10.0.0.2:7000", "transport": "grpc", "gb_per_second": 1.9},
+        {"endpoint": "10.0.0.1:7000", "transport": "shared"},
+        {"endpoint": "10.0.0.2:7000", "transport": "grpc"},
     ]
     lines = printed(monkeypatch, worker("d-0", peers), worker("d-1", []))
-    assert lines[-3].split() == ["worker", "pulls", "from", "transport", "GB/s"]
-    assert lines[-2].split() == ["d-0", "10.0.0.1:7000", "shared", "21.35"]
-    assert lines[-1].split() == ["d-0", "10.0.0.2:7000", "grpc", "1.90"]
+    assert lines[-3].split() == ["worker", "pulls", "from", "transport"]
+    assert lines[-2].split() == ["d-0", "10.0.0.1:7000", "shared"]
+    assert lines[-1].split() == ["d-0", "10.0.0.2:7000", "grpc"]
 
 
 def test_workers_that_have_pulled_nothing_have_no_such_table(monkeypatch: pytest.MonkeyPatch) -> None:

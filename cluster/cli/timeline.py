@@ -1,20 +1,21 @@
-"""Where the time of requests went, for people to read."""
+"""Formats the timelines of requests as a table."""
 
 from collections.abc import Iterable
 from typing import Final
 
 from rich.table import Table
 
-from ..proto import inference_pb2
+from ...proto import inference_pb2
 
 TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
 
 
 def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
-    """One line for each named request. Times are in ms; those from tokenize to decode add up to total.
+    """Returns a table with one line for each named request. Times are in ms; those from tokenize to decode add up to
+    total.
 
-    The KV columns tell the bytes moved, the rate while they were under way, how long anybody waited for them; "by" is
-    the way that they took."""
+    The KV columns are the bytes moved, the rate while they were moving, and how long the request waited for them; "by"
+    is the transport."""
     table = Table(title="Where the time went (ms)", title_justify="left", header_style="bold")
     table.add_column("request", no_wrap=True)
     numbers = (
@@ -38,7 +39,7 @@ def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
 
 
 def total_of_parts(timeline: inference_pb2.Timeline) -> float:
-    """Seconds that the parts of the timeline make together."""
+    """Returns the sum of the timeline's parts in seconds."""
     return (
         timeline.tokenize_seconds
         + timeline.dispatch_seconds
