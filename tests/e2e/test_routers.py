@@ -97,7 +97,7 @@ async def running(service: Any) -> None:
 
 
 def pid_listening_on(address: str) -> int:
-    host, port = address.split(":")
-    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr == (host, int(port))}
+    port = int(address.rpartition(":")[2])
+    (pid,) = {each.pid for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr[1] == port}
     assert pid is not None
     return pid
