@@ -65,14 +65,11 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     timeline: o.ShowTimeline = False,
 ) -> None:
-    """Continue a text; the continuation streams to stdout. Several completions come one below the other, when all are
-    there. Tables of log probabilities and times go to stderr."""
+    """Complete a text, streamed to stdout; several completions are printed when all of them have ended. Tables of log
+    probabilities and times go to stderr."""
     options = o.given_options(context.params)  # which are these parameters
-    if not options.keys() & {"n", "best_of", "beam_width"}:
-        options.setdefault("temperature", 0.0)
-    text = _prompt(prompt, file)
     with Client(target, api_key=api_key) as client:
-        _generate(client, text, options, timeout, as_json=as_json, timeline=timeline)
+        _generate(client, _prompt(prompt, file), options, timeout, as_json=as_json, timeline=timeline)
 
 
 def status(
@@ -107,6 +104,8 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 def _generate(
     client: Client, prompt: str, options: Options, timeout: float | None, *, as_json: bool, timeline: bool
 ) -> None:
+    if not options.keys() & {"n", "best_of", "beam_width"}:
+        options.setdefault("temperature", 0.0)
     with client.stream(prompt, timeout=timeout, **options) as stream:
         if as_json:
             typer.echo(json.dumps(completion_json(stream.completion()), ensure_ascii=False))

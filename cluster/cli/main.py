@@ -11,7 +11,7 @@ import typer
 from ...proto.errors import InvalidArgument, NotFound, TandemError
 from ...workers.model.checkpoint import CheckpointError
 from ..config import ConfigError
-from .bench import bench
+from .bench import DEFINITIONS, bench
 from .chat import chat
 from .client import generate, status
 from .eval import eval_app
@@ -29,8 +29,9 @@ app = typer.Typer(
 app.add_typer(model_app, name="model")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
-for command in (generate, chat, status, bench, serve, check_config):
+for command in (generate, chat, status, serve, check_config):
     app.command()(command)
+app.command(epilog=DEFINITIONS)(bench)
 
 
 def main() -> None:

@@ -98,6 +98,7 @@ async def running(service: Any) -> None:
 
 def pid_listening_on(address: str) -> int:
     port = int(address.rpartition(":")[2])
-    (pid,) = {each.pid for each in psutil.net_connections("tcp") if each.status == "LISTEN" and each.laddr[1] == port}
+    listening = (each for each in psutil.net_connections("tcp") if each.status == "LISTEN")
+    (pid,) = {each.pid for each in listening if each.laddr and each.laddr.port == port}
     assert pid is not None
     return pid
