@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from ..proto import worker_pb2
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, TandemConfig, nodes_offering, ranks_per_node
-from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryUnavailable, Follower, RouterInfo
+from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryUnavailable, DirectoryWatcher, RouterInfo
 from .ranks import node_host, rank_addresses, rank_threads, start_ranks
 from .status import describe_workers
 
@@ -138,13 +138,13 @@ class Router:
             config, Path(folder), node_host(config.host), take_free_ports=replicas > 1
         )
         _freeze()
-        self._tasks = [asyncio.create_task(self._follow())]
+        self._tasks = [asyncio.create_task(self._watch())]
 
     def __repr__(self) -> str:
         return f"tandem router {self._config.served_name}"
 
     def check_health(self) -> None:
-        """Raises if the router no longer follows the directory; Serve then replaces the replica."""
+        """Raises if the router no longer watches the directory; Serve then replaces the replica."""
         _raise_if_ended(self._tasks)
 
     async def __call__(self, request: Request) -> JSONResponse:
@@ -186,9 +186,9 @@ class Router:
             await self._directory.remove(self._router_id)
         await self._runtime.stop(self._config.grace_seconds)
 
-    async def _follow(self) -> None:
+    async def _watch(self) -> None:
         """Keeps the router's list of workers as the directory has it; while that is unavailable, the last one stays."""
-        follower = Follower()
+        watcher = DirectoryWatcher()
         while True:
             me = RouterInfo(
                 router_id=self._router_id,
@@ -197,13 +197,13 @@ class Router:
                 num_workers=len(self._workers),
             )
             try:
-                workers = await self._directory.follow(follower, me)
+                workers = await self._directory.watch(watcher, me)
             except DirectoryUnavailable as error:
                 log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
                 continue
             async with self._changed:
-                self._workers, self._routers = workers, follower.routers
+                self._workers, self._routers = workers, watcher.routers
                 await self._runtime.update(workers)
                 self._changed.notify_all()
 

@@ -2,7 +2,7 @@
 
 `Directory` is plain asyncio; `open_directory` runs it as a named Ray actor, one for each service, and
 `DirectoryClient` calls that. Workers are sent as serialized `WorkerInfo`. A member that is silent for `expiry` seconds
-is dropped. A directory that restarts is filled again by the heartbeats; `Follower` keeps a router from mistaking its
+is dropped. A directory that restarts is filled again by the heartbeats; `DirectoryWatcher` keeps a router from mistaking its
 emptiness for the loss of all workers.
 """
 
@@ -88,12 +88,10 @@ class Directory:
             routers=tuple(info for info in members if isinstance(info, RouterInfo)),
         )
 
-    async def follow(
-        self, incarnation: str, version: int, timeout: float, router: RouterInfo | None = None
-    ) -> Snapshot:
+    async def watch(self, incarnation: str, version: int, timeout: float, router: RouterInfo | None = None) -> Snapshot:
         """Returns a snapshot as soon as the directory differs from the caller's version, or after `timeout` seconds.
 
-        `router` is the caller: it is registered, or refreshed, by following."""
+        `router` is the caller: it is registered, or refreshed, by watching."""
         if router is not None:
             self._refresh(router.router_id, router)
         deadline = self._clock() + timeout
@@ -137,7 +135,7 @@ class Directory:
             self._bump()
 
 
-class Follower:
+class DirectoryWatcher:
     """Merges the snapshots that a router receives into the list of workers that it may use."""
 
     def __init__(self, expiry: float = EXPIRY_SECONDS) -> None:
@@ -183,11 +181,11 @@ class DirectoryClient:
     async def remove(self, member_id: str) -> None:
         await self._call("remove", member_id)
 
-    async def follow(self, follower: Follower, router: RouterInfo) -> list[worker_pb2.WorkerInfo]:
+    async def watch(self, watcher: DirectoryWatcher, router: RouterInfo) -> list[worker_pb2.WorkerInfo]:
         """Registers the router, waits for a change, at most half the expiry, and returns the workers."""
         timeout = EXPIRY_SECONDS / 2
-        snapshot = await self._call("follow", follower.incarnation, follower.version, timeout, router, wait=timeout)
-        return follower.apply(snapshot)
+        snapshot = await self._call("watch", watcher.incarnation, watcher.version, timeout, router, wait=timeout)
+        return watcher.apply(snapshot)
 
     async def _call(self, method: str, *args: object, wait: float = 0.0) -> Any:
         try:

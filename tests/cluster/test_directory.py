@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.cluster.directory import Directory, Follower, RouterInfo, Snapshot
+from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo, Snapshot
 from tandem.proto import worker_pb2
 
 
@@ -75,10 +75,10 @@ async def test_a_frozen_directory_does_not_drop_everybody_when_it_wakes() -> Non
     assert ids(await directory.snapshot()) == ["a"]
 
 
-async def test_follow_answers_at_once_when_there_is_news_and_else_waits_for_it() -> None:
+async def test_watch_answers_at_once_when_there_is_news_and_else_waits_for_it() -> None:
     directory = Directory()
-    first = await directory.follow("", -1, timeout=60)
-    waiting = asyncio.create_task(directory.follow(first.incarnation, first.version, timeout=60))
+    first = await directory.watch("", -1, timeout=60)
+    waiting = asyncio.create_task(directory.watch(first.incarnation, first.version, timeout=60))
     await asyncio.sleep(0)
     assert not waiting.done()
     await directory.register(worker("a"))
@@ -86,41 +86,41 @@ async def test_follow_answers_at_once_when_there_is_news_and_else_waits_for_it()
         assert ids(await waiting) == ["a"]
 
 
-async def test_follow_ends_at_its_timeout() -> None:
+async def test_watch_ends_at_its_timeout() -> None:
     directory = Directory()
     first = await directory.snapshot()
     async with asyncio.timeout(5):
-        same = await directory.follow(first.incarnation, first.version, timeout=0.05)
+        same = await directory.watch(first.incarnation, first.version, timeout=0.05)
     assert (same.version, same.workers) == (first.version, ())
 
 
-async def test_follow_tells_of_an_expiry_that_nobody_announced() -> None:
+async def test_watch_tells_of_an_expiry_that_nobody_announced() -> None:
     directory = Directory(expiry=0.2)
     await directory.register(worker("a"))
     known = await directory.snapshot()
     async with asyncio.timeout(5):
-        assert ids(await directory.follow(known.incarnation, known.version, timeout=60)) == []
+        assert ids(await directory.watch(known.incarnation, known.version, timeout=60)) == []
 
 
 async def test_a_router_is_registered_as_long_as_it_follows() -> None:
     clock = Clock()
     directory = Directory(expiry=10, clock=clock)
     routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(2)]
-    first = await directory.follow("", -1, 60, routers[0])
+    first = await directory.watch("", -1, 60, routers[0])
     assert (first.routers, first.workers) == ((routers[0],), ())
-    waiting = asyncio.create_task(directory.follow(first.incarnation, first.version, 60, routers[0]))
+    waiting = asyncio.create_task(directory.watch(first.incarnation, first.version, 60, routers[0]))
     await asyncio.sleep(0)
-    second = await directory.follow("", -1, 60, routers[1])
+    second = await directory.watch("", -1, 60, routers[1])
     async with asyncio.timeout(5):
         assert (await waiting).routers == second.routers == tuple(routers)
     await directory.register(worker("a"))
     knows_a = replace(routers[1], num_workers=1)
-    assert (await directory.follow("", -1, 60, knows_a)).routers == (routers[0], knows_a)
+    assert (await directory.watch("", -1, 60, knows_a)).routers == (routers[0], knows_a)
     for _ in range(2):
         clock.now += 4
-        await directory.follow("", -1, 60, knows_a)
+        await directory.watch("", -1, 60, knows_a)
     clock.now += 4
-    assert (await directory.snapshot()).routers == (knows_a,), "the other has not followed for 10 s"
+    assert (await directory.snapshot()).routers == (knows_a,), "the other has not watched for 10 s"
     await directory.remove("r1")
     assert (await directory.snapshot()).routers == ()
 
@@ -143,9 +143,9 @@ def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:
         ([snapshot("x", 50, "a"), snapshot("y", 0), snapshot("z", 1, "b")], {"a", "b"}),
     ],
 )
-def test_what_a_follower_believes(snapshots: list[Snapshot], believed: set[str]) -> None:
-    follower = Follower(expiry=10)
-    workers = [follower.apply(one) for one in snapshots][-1]
+def test_what_a_watcher_believes(snapshots: list[Snapshot], believed: set[str]) -> None:
+    watcher = DirectoryWatcher(expiry=10)
+    workers = [watcher.apply(one) for one in snapshots][-1]
     assert {info.worker_id for info in workers} == believed
     assert len(workers) == len(believed)
-    assert (follower.incarnation, follower.version) == (snapshots[-1].incarnation, 1)
+    assert (watcher.incarnation, watcher.version) == (snapshots[-1].incarnation, 1)
