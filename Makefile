@@ -30,7 +30,7 @@ check: .venv/.installed  ## lint, format, types, architecture, generated code, p
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.venv/typing $(BIN)/mypy -p tandem
-	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_names.py
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/buf lint
 
