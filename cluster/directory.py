@@ -2,8 +2,8 @@
 
 `Directory` is plain asyncio; `open_directory` runs it as a named Ray actor, one for each service, and
 `DirectoryClient` calls that. Workers are sent as serialized `WorkerInfo`. A member that is silent for `expiry` seconds
-is dropped. A directory that restarts is filled again by the heartbeats; `DirectoryWatcher` keeps a router from mistaking its
-emptiness for the loss of all workers.
+is dropped. A directory that restarts is filled again by the heartbeats; `DirectoryWatcher` keeps a router from
+mistaking its emptiness for the loss of all workers.
 """
 
 import asyncio

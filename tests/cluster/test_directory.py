@@ -102,7 +102,7 @@ async def test_watch_tells_of_an_expiry_that_nobody_announced() -> None:
         assert ids(await directory.watch(known.incarnation, known.version, timeout=60)) == []
 
 
-async def test_a_router_is_registered_as_long_as_it_follows() -> None:
+async def test_a_router_is_registered_as_long_as_it_watches() -> None:
     clock = Clock()
     directory = Directory(expiry=10, clock=clock)
     routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(2)]
