@@ -12,6 +12,13 @@ def test_every_function_of_a_path_exists_and_is_linked_to_the_one_before(name: s
     assert problems(parse(PATHS[name][0])) == []
 
 
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_is_short(name: str) -> None:
+    path, most_functions, most_files = PATHS[name]
+    functions, files = count(parse(path))
+    assert (functions <= most_functions, files <= most_files) == (True, True), (functions, files)
+
+
 SOURCE = """
 class Server:
     def __init__(self): self.queue = []
