@@ -89,13 +89,13 @@ class TandemConfig(_Section):
     device: Literal["cpu", "cuda"] = "cpu"
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
-    # How KV cache may go from worker to worker, beside gRPC; each two take the fastest that works between them. None is
-    # shared memory (within a host) on CPUs, and nothing more on GPUs until NCCL has been measured on some.
+    # Of KV cache between workers, beside gRPC. None is shared memory (within a host) on CPUs, and gRPC alone on GPUs
+    # until NCCL has been measured.
     kv_transports: Transports | None = None
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
-    grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # what a stop leaves to streams that run
+    grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # that running streams have to end when the service stops
     start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # how long a start may take
-    # The interface that all servers bind: None is loopback on a local Ray, the node's address on a cluster.
+    # The interface that all servers bind. None: loopback on a local Ray, the node's address on a cluster.
     host: Host | None = None
     # Serve's HTTP proxy (/-/healthz, and the status page under /NAME). None: 8000, or on a local Ray a free one if that
     # is taken.
