@@ -106,28 +106,28 @@ def check_options(options: BenchOptions) -> BenchOptions:
         raise InvalidArgument("give either --concurrency or --rate", "load")
     if load.num_prompts is None and load.seconds is None and workload.file is None:
         raise InvalidArgument("give --num-prompts or --seconds", "load")
-    _check_number("--concurrency", load.concurrency, 1, 100_000)
-    _check_number("--rate", load.rate, 1e-6, 1e6)
-    _check_number("--num-prompts", load.num_prompts, 1, _MAX_COUNT)
-    _check_number("--seconds", load.seconds, 0.001, _MAX_SECONDS)
-    _check_number("--warmup", load.warmup, 0, _MAX_COUNT)
-    _check_number("--timeout", load.timeout, 0.001, _MAX_SECONDS)
-    _check_number("--rounds", options.rounds, 1, 1_000)
+    shared = workload.kind == "shared-prefix"
+    bounds: tuple[tuple[str, float | None, float, float], ...] = (
+        ("--concurrency", load.concurrency, 1, 100_000),
+        ("--rate", load.rate, 1e-6, 1e6),
+        ("--num-prompts", load.num_prompts, 1, _MAX_COUNT),
+        ("--seconds", load.seconds, 0.001, _MAX_SECONDS),
+        ("--warmup", load.warmup, 0, _MAX_COUNT),
+        ("--timeout", load.timeout, 0.001, _MAX_SECONDS),
+        ("--rounds", options.rounds, 1, 1_000),
+        ("--input-len", workload.input_len, 1, _MAX_COUNT),
+        ("--output-len", workload.output_len, 1, _MAX_COUNT),
+        ("--prefix-len", workload.prefix_len, 1 if shared else 0, _MAX_COUNT),
+        ("--vocab-size", workload.vocab_size, 2, 2**31),
+        ("--seed", workload.seed, 0, 2**63),
+    )
+    for option, number, low, high in bounds:
+        if number is not None and not low <= number <= high:
+            raise InvalidArgument(f"must be from {low:g} to {high:g}", option)
     if workload.kind not in WORKLOADS:
         raise InvalidArgument(f"must be one of {', '.join(WORKLOADS)}", "--workload")
-    _check_number("--input-len", workload.input_len, 1, _MAX_COUNT)
-    _check_number("--output-len", workload.output_len, 1, _MAX_COUNT)
-    shared = workload.kind == "shared-prefix"
-    _check_number("--prefix-len", workload.prefix_len, 1 if shared else 0, _MAX_COUNT)
     if workload.prefix_len and not shared:
         raise InvalidArgument("belongs to --workload shared-prefix", "--prefix-len")
-    _check_number("--vocab-size", workload.vocab_size, 2, 2**31)
-    _check_number("--seed", workload.seed, 0, 2**63)
     if (workload.file is not None) != (workload.kind == "file"):
         raise InvalidArgument("belongs to --workload file, which needs it", "--file")
     return options
-
-
-def _check_number(option: str, number: float | None, low: float, high: float) -> None:
-    if number is not None and not low <= number <= high:
-        raise InvalidArgument(f"must be from {low:g} to {high:g}", option)

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...router.client.client import AsyncClient
-from ...router.client.types import Options
-from ..eval.generate import CompletedCase, answer_cases, parse_cases, write_answers
+from ...router.client.types import Completion, Options
+from ..eval.generate import complete_cases, parse_cases, write_completions
 from ..eval.perplexity import Perplexity, measure_perplexity
-from ..eval.scores import Scores, check_libraries, score_texts
+from ..eval.scores import check_libraries, score_texts
 from . import options as o
 
 eval_app = typer.Typer(help="Evaluate the served model.", no_args_is_help=True)
@@ -84,16 +84,16 @@ def generate(
     cases = parse_cases(o.read_text(file, "file"), file)
     options: Options = o.given_options(context.params)
 
-    async def answer() -> list[CompletedCase]:
-        with _progress("answers", len(cases)) as bar:
+    async def complete() -> list[Completion]:
+        with _progress("completions", len(cases)) as bar:
             async with AsyncClient(target, api_key=api_key) as client:
-                return await answer_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
+                return await complete_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
 
-    answers = asyncio.run(answer())
+    completions = asyncio.run(complete())
     if output is not None:
-        write_answers(output, answers)
-    scores: Scores = score_texts([each.text for each in answers], [each.case.all_references for each in answers])
-    _print_figures({"cases": len(answers)} | asdict(scores), as_json)
+        write_completions(output, cases, completions)
+    scores = score_texts([each.text for each in completions], [each.all_references for each in cases])
+    _print_figures({"cases": len(cases)} | asdict(scores), as_json)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ...proto.errors import InvalidArgument
 from ...router.client.client import AsyncClient
-from ...router.client.types import Options
+from ...router.client.types import Completion, Options
 from .gather import map_concurrently
 
 
@@ -37,19 +36,6 @@ class Case(BaseModel):
         return self.references if self.reference is None else [self.reference]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletedCase:
-    """Holds a case and the completion that is to be scored."""
-
-    case: Case
-    text: str
-    finish_reason: str
-
-    def as_json(self) -> dict[str, Any]:
-        given = self.case.model_dump(exclude_unset=True)
-        return given | {"text": self.text, "finish_reason": self.finish_reason}
-
-
 def parse_cases(text: str, path: Path) -> list[Case]:
     """Returns the cases of a JSONL file's text, without its empty lines. Raises InvalidArgument, which names the line
     of `path`."""
@@ -68,27 +54,31 @@ def parse_cases(text: str, path: Path) -> list[Case]:
     return cases
 
 
-async def answer_cases(
+async def complete_cases(
     client: AsyncClient,
     cases: Sequence[Case],
     options: Options,
     concurrency: int,
-    on_answer: Callable[[], None] = lambda: None,
-) -> list[CompletedCase]:
-    """Returns the completions in the order of the cases. `on_answer` is called after each. Raises a TandemError."""
+    on_completion: Callable[[], None] = lambda: None,
+) -> list[Completion]:
+    """Returns the completions in the order of the cases; calls `on_completion` after each. Raises a TandemError."""
 
-    async def answer(case: Case) -> CompletedCase:
-        asked = client.chat(case.messages, **options) if case.messages else client.generate(case.prompt, **options)
-        completion = await asked
-        on_answer()
-        return CompletedCase(case=case, text=completion.text, finish_reason=completion.finish_reason)
+    async def complete(case: Case) -> Completion:
+        call = client.chat(case.messages, **options) if case.messages else client.generate(case.prompt, **options)
+        completion = await call
+        on_completion()
+        return completion
 
-    return await map_concurrently(answer, cases, concurrency)
+    return await map_concurrently(complete, cases, concurrency)
 
 
-def write_answers(path: Path, answers: Sequence[CompletedCase]) -> None:
-    """Writes one line of JSON for each. Raises InvalidArgument if the file cannot be written."""
-    lines = [json.dumps(each.as_json(), ensure_ascii=False) + "\n" for each in answers]
+def write_completions(path: Path, cases: Sequence[Case], completions: Sequence[Completion]) -> None:
+    """Writes one line of JSON for each case. Raises InvalidArgument if the file cannot be written."""
+    lines = []
+    for case, completion in zip(cases, completions, strict=True):
+        given = case.model_dump(exclude_unset=True)
+        given |= {"text": completion.text, "finish_reason": completion.finish_reason}
+        lines.append(json.dumps(given, ensure_ascii=False) + "\n")
     try:
         path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
