@@ -89,8 +89,8 @@ class TandemConfig(_Section):
     device: Literal["cpu", "cuda"] = "cpu"
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
-    # Of KV cache between workers, beside gRPC. None is shared memory (within a host) on CPUs, and gRPC alone on GPUs
-    # until NCCL has been measured.
+    # Transports of KV cache between workers, preferred to gRPC in this order; each two take the first that both can
+    # use. None is shared memory (within a host) on CPUs, and only gRPC on GPUs until NCCL has been measured on some.
     kv_transports: Transports | None = None
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
     grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # that running streams have to end when the service stops

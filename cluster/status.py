@@ -15,7 +15,8 @@ STATUS_SECONDS: Final = 1.0
 
 async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo]) -> list[dict[str, Any]]:
     """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and WorkerInfo by their names,
-    `id`, `role`, and `state`: ready, draining, or silent for one that does not answer within a second."""
+    `id`, `role`, `state` (ready, draining, or silent for one that does not answer within a second), and `transports` by
+    the endpoint of each rank from which it has pulled KV cache."""
     ordered = sorted(workers, key=lambda worker: worker.worker_id)
     return list(await asyncio.gather(*(_describe(worker) for worker in ordered)))
 
@@ -32,9 +33,9 @@ async def _describe(worker: worker_pb2.WorkerInfo) -> dict[str, Any]:
             pass  # `state` says so
     role = worker_pb2.Role.Name(status.info.role).removeprefix("ROLE_").lower()
     fields = _scalars(status) | _scalars(status.info)
-    peers = [_scalars(peer) for peer in status.peers]
-    named = {"id": status.info.worker_id, "role": role, "state": state}
-    return fields | named | {"load": _scalars(status.info.load), "peers": peers}
+    transports = {peer.endpoint: peer.transport for peer in status.peers}
+    named = {"id": status.info.worker_id, "role": role, "state": state, "transports": transports}
+    return fields | named | {"load": _scalars(status.info.load)}
 
 
 def _scalars(message: Message) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def wait_until_idle(status_url: str, seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while True:
         found = workers(status_url)
-        assert all(worker["balanced"] for worker in found)
+        assert all(worker.get("integrity_ok", worker.get("balanced")) for worker in found)
         loads = [worker["load"] for worker in found]
         held = [load["owned_blocks"] + load["leased_blocks"] + load["reserved_blocks"] for load in loads]
         held += [worker[name] for worker in found for name in worker if name in ACTIVITY]

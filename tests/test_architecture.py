@@ -49,8 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "router.frontend": {"router.request"},
     "router.output": {"router.frontend", "router.request"},
     "router.api": {"router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"},
-    "router.api.servers": {"router.api", "router.api.openai"},
-    "router.api.openai": {"router.api", "router.frontend", "router.request"},
+    "router.api.openai": {"router.api", "router.frontend", "router.output", "router.request"},
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
     "cluster.store": set(),
@@ -58,6 +57,7 @@ ARROWS: dict[str, set[str]] = {
     "cluster.eval": {"router.client"},
     "cluster.bench": {"router.client"},
 }
+ARROWS["router.api.servers"] = {"router.api", "router.api.openai"}
 MODEL = {name for name in ARROWS if name.startswith("workers.model.")}
 ARROWS["workers.model"] = {"workers.engine", "workers.kv_cache", *MODEL}
 ARROWS["workers.tp"] = {

@@ -1,31 +1,64 @@
-"""Blocking work beside an event loop, and the cores that this process may use."""
+"""Counts the cores that this process may use, and runs blocking work beside an event loop."""
 
 import asyncio
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def available_cores(root: Path = Path("/")) -> int:
+    """Returns how many cores this process may compute with, at least 1: its CPU set, but no more than the CPU quotas of
+    its cgroup (v2 `cpu.max`, v1 `cpu.cfs_quota_us`) and of the groups above it, rounded down: a thread beyond a quota
+    makes all threads stop when it is used up. `root` holds proc and sys."""
+    quotas = [quota for group in _cgroups(root) if (quota := _quota(group)) is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in quotas)]))
+
+
+def _cgroups(root: Path) -> list[Path]:
+    """Returns the folders of this process's CPU cgroup, v1 and v2, and of the groups above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = mount / path.strip("/")
+        # In a container the path may be the host's, of which the mount shows only the container's own part.
+        found += [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+    return found
+
+
+def _quota(group: Path) -> float | None:
+    """Returns the CPU quota of one cgroup in cores; None if it has none."""
+    with suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError):
+        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return None if int(quota) < 0 else int(quota) / int(period)
+    return None
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Runs `work` in a daemon thread of its own, which ends with it; nobody waits for one that is given up.
+    """Runs `work` in a daemon thread of its own, which ends with it; a cancelled future is not waited for.
 
     A pool's thread would stay: while a thread that has computed lives, libgomp counts its OpenMP team beside the
-    engine's, takes the machine for overcommitted and lets no thread spin."""
+    engine's, assumes that the machine is overcommitted and lets no thread spin."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
         if done.done():
-            return  # whoever waited has given up
+            return  # it was cancelled
         if error is not None:
             done.set_exception(error)
         else:
@@ -36,7 +69,7 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
         error: BaseException | None = None
         try:
             result = work()
-        except BaseException as raised:  # handed to whoever waits
+        except BaseException as raised:  # handed to the future
             error = raised
         with suppress(RuntimeError):  # the loop has closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)

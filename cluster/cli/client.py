@@ -65,11 +65,14 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     timeline: o.ShowTimeline = False,
 ) -> None:
-    """Complete a text, streamed to stdout; several completions are printed when all of them have ended. Tables of log
-    probabilities and times go to stderr."""
+    """Continue a text; the continuation streams to stdout. Several completions come one below the other, when all are
+    there. Tables of log probabilities and times go to stderr."""
     options = o.given_options(context.params)  # which are these parameters
+    if not options.keys() & {"n", "best_of", "beam_width"}:
+        options.setdefault("temperature", 0.0)
+    text = _prompt(prompt, file)
     with Client(target, api_key=api_key) as client:
-        _generate(client, _prompt(prompt, file), options, timeout, as_json=as_json, timeline=timeline)
+        _generate(client, text, options, timeout, as_json=as_json, timeline=timeline)
 
 
 def status(
@@ -86,8 +89,8 @@ def status(
     for router in service["routers"]:
         console.print(f"router {router['id']}  grpc={router['grpc']} http={router['http']}")
     console.print(_worker_table(service["workers"]))
-    if any(worker["peers"] for worker in service["workers"]):
-        console.print(_peer_table(service["workers"]))
+    if any(worker["transports"] for worker in service["workers"]):
+        console.print(_transport_table(service["workers"]))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -104,8 +107,6 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 def _generate(
     client: Client, prompt: str, options: Options, timeout: float | None, *, as_json: bool, timeline: bool
 ) -> None:
-    if not options.keys() & {"n", "best_of", "beam_width"}:
-        options.setdefault("temperature", 0.0)
     with client.stream(prompt, timeout=timeout, **options) as stream:
         if as_json:
             typer.echo(json.dumps(completion_json(stream.completion()), ensure_ascii=False))
@@ -143,10 +144,10 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _peer_table(workers: list[dict[str, Any]]) -> Table:
+def _transport_table(workers: list[dict[str, Any]]) -> Table:
     """Returns a table of the ranks from which each worker has pulled KV cache, and the transport that it used."""
     table = Table("worker", "pulls from", "transport", box=None, header_style="bold", pad_edge=False)
     for worker in workers:
-        for peer in worker["peers"]:
-            table.add_row(worker["id"], peer["endpoint"], peer["transport"])
+        for endpoint, transport in worker["transports"].items():
+            table.add_row(worker["id"], endpoint, transport)
     return table

@@ -83,8 +83,8 @@ async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(service: Any, exp
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)
     assert {way for answer in found for way in answer.timeline.kv_transport.split("+")} <= {"grpc", "shared"}
     (decode,) = (worker for worker in workers(service.status_url) if worker["role"] == "decode")
-    assert len({peer["endpoint"].partition(":")[0] for peer in decode["peers"]}) == 2  # one for each node
-    assert {peer["transport"] for peer in decode["peers"]} == {"shared"}
+    assert len({endpoint.partition(":")[0] for endpoint in decode["transports"]}) == 2  # one for each node
+    assert set(decode["transports"].values()) == {"shared"}
     wait_until_idle(service.status_url)
 
 

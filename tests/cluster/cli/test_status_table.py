@@ -10,11 +10,11 @@ from tandem.cluster.cli.main import app
 from tandem.proto import worker_pb2
 
 ROUTERS = [{"id": "r-0", "grpc": "a:1", "http": "a:2"}, {"id": "r-1", "grpc": "a:3", "http": "a:4"}]
-LOAD = {field.name: 3 for field in worker_pb2.Load.DESCRIPTOR.fields}
+LOAD = {field.name: 3 for field in worker_pb2.WorkerInfo().load.DESCRIPTOR.fields}
 
 
-def worker(name: str, peers: list[dict[str, Any]]) -> dict[str, Any]:
-    state = {"id": name, "role": "decode", "state": "ready", "load": LOAD, "peers": peers}
+def worker(name: str, transports: dict[str, str]) -> dict[str, Any]:
+    state = {"id": name, "role": "decode", "state": "ready", "load": LOAD, "transports": transports}
     return state | {"num_leases": 1, "num_transfers": 2}
 
 
@@ -27,22 +27,19 @@ def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[s
 
 
 def test_every_router_is_shown_with_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = printed(monkeypatch, worker("d-0", []))
+    lines = printed(monkeypatch, worker("d-0", {}))
     assert lines[:3] == ["tandem: m", "router r-0  grpc=a:1 http=a:2", "router r-1  grpc=a:3 http=a:4"]
 
 
 def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = [
-        {"endpoint": "10.0.0.1:7000", "transport": "shared"},
-        {"endpoint": "10.0.0.2:7000", "transport": "grpc"},
-    ]
-    lines = printed(monkeypatch, worker("d-0", peers), worker("d-1", []))
+    transports = {"10.0.0.1:7000": "shared", "10.0.0.2:7000": "grpc"}
+    lines = printed(monkeypatch, worker("d-0", transports), worker("d-1", {}))
     assert lines[-3].split() == ["worker", "pulls", "from", "transport"]
     assert lines[-2].split() == ["d-0", "10.0.0.1:7000", "shared"]
     assert lines[-1].split() == ["d-0", "10.0.0.2:7000", "grpc"]
 
 
 def test_workers_that_have_pulled_nothing_have_no_such_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = printed(monkeypatch, worker("d-0", []))
+    lines = printed(monkeypatch, worker("d-0", {}))
     assert not any("pulls from" in line for line in lines)
     assert lines[-1].split()[1] == "d-0"

@@ -63,7 +63,7 @@ def check_pieces_make(whole: str, texts: Sequence[str]) -> None:
 
 
 @given(TEXT, TEXT, CUTS)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_any_text_at_any_byte_boundary(prompt: str, text: str, cuts: list[int]) -> None:
     ids = list(text.encode())
     check_pieces_make(text, run(BYTES, list(prompt.encode()), pieces_of(ids, cuts)))
@@ -74,19 +74,19 @@ def test_any_text_at_any_byte_boundary(prompt: str, text: str, cuts: list[int]) 
 @example(b"", [0x80] * 60, [1])
 @example(b"", [0xF0, 0x9F, 0x98, 0x80] * 20, [1])
 @example(b"", [0xE2, EOS_ID, 0x82, BOS_ID, 0xAC], [1])
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_any_bytes_and_special_tokens(prompt: bytes, ids: list[int], cuts: list[int]) -> None:
     check_pieces_make(BYTES.decode(ids), run(BYTES, list(prompt), pieces_of(ids, cuts)))
 
 
 @given(TEXT, st.lists(st.integers(0, 511), max_size=60), CUTS)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_any_tokens_of_a_merged_vocabulary(prompt: str, ids: list[int], cuts: list[int]) -> None:
     check_pieces_make(merged().decode(ids), run(merged(), list(prompt.encode()), pieces_of(ids, cuts)))
 
 
 @given(st.text("ab é€🦊", min_size=1, max_size=30), st.text("ab é€🦊", max_size=30), CUTS)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_byte_fallback_with_the_prompt_as_context(prompt: str, text: str, cuts: list[int]) -> None:
     def ids(value: str) -> list[int]:
         known = {" ": [256], "a": [257], "b": [258], "é": [262]}
@@ -137,7 +137,7 @@ LETTERS = st.text("ab", max_size=30)
 
 
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), CUTS)
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_stop_strings_cut_where_the_whole_text_says(text: str, stops: list[str], cuts: list[int]) -> None:
     expected, found = cut_naively(text, stops)
     watcher, shown, stopped = StopStrings(stops), "", False
@@ -163,7 +163,7 @@ def test_text_without_stop_strings_is_not_held() -> None:
 
 
 @given(TEXT, st.lists(TEXT.filter(bool), max_size=3), CUTS, st.data())
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_transcript_is_the_cut_text(text: str, stops: list[str], cuts: list[int], data: st.DataObject) -> None:
     if text:  # stop strings that do occur
         start = data.draw(st.integers(0, len(text) - 1))

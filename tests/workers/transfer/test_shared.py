@@ -95,7 +95,7 @@ class Pair:
         return sum(len(payload) for message, payload in self.frames if isinstance(message, Data))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from([(4, 4), (3, 8), (16, 5), (1, 2)]), st.integers(1, 40), st.data(), st.sampled_from([1000, 7]))
 async def test_what_arrives_is_what_was_there(
     sizes: tuple[int, int], num_tokens: int, data: st.DataObject, chunk: int
