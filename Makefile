@@ -18,7 +18,7 @@ demo: .venv/.installed  ## serve the demo model on this machine, ask it four thi
 	@$(BIN)/python -m tandem.cluster.cli.demo
 
 quick: .venv/.installed  ## run the tests that need no network, no process and no model
-	$(BIN)/pytest --quick -q
+	$(BIN)/pytest --quick -q -p no:schemathesis
 
 test: .venv/.installed  ## run every test but the long soaks
 	$(BIN)/pytest

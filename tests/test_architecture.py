@@ -6,15 +6,12 @@ Every rule is a function from modules to complaints, and every rule has a contro
 import ast
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_FOLDER_FILES = 16  # __init__ included
@@ -93,62 +90,10 @@ FORBIDDEN_IMPORTS |= {"yaml.unsafe_load", "yaml.full_load", "builtins.eval", "bu
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "ray.cloudpickle"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Module:
-    """One source file of the package; `name` is absolute and a package's is that of its `__init__`."""
-
-    name: str
-    source: str
-    is_package: bool = False
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.source)
-
-    @property
-    def is_generated(self) -> bool:
-        return self.name.endswith(("_pb2", "_pb2_grpc"))
-
-    @property
-    def package(self) -> str:
-        return self.name if self.is_package else self.name.rpartition(".")[0]
-
-    @cached_property
-    def imports(self) -> list[str]:
-        """The absolute dotted names of everything imported anywhere in the file, functions and TYPE_CHECKING too."""
-        return list(imported_names(self))
-
-
-Rule = Callable[[list[Module]], list[str]]
-
-
-@cache
-def package_modules() -> list[Module]:
-    outside = ("tests", "build", "dist")
-    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in outside]
-    modules = []
-    for path in sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        is_package = parts[-1] == "__init__"
-        name = ".".join(("tandem", *(parts[:-1] if is_package else parts)))
-        modules.append(Module(name=name, source=path.read_text(), is_package=is_package))
-    return modules
-
-
 def room_of(name: str) -> str:
     """The entry of ARROWS that is the module or its folder; `` is the package's root. Unknown: its own name."""
     inner = name.partition(".")[2]
     return next((room for room in (inner, inner.rpartition(".")[0]) if room in ARROWS), name)
-
-
-def imported_names(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = module.package.split(".")[: -(node.level - 1) or None] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def edges(modules: list[Module]) -> dict[str, set[str]]:
@@ -274,11 +219,6 @@ def test_pyproject_lists_every_package() -> None:
     assert packages_off_the_list(package_modules(), listed) == set()
     assert packages_off_the_list(package_modules(), listed[1:]) == {listed[0]}
     assert packages_off_the_list(package_modules(), [*listed, "tandem.gone"]) == {"tandem.gone"}
-
-
-def made_up(**sources: str) -> list[Module]:
-    """Modules by names with `__` for the dot: `router__policy` is tandem.router.scheduling.policy."""
-    return [Module(name=f"tandem.{name.replace('__', '.')}", source=source) for name, source in sources.items()]
 
 
 CONTROLS: list[tuple[Rule, dict[str, str]]] = [

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tandem.tests.test_architecture import ROOT, Module, Rule, made_up, package_modules
+from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
 MAX_LINES = 22_000  # of all product code, without what is generated
 MAX_TYPES = 330  # classes and messages
