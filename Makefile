@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test check breaking format proto clean
+.PHONY: help venv demo quick test soak check breaking format proto clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -15,16 +15,22 @@ help:  ## show these lines
 venv: .venv/.installed  ## create .venv with the pinned versions; redone when they change
 
 demo: .venv/.installed  ## serve the demo model on this machine, ask it four things at once, stop
-	@$(BIN)/python -m tandem.cluster.demo
+	@$(BIN)/python -m tandem.cluster.cli.demo
 
-test: .venv/.installed  ## run every test
+quick: .venv/.installed  ## run the tests that need no network, no process and no model
+	$(BIN)/pytest --quick -q -p no:schemathesis
+
+test: .venv/.installed  ## run every test but the long soaks
 	$(BIN)/pytest
+
+soak: .venv/.installed  ## run the long soaks alone
+	$(BIN)/pytest -m soak
 
 check: .venv/.installed  ## lint, format, types, architecture, generated code, protobuf style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.venv/typing $(BIN)/mypy -p tandem
-	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_names.py
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/buf lint
 

@@ -1,14 +1,16 @@
-"""The Ray Serve application: `Router`, `PrefillPool` and `DecodePool`, thin shells around plain objects.
+"""Defines the Ray Serve application: the deployments `Router`, `PrefillPool` and `DecodePool`.
 
-One replica of a pool is one worker; the router's replica hosts the front doors. Requests never pass through Serve:
-it places, watches and restarts.
+One replica of a pool is one worker; one replica of the router hosts a gRPC and an HTTP server. Requests do not pass
+through Serve: it places, watches and restarts.
 """
 
 import asyncio
 import gc
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, cast
 
@@ -20,9 +22,9 @@ from ..proto import worker_pb2
 from ..workers.engine.config import Budgets
 from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
-from .config import PoolConfig, TandemConfig
-from .directory import HEARTBEAT_SECONDS, DirectoryAway, DirectoryClient, Follower
-from .ranks import node_host, rank_addresses, start_ranks
+from .config import PoolConfig, TandemConfig, nodes_offering, ranks_per_node
+from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryUnavailable, DirectoryWatcher, RouterInfo
+from .ranks import node_host, rank_addresses, rank_threads, start_ranks
 from .status import describe_workers
 
 log = logging.getLogger(__name__)
@@ -30,94 +32,83 @@ log = logging.getLogger(__name__)
 PREFILL: Final = worker_pb2.Role.ROLE_PREFILL
 DECODE: Final = worker_pb2.Role.ROLE_DECODE
 STOP_MARGIN_SECONDS: Final = 2.0
-_LAST_SECONDS: Final = 0.5  # what a worker that has failed may take to say so
+_LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
 
-_LEAST_CPUS: Final = 0.001  # Ray knows no empty bundle
+_LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
 
-# Nice value on CPUs. A step of prompts may wait for whatever else shares its cores; a step of streams may not, nor may
-# the threads that talk.
+# Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not, nor may the threads
+# that communicate.
 _PREFILL_NICE: Final = 10
 
 
 class WorkerPool:
-    """One worker of a pool: starts it, keeps it known to the directory, stops it."""
+    """Runs one worker of a pool: starts it, keeps it registered in the directory, stops it."""
 
     role: ClassVar[Literal["prefill", "decode"]]
+    _worker: Worker | None = None  # until the start has succeeded
+    _tasks: Sequence[asyncio.Task[None]] = ()
 
-    async def __init__(self, config: TandemConfig, folder: str, num_threads: int) -> None:  # type: ignore[misc]
-        pool: PoolConfig = getattr(config, self.role)
+    async def __init__(self, config: TandemConfig, folder: str, ranks_per_node: int) -> None:  # type: ignore[misc]
+        pool = config.pools[self.role]
         self._config = config
         self._directory = DirectoryClient(config.name)
-        rank = RankConfig(
-            model=folder,
-            dtype=config.dtype,
-            device=config.device,
-            block_size=pool.block_size,
-            kv_cache_bytes=pool.kv_cache_bytes,
-            context_tokens=config.context_tokens,
-            num_threads=num_threads,
-            transports=config.transports,
-            nice=_PREFILL_NICE if self.role == "prefill" else 0,
-            host=node_host(config.host),
-            start_seconds=config.start_seconds,
-        )
-        budgets = Budgets(
-            chunk_tokens=config.chunk_tokens(pool),
-            mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
-            max_sequences=pool.max_sequences,
-            prefix_caching=config.prefix_caching,
-        )
+        threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
+        worker_config = _worker_config(config, self.role, folder, threads())
         self._ranks = start_ranks(
-            rank,
+            worker_config.rank,
             pool.tp,
             host=config.host,
             label=repr(self),
-            environment=_environment(num_threads),
+            threads=threads,
+            environment=_environment(pool),
             gpu=config.device == "cuda",
         )
         self._worker = await Worker.start(
-            WorkerConfig(rank=rank, budgets=budgets, lease_seconds=config.lease_seconds),
+            worker_config,
             worker_id=f"{self.role}-{serve.get_replica_context().replica_id.unique_id}",
             role=self.role,
             ranks=await rank_addresses(self._ranks),
         )
-        self._failing = asyncio.create_task(self._end_with_the_worker())
         _freeze()
-        self._heartbeats = asyncio.create_task(self._heartbeat())
+        self._tasks = [
+            asyncio.create_task(self._exit_on_failure(self._worker)),
+            asyncio.create_task(self._heartbeat(self._worker)),
+        ]
 
     def __repr__(self) -> str:
         return f"tandem {self.role} {self._config.served_name}"
 
     def check_health(self) -> None:
         """Raises if the worker can serve no more; Serve then replaces the replica."""
-        _raise_if_ended(self._heartbeats)
-        self._worker.check_health()
+        _raise_if_ended(self._tasks)
+        if self._worker is not None:
+            self._worker.check_health()
 
     async def __del__(self) -> None:
-        """Serve's hook for a graceful stop, which it awaits."""
-        self._heartbeats.cancel()
-        self._failing.cancel()
+        """Stops the worker; Serve awaits this at a graceful stop, and also after a start that has failed."""
+        for task in self._tasks:
+            task.cancel()
+        if self._worker is None:
+            return
         try:
-            await self._directory.remove(self._worker.info().worker_id)
-        except DirectoryAway as error:
+            await self._directory.remove(self._worker.worker_id)
+        except DirectoryUnavailable as error:
             log.warning("not removed from the directory: %s", error)
         await self._worker.stop(grace=self._config.grace_seconds)
 
-    async def _end_with_the_worker(self) -> None:
-        """An engine that has failed or lost a rank cannot be mended. The process ends, Serve starts another."""
-        await self._worker.failed.wait()
+    async def _exit_on_failure(self, worker: Worker) -> None:
+        """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve starts another."""
+        await worker.failed.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_SECONDS):
-                await asyncio.gather(
-                    self._worker.stop(), self._directory.remove(self._worker.worker_id), return_exceptions=True
-                )
+                await asyncio.gather(worker.stop(), self._directory.remove(worker.worker_id), return_exceptions=True)
         os._exit(1)
 
-    async def _heartbeat(self) -> None:
+    async def _heartbeat(self, worker: Worker) -> None:
         while True:
             try:
-                await self._directory.register(self._worker.info())
-            except DirectoryAway as error:
+                await self._directory.register(worker.info())
+            except DirectoryUnavailable as error:
                 log.warning("heartbeat lost: %s", error)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
@@ -131,97 +122,125 @@ class DecodePool(WorkerPool):
 
 
 class Router:
-    """The front doors over one dispatcher, and the status page behind Serve's HTTP proxy."""
+    """Runs one router, and answers the status page behind Serve's HTTP proxy."""
 
-    async def __init__(self, config: TandemConfig, folder: str, *pools: object) -> None:  # type: ignore[misc]
-        from .runtime import (
-            RouterRuntime,
-        )  # imports transformers for a second, which whoever only binds this class need not pay
+    _runtime: Any = None  # a RouterRuntime, once the start has succeeded
+    _tasks: Sequence[asyncio.Task[None]] = ()
+
+    async def __init__(self, config: TandemConfig, folder: str, replicas: int, *pools: object) -> None:  # type: ignore[misc]
+        from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
 
         self._config = config
         self._directory = DirectoryClient(config.name)
+        self._router_id = f"router-{serve.get_replica_context().replica_id.unique_id}"
         self._workers: list[worker_pb2.WorkerInfo] = []
+        self._routers: tuple[RouterInfo, ...] = ()
         self._changed = asyncio.Condition()
-        self._doors = await RouterRuntime.open(config, Path(folder), node_host(config.host))
+        self._runtime = await RouterRuntime.start(
+            config, Path(folder), node_host(config.host), take_free_ports=replicas > 1
+        )
         _freeze()
-        self._following = asyncio.create_task(self._follow())
+        self._tasks = [asyncio.create_task(self._watch())]
 
     def __repr__(self) -> str:
         return f"tandem router {self._config.served_name}"
 
     def check_health(self) -> None:
-        """Raises if the router no longer learns of workers; Serve then replaces the replica."""
-        _raise_if_ended(self._following)
+        """Raises if the router no longer watches the directory; Serve then replaces the replica."""
+        _raise_if_ended(self._tasks)
 
     async def __call__(self, request: Request) -> JSONResponse:
         return JSONResponse(await self.status())
 
     async def status(self) -> dict[str, Any]:
-        """The service as plain data: addresses, and every worker with its blocks and load."""
+        """Returns the service as plain data: every router with its addresses, every worker with its blocks and load."""
         return {
             "service": self._config.name,
             "model": self._config.served_name,
-            "grpc": self._doors.grpc_address,
-            "http": self._doors.http_address,
+            "routers": [
+                {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address} for each in self._routers
+            ],
             "workers": await describe_workers(self._workers),
         }
 
-    async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout: float) -> tuple[str, str]:
-        """The gRPC and HTTP addresses, once that many workers are in view. Raises TimeoutError."""
+    async def wait_for_members(
+        self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
+    ) -> tuple[list[str], list[str]]:
+        """Returns the gRPC and the HTTP addresses of all routers, once there are that many routers and each knows that
+        many workers. Raises TimeoutError."""
+
+        def complete() -> bool:
+            if self._count(PREFILL) < num_prefill or self._count(DECODE) < num_decode:
+                return False
+            return sum(each.num_workers >= num_prefill + num_decode for each in self._routers) >= num_routers
+
         async with asyncio.timeout(timeout), self._changed:
-            await self._changed.wait_for(
-                lambda: self._count(PREFILL) >= num_prefill and self._count(DECODE) >= num_decode
-            )
-        return self._doors.grpc_address, self._doors.http_address
+            await self._changed.wait_for(complete)
+        return [each.grpc_address for each in self._routers], [each.http_address for each in self._routers]
 
     async def __del__(self) -> None:
-        """Serve's hook for a graceful stop, which it awaits."""
-        self._following.cancel()
-        await self._doors.close(self._config.grace_seconds)
+        """Stops the router; Serve awaits this at a graceful stop, and also after a start that has failed."""
+        for task in self._tasks:
+            task.cancel()
+        if self._runtime is None:
+            return
+        with suppress(DirectoryUnavailable):  # it drops the router a few seconds later by itself
+            await self._directory.remove(self._router_id)
+        await self._runtime.stop(self._config.grace_seconds)
 
-    async def _follow(self) -> None:
-        """Keeps the view as the directory has it; while that is away, the last view stays."""
-        follower = Follower()
+    async def _watch(self) -> None:
+        """Keeps the router's list of workers as the directory has it; while that is unavailable, the last one stays."""
+        watcher = DirectoryWatcher()
         while True:
+            me = RouterInfo(
+                router_id=self._router_id,
+                grpc_address=self._runtime.grpc_address,
+                http_address=self._runtime.http_address,
+                num_workers=len(self._workers),
+            )
             try:
-                workers = await self._directory.follow(follower)
-            except DirectoryAway as error:
-                log.warning("view not refreshed: %s", error)
+                workers = await self._directory.watch(watcher, me)
+            except DirectoryUnavailable as error:
+                log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
                 continue
             async with self._changed:
-                self._workers = workers
-                await self._doors.update(workers)
+                self._workers, self._routers = workers, watcher.routers
+                await self._runtime.update(workers)
                 self._changed.notify_all()
 
     def _count(self, role: worker_pb2.Role) -> int:
         return sum(worker.role == role and not worker.draining for worker in self._workers)
 
 
-def _freeze() -> None:
-    """Spares the collector what was imported and loaded: a full collection of that stops every stream for 0.1 s."""
-    gc.collect()
-    gc.freeze()
+def build_app(
+    config: TandemConfig, folder: str, nodes: Sequence[Mapping[str, float]], num_routers: int
+) -> serve.Application:
+    """Returns the application that serves the model in `folder`, which every node must have at that path.
 
-
-def build_app(config: TandemConfig, folder: str, num_cores: int) -> serve.Application:
-    """The application that serves the model in `folder`, which every node must have at that path.
-
-    `num_cores` are those of a node; workers without a thread count of their own share them."""
-    pools = [_bind_pool(DecodePool, config, config.decode, folder, num_cores)]
+    `nodes`: the resources that each node of the cluster offers. Workers without a thread count of their own share the
+    cores of their nodes."""
+    pools = [_bind_pool(DecodePool, config, folder, nodes)]
     if config.prefill.replicas:
-        pools.append(_bind_pool(PrefillPool, config, config.prefill, folder, num_cores))
+        pools.append(_bind_pool(PrefillPool, config, folder, nodes))
     environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    options = _options(config, 1, config.router.num_cpus, config.router.resources, environment)
+    options = _options(config, num_routers, config.router.num_cpus, config.router.resources, environment)
+    if config.router.replicas is None and num_routers > 1:
+        options["max_replicas_per_node"] = 1
     router: Any = serve.deployment(Router, **options)
-    return cast(serve.Application, router.bind(config, folder, *pools))
+    return cast(serve.Application, router.bind(config, folder, num_routers, *pools))
+
+
+def count_routers(config: TandemConfig, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Returns how many routers to start: as configured, or one on each node that offers their resources."""
+    return config.router.replicas or max(1, len(nodes_offering(nodes, config.router.resources)))
 
 
 def _bind_pool(
-    pool_class: type[WorkerPool], config: TandemConfig, pool: PoolConfig, folder: str, num_cores: int
+    pool_class: type[WorkerPool], config: TandemConfig, folder: str, nodes: Sequence[Mapping[str, float]]
 ) -> serve.Application:
-    num_threads = config.num_threads(pool, num_cores)
-    options = _options(config, pool.replicas, pool.num_cpus, pool.resources, _environment(num_threads))
+    pool = config.pools[pool_class.role]
+    options = _options(config, pool.replicas, pool.num_cpus, pool.resources, _environment(pool))
     gpus = {"GPU": 1.0} if config.device == "cuda" else {}
     if gpus:
         options["ray_actor_options"]["num_gpus"] = 1
@@ -230,16 +249,42 @@ def _bind_pool(
         options["placement_group_bundles"] = [bundle] * pool.tp
         options["placement_group_strategy"] = pool.placement
     deployment: Any = serve.deployment(pool_class, **options)
-    return cast(serve.Application, deployment.bind(config, folder, num_threads))
+    return cast(serve.Application, deployment.bind(config, folder, ranks_per_node(config, pool, nodes)))
 
 
-def _environment(num_threads: int) -> dict[str, str]:
-    """Of a process that computes, on CPUs.
+def _worker_config(
+    config: TandemConfig, role: Literal["prefill", "decode"], folder: str, num_threads: int
+) -> WorkerConfig:
+    pool = config.pools[role]
+    rank = RankConfig(
+        model=folder,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=pool.block_size,
+        kv_cache_bytes=pool.kv_cache_bytes,
+        context_tokens=config.context_tokens,
+        num_threads=num_threads,
+        transports=config.transports,
+        nice=_PREFILL_NICE if role == "prefill" else 0,
+        host=node_host(config.host),
+        start_seconds=config.start_seconds,
+    )
+    budgets = Budgets(
+        chunk_tokens=config.chunk_tokens(pool),
+        mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+        max_sequences=pool.max_sequences,
+        prefix_caching=config.prefix_caching,
+    )
+    return WorkerConfig(rank=rank, budgets=budgets, lease_seconds=config.lease_seconds)
+
+
+def _environment(pool: PoolConfig) -> dict[str, str]:
+    """Returns the environment of a process that computes on CPUs.
 
     Between the kernels of a step OpenMP's threads spin for some microseconds, not longer: threads that spin on while
     another process wants the core cost it up to a factor of 10, those that sleep at once wake too late."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
-    # A replica serves a folder that is there; it has nothing to ask a hub.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(pool.num_threads)) if pool.num_threads else {}
+    # A replica serves a folder that is present; it must not ask the Hugging Face hub.
     return threads | {"GOMP_SPINCOUNT": "3000", "HF_HUB_OFFLINE": "1"}
 
 
@@ -262,7 +307,14 @@ def _options(
     }
 
 
-def _raise_if_ended(task: asyncio.Task[None]) -> None:
-    if task.done():
-        task.result()
-        raise RuntimeError("a background task has ended")
+def _freeze() -> None:
+    """Exempts what was imported and loaded from garbage collection: a full collection stops every stream for 0.1 s."""
+    gc.collect()
+    gc.freeze()
+
+
+def _raise_if_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
+            raise RuntimeError("a background task has ended")

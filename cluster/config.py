@@ -1,10 +1,10 @@
-"""The one configuration of a service: a YAML file and flags in, a frozen tree of checked values out.
+"""Reads the configuration of a service: a YAML file and flags in, a frozen tree of checked values out.
 
-Knows nothing of Ray: the deployments (`app.py`) and the launcher (`launch.py`) read from it.
+Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) read from it.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast
 
@@ -23,7 +23,7 @@ Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(ma
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the text has one line for each wrong value, naming its key and the bound."""
+    """Refuses a configuration; the text has one line for each wrong value, naming its key and the bound."""
 
 
 class _Section(BaseModel):
@@ -31,19 +31,20 @@ class _Section(BaseModel):
 
 
 class RouterConfig(_Section):
-    """Where the front doors listen (port 0 takes a free one), what may wait behind them, and where the router may
-    run."""
+    """Configures the routers: how many, the ports of their API servers, the bounds of the queue, where they may run."""
 
+    replicas: int | None = Field(default=None, ge=1, le=256)  # None: 1 on a local Ray, one a node on a cluster
+    # Ports of each router; 0 takes a free one. A router whose node has another router on them takes free ones.
     grpc_port: Port = 50_051
     http_port: Port = 8_080
     reflection: bool = False
-    # Of answers over gRPC, to whoever can read it. Tokens are small: it costs more time than it saves, but on slow
-    # links.
+    # Of gRPC responses, to clients that accept it. Token messages are small: compression costs more time than it
+    # saves, except on slow links.
     compression: Literal["none", "gzip"] = "none"
     # A prompt of which a decode worker lacks no more may be computed there, if that is predicted to be faster; 0 is
     # never. So few tokens hide behind the weights that a decode step reads anyway, or are two steps' chunks on CPUs.
     local_prefill_tokens: int = Field(default=64, ge=0, le=1_048_576)
-    # Requests that wait for room, and their tokens: prompts, and what they are expected to generate.
+    # Of waiting requests, and of their tokens: prompts, and what they are expected to generate.
     max_queued_requests: int = Field(default=1_024, ge=1, le=1_048_576)
     max_queued_tokens: int = Field(default=1_048_576, ge=1, le=1_073_741_824)
     max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400, description=QUEUE_SECONDS_HELP)
@@ -52,13 +53,13 @@ class RouterConfig(_Section):
 
 
 class PoolConfig(_Section):
-    """One pool of workers: how many, how each is split, what it may hold, and where it may run."""
+    """Configures one pool of workers: how many, how each is split, its budgets, and where it may run."""
 
     replicas: int = Field(default=1, ge=0, le=256)
     tp: int = Field(default=1, ge=1, le=64)  # ranks of a worker, which share the model
     # Where the ranks of a worker may be: Ray's strategies for placement groups. STRICT_PACK is one node.
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
-    num_threads: int | None = Field(default=None, ge=1, le=1024)  # of each rank; None shares the cores evenly
+    num_threads: int | None = Field(default=None, ge=1, le=1024)  # of each rank; None shares its node's cores evenly
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB of each rank's memory; its heads of every token
     # Of prompts, computed in one step. None is 2048, on CPUs 512.
@@ -73,9 +74,14 @@ class PoolConfig(_Section):
     def kv_cache_bytes(self) -> int:
         return int(self.kv_cache_gb * 1024**3)
 
+    @property
+    def num_ranks(self) -> int:
+        """Returns the number of ranks of all workers."""
+        return self.replicas * self.tp
+
 
 class TandemConfig(_Section):
-    """A whole service. `name` keeps two services apart on one Ray cluster."""
+    """Configures a whole service. `name` keeps two services apart on one Ray cluster."""
 
     model: str = Field(min_length=1, max_length=4096)  # a demo model's name, a local folder or a hub id
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
@@ -88,9 +94,9 @@ class TandemConfig(_Section):
     # use. None is shared memory (within a host) on CPUs, and only gRPC on GPUs until NCCL has been measured on some.
     kv_transports: Transports | None = None
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
-    grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # what a stop leaves to streams that run
+    grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # that running streams have to end when the service stops
     start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # how long a start may take
-    # The interface that all servers bind: None is loopback on a local Ray, the node's address on a cluster.
+    # The interface that all servers bind. None: loopback on a local Ray, the node's address on a cluster.
     host: Host | None = None
     # Serve's HTTP proxy (/-/healthz, and the status page under /NAME). None: 8000, or on a local Ray a free one if that
     # is taken.
@@ -108,8 +114,12 @@ class TandemConfig(_Section):
 
     @property
     def served_name(self) -> str:
-        """The name under which the model answers."""
+        """Returns the name under which the model is served."""
         return self.served_model_name or PurePath(self.model).name
+
+    @property
+    def pools(self) -> dict[Literal["prefill", "decode"], PoolConfig]:
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def num_workers(self) -> int:
@@ -127,16 +137,29 @@ class TandemConfig(_Section):
     def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
         return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)
 
-    def num_threads(self, pool: PoolConfig, num_cores: int) -> int:
-        """Threads of one rank of the pool on a machine of `num_cores` that holds all ranks of all workers.
 
-        More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way."""
-        num_ranks = self.prefill.replicas * self.prefill.tp + self.decode.replicas * self.decode.tp
-        return pool.num_threads or max(1, num_cores // num_ranks)
+def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Returns how many ranks of both pools may share a node that runs ranks of `pool`: the share of its cores that one
+    rank may take is one in so many.
+
+    `nodes`: the resources that each node offers. Workers are expected to spread evenly over the nodes that offer their
+    pool's resources, the ranks of one worker to stay together unless its placement spreads them."""
+    num_ranks = [0] * len(nodes)
+    for each in (config.prefill, config.decode):
+        together = 1 if "SPREAD" in each.placement else each.tp
+        if eligible := nodes_offering(nodes, each.resources):
+            for index in eligible:
+                num_ranks[index] += -(-each.num_ranks // together // len(eligible)) * together
+    return max((num_ranks[index] for index in nodes_offering(nodes, pool.resources)), default=1)
+
+
+def nodes_offering(nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float]) -> list[int]:
+    """Returns the indices of the nodes that offer at least these resources."""
+    return [i for i, node in enumerate(nodes) if all(node.get(name, 0) >= resources[name] for name in resources)]
 
 
 def load_config(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> TandemConfig:
-    """Reads a YAML file, if one is named, and lays `overrides` over it (dotted keys; None leaves the file's value).
+    """Reads a YAML file, if one is named, and applies `overrides` to it (dotted keys; None leaves the file's value).
 
     Raises ConfigError."""
     tree = {} if path is None else _read(path)
@@ -179,7 +202,7 @@ def _put(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 def _line(entry: Mapping[str, Any]) -> str:
-    """One validation error as "dotted.key: what is wrong"."""
+    """Returns one validation error as "dotted.key: what is wrong"."""
     path, context = tuple(entry["loc"]), entry.get("ctx", {})
     key = ".".join(str(part) for part in path)
     kind, got = entry["type"], f", got {_shorten(entry['input'])}"

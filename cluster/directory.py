@@ -1,9 +1,9 @@
-"""Which workers there are: they register with every heartbeat, routers follow by a long poll.
+"""Lists the workers and routers of a service: workers register with every heartbeat, routers with every long poll.
 
 `Directory` is plain asyncio; `open_directory` runs it as a named Ray actor, one for each service, and
-`DirectoryClient` calls that. Workers travel as serialized `WorkerInfo`. A worker that is silent for `expiry` seconds
-is dropped. A directory that restarts is filled again by the heartbeats; `Follower` keeps a router from mistaking its
-emptiness for the loss of all workers.
+`DirectoryClient` calls that. Workers are sent as serialized `WorkerInfo`. A member that is silent for `expiry` seconds
+is dropped. A directory that restarts is filled again by the heartbeats; `DirectoryWatcher` keeps a router from
+mistaking its emptiness for the loss of all workers.
 """
 
 import asyncio
@@ -24,24 +24,35 @@ CALL_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterInfo:
+    """Describes one router, as it registers itself."""
+
+    router_id: str
+    grpc_address: str  # HOST:PORT
+    http_address: str  # HOST:PORT
+    num_workers: int = 0  # that it can dispatch to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What the directory knows at one moment. Versions compare within one incarnation only."""
+    """Holds the state of the directory at one moment. Versions compare within one incarnation only."""
 
     incarnation: str
     version: int
     age: float  # seconds since this incarnation started
     workers: tuple[bytes, ...]  # serialized WorkerInfo, sorted by worker id
+    routers: tuple[RouterInfo, ...] = ()  # sorted by router id
 
 
 @dataclass(slots=True)
 class _Entry:
-    info: bytes
+    info: bytes | RouterInfo
     epoch: int
     seen: float  # by the directory's clock
 
 
 class Directory:
-    """Not thread-safe: all calls come from one event loop."""
+    """Registers workers and routers, and serves snapshots of them. Not thread-safe: one event loop makes all calls."""
 
     def __init__(self, expiry: float = EXPIRY_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._expiry = expiry
@@ -49,39 +60,40 @@ class Directory:
         self._started = self._awake = clock()
         self._incarnation = uuid.uuid4().hex
         self._version = 0
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Entry] = {}  # by worker id or router id
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"tandem directory of {len(self._entries)} workers"
+        return f"tandem directory of {len(self._entries)} workers and routers"
 
     async def register(self, info: bytes) -> None:
-        """Adds a worker or refreshes it; a heartbeat is the same call. What an earlier epoch says is ignored."""
-        self._expire()
+        """Adds a worker or refreshes it; a heartbeat is the same call. A report of an earlier epoch is ignored."""
         parsed = worker_pb2.WorkerInfo.FromString(info)
-        known = self._entries.get(parsed.worker_id)
-        if known is not None and known.epoch > parsed.epoch:
-            return
-        if known is None or known.info != info:
-            self._bump()
-        self._entries[parsed.worker_id] = _Entry(info, parsed.epoch, self._clock())
+        self._refresh(parsed.worker_id, info, parsed.epoch)
 
-    async def remove(self, worker_id: str) -> None:
-        """Drops a worker; unknown ids are fine."""
-        if self._entries.pop(worker_id, None) is not None:
+    async def remove(self, member_id: str) -> None:
+        """Drops a worker or a router; unknown ids are ignored."""
+        if self._entries.pop(member_id, None) is not None:
             self._bump()
 
     async def snapshot(self) -> Snapshot:
+        """Returns the current members."""
         self._expire()
+        members = [entry.info for _, entry in sorted(self._entries.items())]
         return Snapshot(
             incarnation=self._incarnation,
             version=self._version,
             age=self._clock() - self._started,
-            workers=tuple(entry.info for _, entry in sorted(self._entries.items())),
+            workers=tuple(info for info in members if isinstance(info, bytes)),
+            routers=tuple(info for info in members if isinstance(info, RouterInfo)),
         )
 
-    async def follow(self, incarnation: str, version: int, timeout: float) -> Snapshot:
-        """Answers as soon as the directory differs from what the caller has, or after `timeout` seconds."""
+    async def watch(self, incarnation: str, version: int, timeout: float, router: RouterInfo | None = None) -> Snapshot:
+        """Returns a snapshot as soon as the directory differs from the caller's version, or after `timeout` seconds.
+
+        `router` is the caller: it is registered, or refreshed, by watching."""
+        if router is not None:
+            self._refresh(router.router_id, router)
         deadline = self._clock() + timeout
         while True:
             self._expire()
@@ -95,6 +107,15 @@ class Directory:
             except TimeoutError:
                 continue
 
+    def _refresh(self, member_id: str, info: bytes | RouterInfo, epoch: int = 0) -> None:
+        self._expire()
+        known = self._entries.get(member_id)
+        if known is not None and known.epoch > epoch:
+            return
+        if known is None or known.info != info:
+            self._bump()
+        self._entries[member_id] = _Entry(info, epoch, self._clock())
+
     def _bump(self) -> None:
         self._version += 1
         self._changed.set()
@@ -103,19 +124,19 @@ class Directory:
     def _expire(self) -> None:
         now = self._clock()
         if now - self._awake > self._expiry / 2:
-            # Nobody called for so long: this process was frozen, not every worker silent. They get a fresh term.
+            # No call for so long: this process was frozen, not every member silent. All of them get a fresh term.
             for entry in self._entries.values():
                 entry.seen = now
         self._awake = now
-        silent = [worker_id for worker_id, entry in self._entries.items() if now - entry.seen >= self._expiry]
-        for worker_id in silent:
-            del self._entries[worker_id]
+        silent = [member_id for member_id, entry in self._entries.items() if now - entry.seen >= self._expiry]
+        for member_id in silent:
+            del self._entries[member_id]
         if silent:
             self._bump()
 
 
-class Follower:
-    """A router's side of the long poll: snapshots in, the workers to believe in out."""
+class DirectoryWatcher:
+    """Merges the snapshots that a router receives into the list of workers that it may use."""
 
     def __init__(self, expiry: float = EXPIRY_SECONDS) -> None:
         self._expiry = expiry
@@ -123,11 +144,12 @@ class Follower:
         self._carried: dict[str, worker_pb2.WorkerInfo] = {}
         self.incarnation = ""
         self.version = -1
+        self.routers: tuple[RouterInfo, ...] = ()
 
     def apply(self, snapshot: Snapshot) -> list[worker_pb2.WorkerInfo]:
-        """The workers after this snapshot.
+        """Returns the workers after this snapshot.
 
-        Those that only an earlier directory knew stay until the new one is old enough to have heard of them."""
+        Workers that only an earlier incarnation knew are kept until this one is old enough to have their heartbeats."""
         if snapshot.incarnation != self.incarnation:
             self._carried |= self._current
         parsed = (worker_pb2.WorkerInfo.FromString(info) for info in snapshot.workers)
@@ -136,18 +158,18 @@ class Follower:
             self._carried = {}
         for worker_id in self._current:
             self._carried.pop(worker_id, None)
-        self.incarnation, self.version = snapshot.incarnation, snapshot.version
+        self.incarnation, self.version, self.routers = snapshot.incarnation, snapshot.version, snapshot.routers
         return [*self._carried.values(), *self._current.values()]
 
 
-class DirectoryAway(Exception):
-    """The directory cannot be reached now; Ray restarts it or a later call starts a new one."""
+class DirectoryUnavailable(Exception):
+    """Says that the directory cannot be reached now; Ray restarts it or a later call starts a new one."""
 
 
 class DirectoryClient:
-    """What workers and routers hold: the actor behind deadlines, opened anew when it is lost.
+    """Calls the directory's actor with deadlines, and opens it again when it is lost.
 
-    Every method raises DirectoryAway when the directory does not answer in time."""
+    Every method raises DirectoryUnavailable if the directory does not answer in time."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -156,14 +178,14 @@ class DirectoryClient:
     async def register(self, info: worker_pb2.WorkerInfo) -> None:
         await self._call("register", info.SerializeToString(deterministic=True))
 
-    async def remove(self, worker_id: str) -> None:
-        await self._call("remove", worker_id)
+    async def remove(self, member_id: str) -> None:
+        await self._call("remove", member_id)
 
-    async def follow(self, follower: Follower) -> list[worker_pb2.WorkerInfo]:
-        """Waits until there is news for the follower, at most half the expiry; returns the workers then."""
+    async def watch(self, watcher: DirectoryWatcher, router: RouterInfo) -> list[worker_pb2.WorkerInfo]:
+        """Registers the router, waits for a change, at most half the expiry, and returns the workers."""
         timeout = EXPIRY_SECONDS / 2
-        snapshot = await self._call("follow", follower.incarnation, follower.version, timeout, wait=timeout)
-        return follower.apply(snapshot)
+        snapshot = await self._call("watch", watcher.incarnation, watcher.version, timeout, router, wait=timeout)
+        return watcher.apply(snapshot)
 
     async def _call(self, method: str, *args: object, wait: float = 0.0) -> Any:
         try:
@@ -173,13 +195,13 @@ class DirectoryClient:
                 return await getattr(self._handle, method).remote(*args)
         except (ray.exceptions.RayActorError, TimeoutError) as error:
             self._handle = None
-            raise DirectoryAway(f"the directory does not answer ({type(error).__name__})") from error
+            raise DirectoryUnavailable(f"the directory does not answer ({type(error).__name__})") from error
 
 
 def open_directory(service: str) -> Any:
-    """The actor handle of the service's directory, which is started if it does not run yet.
+    """Returns the actor handle of the service's directory, which is started if it does not run yet.
 
-    It outlives its creator; `close_directory` ends it."""
+    The actor outlives its creator; `close_directory` ends it."""
     actor = ray.remote(Directory)
     return actor.options(
         name=f"{service}-directory",
@@ -193,7 +215,7 @@ def open_directory(service: str) -> Any:
 
 
 def close_directory(service: str) -> None:
-    """Ends the service's directory; none running is fine."""
+    """Ends the service's directory, if it runs."""
     try:
         handle = ray.get_actor(f"{service}-directory", namespace=NAMESPACE)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Starts a service on a local Ray or on a running cluster, waits until it can answer, and takes it down again."""
+"""Starts a service on a local Ray or on a running cluster, waits until it can answer, and stops it again."""
 
 import logging
 import math
@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from ray.serve.schema import ApplicationStatusOverview
 
 from ..proto.errors import TandemError
 from ..router.client.client import Client
-from .app import STOP_MARGIN_SECONDS, build_app
+from .app import STOP_MARGIN_SECONDS, build_app, count_routers
 from .config import TandemConfig
 from .directory import close_directory
 
@@ -41,22 +41,36 @@ DELETE_CHECK_SECONDS: Final = 0.1
 
 
 class LaunchError(TandemError):
-    """The service did not start; one line says why."""
+    """Says in one line why the service did not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A running service. The addresses are HOST:PORT; the status page is Serve's, for operators."""
+    """Describes a running service: its API servers, HOST:PORT of each router, and the status page for operators."""
 
     config: TandemConfig
-    grpc_address: str
-    http_address: str
+    grpc_addresses: Sequence[str]
+    http_addresses: Sequence[str]
     status_url: str
+
+    @property
+    def grpc_address(self) -> str:
+        """Returns the address of the first router's gRPC server."""
+        return self.grpc_addresses[0]
+
+    @property
+    def http_address(self) -> str:
+        return self.http_addresses[0]
+
+    @property
+    def addresses(self) -> str:
+        """Returns all addresses as `tandem serve` prints them."""
+        return f"grpc={','.join(self.grpc_addresses)} http={','.join(self.http_addresses)}"
 
 
 @contextmanager
 def start_service(config: TandemConfig, folder: str, *, address: str | None = None) -> Iterator[Service]:
-    """Serves the model in `folder` while the context is open; on entry it can answer.
+    """Serves the model in `folder` while the context is open; on entry every router can answer.
 
     Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it. On a cluster the
     folder must be there on every node. Raises LaunchError."""
@@ -69,10 +83,12 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     with _local_ray(config) if address is None else _joined_ray(address):
         status_url = _start_serve(config, local=local)
         try:
-            grpc_address, http_address = _deploy(config, folder)
-            yield Service(config=config, grpc_address=grpc_address, http_address=http_address, status_url=status_url)
+            grpc_addresses, http_addresses = _deploy(config, folder)
+            yield Service(
+                config=config, grpc_addresses=grpc_addresses, http_addresses=http_addresses, status_url=status_url
+            )
         finally:
-            _take_down(config)
+            _stop_service(config)
 
 
 @contextmanager
@@ -91,12 +107,12 @@ def _local_ray(config: TandemConfig) -> Iterator[None]:
 
 
 def _local_resources(config: TandemConfig) -> dict[str, Any]:
-    """Enough of all that the replicas reserve: on one machine every placement fits."""
+    """Returns at least what all replicas reserve: on one machine every placement fits."""
     totals: defaultdict[str, float] = defaultdict(float)
     for section, replicas in (
-        (config.router, 1),
-        (config.prefill, config.prefill.replicas * config.prefill.tp),
-        (config.decode, config.decode.replicas * config.decode.tp),
+        (config.router, config.router.replicas or 1),
+        (config.prefill, config.prefill.num_ranks),
+        (config.decode, config.decode.num_ranks),
     ):
         totals["CPU"] += replicas * section.num_cpus
         for name, amount in section.resources.items():
@@ -121,10 +137,10 @@ def _joined_ray(address: str) -> Iterator[None]:
 
 @contextmanager
 def _ray(**options: Any) -> Iterator[None]:
-    """Ray from init to shutdown, both in a thread of their own.
+    """Runs Ray from init to shutdown, both in a thread of their own.
 
-    There no signal cuts init short: half a Ray would leave processes behind. The thread lives as long as Ray, for the
-    kernel kills Ray's processes with the thread that started them."""
+    No signal interrupts init in that thread: an incomplete start would leave processes behind. The thread lives as long
+    as Ray, since the kernel kills Ray's processes with the thread that started them."""
     with ThreadPoolExecutor(1, thread_name_prefix="tandem-ray") as thread:
         try:
             start = thread.submit(ray.init, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -132,22 +148,22 @@ def _ray(**options: Any) -> Iterator[None]:
                 start.result()
             finally:
                 wait([start])
-                _take_sigterm_back()
+                _restore_sigterm_handler()
             yield
         finally:
-            family = _processes_of(options["_temp_dir"]) if "_temp_dir" in options else []
+            processes = _processes_of(options["_temp_dir"]) if "_temp_dir" in options else []
             thread.submit(ray.shutdown).result()
-            _end(family)
+            _end(processes)
 
 
-def _take_sigterm_back() -> None:
-    """Ray's core has put a handler of its own beneath Python's, which aborts the process."""
+def _restore_sigterm_handler() -> None:
+    """Installs Python's handler again: Ray's core has replaced it by one that aborts the process."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _processes_of(scratch: str) -> list[psutil.Process]:
-    """The processes of the Ray that this process has started with `scratch`, and their children."""
+    """Returns the processes of the Ray that this process has started with `scratch`, and their children."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
@@ -157,7 +173,7 @@ def _processes_of(scratch: str) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Waits for processes that were told to end, and kills the rest: a raylet that is cut off leaves its agents."""
+    """Waits for processes that were told to end, then kills the rest: a killed raylet leaves its agents behind."""
     _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
@@ -166,7 +182,7 @@ def _end(processes: list[psutil.Process]) -> None:
 
 
 def _start_serve(config: TandemConfig, *, local: bool) -> str:
-    """Starts Serve unless it runs; returns the URL of the status page, as far as it is ours to choose."""
+    """Starts Serve unless it runs; returns the URL of the status page."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     host = config.host or "127.0.0.1"
     port = config.status_port or DEFAULT_STATUS_PORT
@@ -178,25 +194,33 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     return f"http://{host}:{port}/{config.name}"
 
 
-def _deploy(config: TandemConfig, folder: str) -> tuple[str, str]:
-    """Deploys and waits until the service answers; returns the router's gRPC and HTTP addresses."""
+def _deploy(config: TandemConfig, folder: str) -> tuple[list[str], list[str]]:
+    """Deploys and waits until every router answers; returns their gRPC and HTTP addresses."""
     deadline = time.monotonic() + config.start_seconds
-    app = build_app(config, folder, os.cpu_count() or 1)
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = [resources for resources in alive if resources.get("CPU")]
+    num_routers = count_routers(config, nodes)
+    app = build_app(config, folder, nodes, num_routers)
     target = serve.RunTarget(target=app, name=config.name, route_prefix=f"/{config.name}")
     (router,) = serve.run_many([target], wait_for_applications_running=False)
-    grpc_address, http_address = _wait(config, router, deadline)
-    with Client(grpc_address) as client:
-        if not client.health(timeout=HEALTH_SECONDS):
-            raise LaunchError(f"the service has started, but does not answer at {grpc_address}")
-    return grpc_address, http_address
+    grpc_addresses, http_addresses = _wait(config, router, num_routers, deadline)
+    for address in grpc_addresses:
+        with Client(address) as client:
+            if not client.health(timeout=HEALTH_SECONDS):
+                raise LaunchError(f"the service has started, but does not answer at {address}")
+    return grpc_addresses, http_addresses
 
 
-def _wait(config: TandemConfig, router: DeploymentHandle[Any], deadline: float) -> tuple[str, str]:
-    """Waits for the router's word that all workers are in view, and looks meanwhile whether Serve has given up."""
-    ready = router.wait_for_workers.remote(config.prefill.replicas, config.decode.replicas, config.start_seconds)
+def _wait(
+    config: TandemConfig, router: DeploymentHandle[Any], num_routers: int, deadline: float
+) -> tuple[list[str], list[str]]:
+    """Waits until every router knows all workers; checks meanwhile whether Serve has given up."""
+    ready = router.wait_for_members.remote(
+        num_routers, config.prefill.replicas, config.decode.replicas, config.start_seconds
+    )
     while time.monotonic() < deadline:
         try:
-            grpc_address, http_address = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
+            grpc_addresses, http_addresses = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
         except TimeoutError:
             status = serve.status().applications[config.name]
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -204,12 +228,12 @@ def _wait(config: TandemConfig, router: DeploymentHandle[Any], deadline: float) 
         except ray.exceptions.RayActorError:
             raise LaunchError("the router died while it started") from None
         else:
-            return grpc_address, http_address
+            return grpc_addresses, http_addresses
     raise LaunchError(f"not ready after {config.start_seconds:g} seconds (start_seconds)")
 
 
 def _reason(status: ApplicationStatusOverview) -> str:
-    """The last line of what the failed replica raised."""
+    """Returns the last line of what the failed replica raised."""
     for name, deployment in status.deployments.items():
         lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
         if deployment.status not in ("HEALTHY", "UPDATING") and lines:
@@ -217,8 +241,8 @@ def _reason(status: ApplicationStatusOverview) -> str:
     return "the service did not start"
 
 
-def _take_down(config: TandemConfig) -> None:
-    """Ends the application and its directory, in the time that a graceful stop may take."""
+def _stop_service(config: TandemConfig) -> None:
+    """Ends the application and its directory, within the time that a graceful stop may take."""
     answered, given_up = threading.Event(), threading.Event()
 
     def delete() -> None:
@@ -241,10 +265,10 @@ def _take_down(config: TandemConfig) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises LaunchError if nobody listens at a HOST:PORT. Ray itself would try for two minutes."""
+    """Raises LaunchError if no server listens at a HOST:PORT. Ray itself would try for two minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
-        return  # "auto" and the like: for Ray to judge
+        return  # "auto" and the like, which Ray checks
     try:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except OSError as error:
@@ -253,11 +277,9 @@ def _check_reachable(address: str) -> None:
 
 def _check_free(config: TandemConfig, host: str) -> None:
     """Raises LaunchError if a port that the service must have is taken on this machine."""
-    ports = {
-        "router.grpc_port": config.router.grpc_port,
-        "router.http_port": config.router.http_port,
-        "status_port": config.status_port or 0,
-    }
+    ports = {"status_port": config.status_port or 0}
+    if (config.router.replicas or 1) == 1:  # several routers take free ports where these are taken
+        ports |= {"router.grpc_port": config.router.grpc_port, "router.http_port": config.router.http_port}
     for key, port in ports.items():
         if not _is_free(host, port):
             raise LaunchError(f"{key}: {host}:{port} cannot be bound; is it taken?")

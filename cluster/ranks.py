@@ -1,8 +1,8 @@
-"""The other ranks of a worker as Ray actors, each in its own bundle of the worker's placement group."""
+"""Starts the other ranks of a worker as Ray actors, each in its own bundle of the worker's placement group."""
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,46 +11,63 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..workers.threads import available_cores
 from ..workers.tp.rank import RankConfig
 from ..workers.tp.rank_server import RankServer
 
 
 def node_host(host: str | None) -> str:
-    """The interface that servers of this process bind: the one that is named, else the node's."""
+    """Returns the interface that servers of this process bind: `host` if it is given, else the node's address."""
     return host or str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-class RankActor:
-    """One rank other than 0. Its process ends as soon as rank 0 does."""
+def rank_threads(num_threads: int | None, ranks_per_node: int, num_cpus: float) -> int:
+    """Returns how many threads a rank in this process computes with: `num_threads` if it is given, else its share of
+    the cores that this process may use, at most the `num_cpus` that it has reserved in Ray (below 1: no bound).
 
-    def __init__(self, config: RankConfig, host: str | None, label: str) -> None:
-        self._config = replace(config, host=node_host(host), port=0)
+    More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way."""
+    share = max(1, available_cores() // ranks_per_node)
+    return num_threads or (min(share, int(num_cpus)) if num_cpus >= 1 else share)
+
+
+class RankActor:
+    """Runs one rank other than 0. Its process ends as soon as rank 0 does. `threads` is called in that process."""
+
+    def __init__(self, config: RankConfig, host: str | None, label: str, threads: Callable[[], int]) -> None:
+        self._config = replace(config, host=node_host(host), port=0, num_threads=threads())
         self._label = label
 
     def __repr__(self) -> str:
         return self._label
 
     async def start(self) -> str:
-        """Serves; returns the address at which rank 0 finds it."""
+        """Starts the rank's server; returns its address, HOST:PORT."""
         self._server = await RankServer.start(self._config)
         self._ending = asyncio.create_task(self._end())
         return self._server.address
 
     async def _end(self) -> None:
-        """Without rank 0 the process is of no use, and its engine may wait in a collective for half a minute."""
+        """Ends the process with rank 0: without it the engine might wait in a collective for half a minute."""
         await self._server.ended.wait()
         os._exit(0)
 
 
 def start_ranks(
-    config: RankConfig, size: int, *, host: str | None, label: str, environment: dict[str, str], gpu: bool
+    config: RankConfig,
+    size: int,
+    *,
+    host: str | None,
+    label: str,
+    threads: Callable[[], int],
+    environment: dict[str, str],
+    gpu: bool,
 ) -> list[Any]:
-    """Handles of ranks 1 to size - 1, started by rank 0's actor, with which they end. `host` is the interface that all
-    of them bind, None is each one's node address."""
+    """Returns the actor handles of ranks 1 to size - 1. Called by the actor of rank 0, with which they end. `host` is
+    the interface that all of them bind, None is each one's node address."""
     if size == 1:
         return []
     group = get_current_placement_group()
-    assert group is not None  # of the replica that calls
+    assert group is not None  # Serve has placed the calling replica in one
     actor = ray.remote(RankActor)
     return [
         actor.options(
@@ -60,11 +77,11 @@ def start_ranks(
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=rank
             ),
-        ).remote(config, host, f"{label} rank {rank} of {size}")
+        ).remote(config, host, f"{label} rank {rank} of {size}", threads)
         for rank in range(1, size)
     ]
 
 
 async def rank_addresses(ranks: Sequence[Any]) -> list[str]:
-    """Where each of the ranks is."""
+    """Returns the address of each rank, HOST:PORT, in order."""
     return list(await asyncio.gather(*(rank.start.remote() for rank in ranks)))

@@ -1,6 +1,7 @@
-"""The plain objects of a router, put together: tokenizer, view, dispatcher, front doors. Knows nothing of Ray."""
+"""Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does not import Ray."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -19,50 +20,60 @@ from .config import TandemConfig
 
 
 class RouterRuntime:
-    """Opened by `open`, told of workers by `update`, ended by `close`."""
+    """Runs one router: started by `start`, gets the list of workers by `update`, ended by `stop`."""
 
-    def __init__(self, view: WorkerRegistry, dispatcher: Dispatcher, server: ApiServers) -> None:
-        self._view = view
+    def __init__(self, registry: WorkerRegistry, dispatcher: Dispatcher, servers: ApiServers) -> None:
+        self._registry = registry
         self._dispatcher = dispatcher
-        self._server = server
-        self.grpc_address = server.grpc_address
-        self.http_address = server.http_address
+        self._servers = servers
+        self.grpc_address = servers.grpc_address  # HOST:PORT
+        self.http_address = servers.http_address
 
     @classmethod
-    async def open(cls, config: TandemConfig, folder: Path, host: str) -> Self:
-        """Binds both front doors on `host`; they say that they cannot serve until there is a decode worker."""
+    async def start(cls, config: TandemConfig, folder: Path, host: str, *, take_free_ports: bool = False) -> Self:
+        """Binds both API servers on `host`; their health is NOT_SERVING until there is a decode worker.
+
+        `take_free_ports`: if a configured port is taken, both servers take free ones instead. Raises OSError or
+        RuntimeError if a port is taken otherwise."""
         router = config.router
-        view = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
+        registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         admission = Admission(
-            view,
+            registry,
             max_queued_tokens=router.max_queued_tokens,
             max_queued_requests=router.max_queued_requests,
             max_queue_seconds=router.max_queue_seconds,
         )
-        dispatcher = Dispatcher(view, admission)
+        dispatcher = Dispatcher(registry, admission)
         longest = read_context_tokens(folder)
         model = ServedModel(
             name=config.served_name,
             tokenizer=Tokenizer.load(folder),
             context_tokens=min(config.context_tokens or longest, longest),
         )
-        server = await ApiServers.start(
+        start_servers = partial(
+            ApiServers.start,
             GenerationService([model], dispatcher, admission),
-            grpc_address=f"{host}:{router.grpc_port}",
-            http_address=f"{host}:{router.http_port}",
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
         )
-        return cls(view, dispatcher, server)
+        try:
+            servers = await start_servers(
+                grpc_address=f"{host}:{router.grpc_port}", http_address=f"{host}:{router.http_port}"
+            )
+        except (OSError, RuntimeError):
+            if not take_free_ports:
+                raise
+            servers = await start_servers(grpc_address=f"{host}:0", http_address=f"{host}:0")
+        return cls(registry, dispatcher, servers)
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
-        """Takes over what the directory knows."""
+        """Replaces the registry's list of workers by the directory's."""
         known = list(workers)
-        self._view.update(known)
-        await self._server.set_serving(any(worker.role == worker_pb2.ROLE_DECODE for worker in known))
+        self._registry.update(known)
+        await self._servers.set_serving(any(worker.role == worker_pb2.ROLE_DECODE for worker in known))
 
-    async def close(self, grace: float) -> None:
+    async def stop(self, grace: float) -> None:
         """Refuses new requests, gives running ones `grace` seconds, then ends everything."""
-        await self._server.set_serving(False)
-        await self._server.stop(grace)
+        await self._servers.set_serving(False)
+        await self._servers.stop(grace)
         await self._dispatcher.close()

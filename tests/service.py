@@ -1,4 +1,4 @@
-"""What tests of a whole service need: where its nodes are, what it should answer, what its workers hold."""
+"""Helpers for tests of a whole service: its nodes, the expected tokens, the state of its workers."""
 
 import json
 import time
@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM
 NODES: Final = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
 """The nodes of the test cluster beside its head; each offers the custom resource of its name."""
 
+ACTIVITY: Final = ("num_requests", "num_jobs", "num_leases", "num_transfers")
+"""Counts of a worker's status that are 0 when it is idle."""
+
 
 def expected_tokens(model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """What transformers generates greedily."""
+    """Returns what transformers generates greedily."""
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     made = []
     for prompt in prompts:
@@ -32,21 +35,28 @@ def expected_tokens(model: Path, prompts: Sequence[Sequence[int]], num_tokens: i
     return made
 
 
-def workers(status_url: str) -> list[dict[str, Any]]:
+def status(status_url: str) -> dict[str, Any]:
+    """Returns the status page."""
     with urllib.request.urlopen(status_url, timeout=10) as reply:
-        found: list[dict[str, Any]] = json.load(reply)["workers"]
+        found: dict[str, Any] = json.load(reply)
+    return found
+
+
+def workers(status_url: str) -> list[dict[str, Any]]:
+    """Returns the workers of the status page."""
+    found: list[dict[str, Any]] = status(status_url)["workers"]
     return found
 
 
 def wait_until_idle(status_url: str, seconds: float = 10) -> None:
-    """Fails unless every worker soon holds no job, lease, transfer or block, with balanced books."""
+    """Fails unless every worker soon holds no request, lease, transfer or block, and its blocks are consistent."""
     deadline = time.monotonic() + seconds
     while True:
         found = workers(status_url)
-        assert all(worker["balanced"] for worker in found)
+        assert all(worker.get("integrity_ok", worker.get("balanced")) for worker in found)
         loads = [worker["load"] for worker in found]
         held = [load["owned_blocks"] + load["leased_blocks"] + load["reserved_blocks"] for load in loads]
-        held += [worker["jobs"] + worker["leases"] + worker["transfers"] for worker in found]
+        held += [worker[name] for worker in found for name in worker if name in ACTIVITY]
         if not any(held):
             return
         assert time.monotonic() < deadline, found

@@ -1,1 +1,1 @@
-"""Measures services as their users see them."""
+"""Measures services from the client's side."""

@@ -1,4 +1,4 @@
-"""Sends a benchmark's load and measures it: closed or open loop, rounds of two servers in turn, one event loop."""
+"""Sends the load of a benchmark and measures it: closed or open loop, rounds of two servers in turn."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -8,26 +8,26 @@ from time import perf_counter
 
 from ...proto.errors import Unavailable
 from .metrics import FailureReason, RequestRecord, Summary, summarize
-from .options import BenchOptions, LoadOptions, LoadPace, ServerAddress
-from .target import BenchServer, RequestFailed, TokenCounts, open_target
+from .options import BenchOptions, LoadOptions, ServerAddress
+from .target import RequestFailed, StreamCompletion, open_target
 from .workload import BenchPrompt, Prompts, arrival_offsets, load_prompts
 
 _WARMUP_CONCURRENCY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One server's rounds."""
+class ServerRounds:
+    """Holds the summaries of one server's rounds."""
 
     address: ServerAddress
     rounds: tuple[Summary, ...]
 
 
-async def run_bench(options: BenchOptions, report: Callable[[ServerAddress, int, Summary], None]) -> list[Measured]:
+async def run_bench(options: BenchOptions, report: Callable[[ServerAddress, int, Summary], None]) -> list[ServerRounds]:
     """Measures the server, and the peer in turn with it if there is one.
 
     Both get the same arrival times and prompts of the same lengths, but never the same random prompts: if the two URLs
-    are two doors of one service, its prefix cache would favour the second.
+    belong to one service, its prefix cache would favour the second.
 
     `report` is called after each round. Raises InvalidArgument for a bad file, and Unavailable if a server answers no
     warm-up request."""
@@ -47,20 +47,22 @@ async def run_bench(options: BenchOptions, report: Callable[[ServerAddress, int,
                 records = await send_load(target, own, options.load, options.workload.seed + number)
                 summaries.append(summarize(records, options.slo))
                 report(address, number, summaries[-1])
-    return [Measured(address=each, rounds=tuple(found)) for each, found in zip(addresses, rounds, strict=True)]
+    return [ServerRounds(address=each, rounds=tuple(found)) for each, found in zip(addresses, rounds, strict=True)]
 
 
 async def send_load(
-    target: BenchServer, prompts: Iterator[BenchPrompt], load: LoadOptions, seed: int
+    target: StreamCompletion, prompts: Iterator[BenchPrompt], load: LoadOptions, seed: int
 ) -> list[RequestRecord]:
-    """Sends one round and waits for every answer, each at most `load.timeout` seconds. At least one is sent."""
-    if load.pace.rate is not None:
-        return await _open_loop(target, prompts, arrival_offsets(load.pace.rate, seed), load)
+    """Sends one round and waits for every response, each at most `load.timeout` seconds. At least one is sent."""
+    if load.rate is not None:
+        return await _open_loop(target, prompts, arrival_offsets(load.rate, seed), load)
     return await _closed_loop(target, prompts, load)
 
 
-async def _closed_loop(target: BenchServer, prompts: Iterator[BenchPrompt], load: LoadOptions) -> list[RequestRecord]:
-    """Each of `load.pace.concurrency` callers sends its next request when the one before has ended."""
+async def _closed_loop(
+    target: StreamCompletion, prompts: Iterator[BenchPrompt], load: LoadOptions
+) -> list[RequestRecord]:
+    """Keeps `load.concurrency` requests under way: each caller sends its next one when the one before has ended."""
     records: list[RequestRecord] = []
     end = perf_counter() + (load.seconds or float("inf"))
 
@@ -71,15 +73,15 @@ async def _closed_loop(target: BenchServer, prompts: Iterator[BenchPrompt], load
                 return
 
     async with asyncio.TaskGroup() as callers:
-        for _ in range(load.pace.concurrency or 1):
+        for _ in range(load.concurrency or 1):
             callers.create_task(call())
     return records
 
 
 async def _open_loop(
-    target: BenchServer, prompts: Iterator[BenchPrompt], offsets: Iterator[float], load: LoadOptions
+    target: StreamCompletion, prompts: Iterator[BenchPrompt], offsets: Iterator[float], load: LoadOptions
 ) -> list[RequestRecord]:
-    """Sends each request when it arrives, whatever the ones before are doing."""
+    """Sends each request at its arrival time, whether or not those before have ended."""
     records: list[RequestRecord] = []
     begin = perf_counter()
 
@@ -96,13 +98,13 @@ async def _open_loop(
     return records
 
 
-async def _measure(target: BenchServer, prompt: BenchPrompt, timeout: float) -> RequestRecord:
+async def _measure(target: StreamCompletion, prompt: BenchPrompt, timeout: float) -> RequestRecord:
     chunk_times: list[float] = []
-    usage, failure = TokenCounts(prompt_tokens=0, output_tokens=0), None
+    counts, failure = (0, 0), None
     started = perf_counter()
     try:
         async with asyncio.timeout(timeout):
-            usage = await target.stream(prompt, chunk_times)
+            counts = await target(prompt, chunk_times)
     except RequestFailed as error:
         failure = error.failure
     except TimeoutError:
@@ -113,19 +115,19 @@ async def _measure(target: BenchServer, prompt: BenchPrompt, timeout: float) -> 
         started=started,
         ended=perf_counter(),
         chunk_times=chunk_times,
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.output_tokens,
+        prompt_tokens=counts[0],
+        output_tokens=counts[1],
         failure=failure,
     )
 
 
-async def _warm_up(address: ServerAddress, target: BenchServer, prompts: Prompts, load: LoadOptions) -> None:
+async def _warm_up(address: ServerAddress, target: StreamCompletion, prompts: Prompts, load: LoadOptions) -> None:
     if not load.warmup:
         return
-    concurrency = min(load.warmup, load.pace.concurrency or _WARMUP_CONCURRENCY)
-    some = LoadOptions(pace=LoadPace(concurrency=concurrency), timeout=load.timeout)
+    concurrency = min(load.warmup, load.concurrency or _WARMUP_CONCURRENCY)
+    some = LoadOptions(concurrency=concurrency, timeout=load.timeout)
     warmups = (prompt for _, prompt in zip(range(load.warmup), prompts.warmup(), strict=False))
     failures = [record.failure for record in await _closed_loop(target, warmups, some)]
     if all(failures) and failures[0]:
-        said = f" ({failures[0].detail})" if failures[0].detail else ""
-        raise Unavailable(f"{address.url} answers no warm-up request: {failures[0].kind}{said}")
+        detail = f" ({failures[0].detail})" if failures[0].detail else ""
+        raise Unavailable(f"{address.url} answers no warm-up request: {failures[0].kind}{detail}")

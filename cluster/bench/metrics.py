@@ -1,6 +1,6 @@
-"""What a benchmark's figures mean: pure functions from the times of requests. Does no I/O and reads no clock.
+"""Computes the figures of a benchmark from the times of its requests: pure functions, which read no clock.
 
-The latencies are those of the requests that completed, but for a refusal's; the rates are those of a whole round, which
+Latencies other than a refusal's are those of completed requests; the rates are those of a whole round, which
 lasts from the start of its first request to the end of its last. Definitions and names are those of `vllm bench serve`,
 so that both tools give the same figures for the same server.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2e", "refusal")
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "HTTP 429")
-"""Kinds of failure that say: too much at the moment."""
+"""Kinds of failure that mean overload."""
 RATES: Final = ("request_throughput", "output_throughput", "total_throughput", "goodput", "slo_attainment")
 _QUANTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 _TAIL: Final = {"p99.9": 99.9}  # of gaps alone: there are enough of them
@@ -23,7 +23,7 @@ _TAIL: Final = {"p99.9": 99.9}  # of gaps alone: there are enough of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReason:
-    """Why a request did not complete."""
+    """Says why a request did not complete."""
 
     kind: str  # a few words, the same for every failure of the kind
     detail: str = ""  # what the server said
@@ -31,7 +31,7 @@ class FailureReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request. Times are in seconds of one monotonic clock."""
+    """Holds the times of one request, in seconds of one monotonic clock."""
 
     started: float  # sent
     ended: float  # answered or given up
@@ -43,28 +43,28 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
+        """Returns the seconds to the first token."""
         return self.chunk_times[0] - self.started
 
     @property
     def e2e(self) -> float:
-        """Seconds to the last token."""
+        """Returns the seconds to the last token."""
         return self.chunk_times[-1] - self.started
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token after the first; None if there is none."""
+        """Returns the seconds for each token after the first; None if there is none."""
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between successive chunks."""
+        """Returns the seconds between successive chunks."""
         return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureCount:
-    """How often a kind of failure was met."""
+    """Counts the failures of one kind."""
 
     kind: str
     count: int
@@ -73,7 +73,7 @@ class FailureCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The figures of one round.
+    """Holds the figures of one round.
 
     `figures` holds the RATES (goodput and slo_attainment only under an SLO), `late_ms`, and {mean, p50, p90, p99, max}
     of each of LATENCIES as `mean_ttft_ms` and so on, `p99.9_itl_ms` besides; latencies that no request had are absent.
@@ -89,7 +89,7 @@ class Summary:
 
 
 def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Summary:
-    """The figures of a round of one request or more. `slo`: limits in ms on ttft, tpot, e2e; empty for none."""
+    """Returns the figures of a round of one request or more. `slo`: limits in ms on ttft, tpot, e2e; empty for none."""
     completed = [record for record in records if record.failure is None]
     duration = max(record.ended for record in records) - min(record.started for record in records)
     prompt_tokens = sum(record.prompt_tokens for record in completed)
@@ -117,7 +117,7 @@ def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Sum
 
 
 def meets(record: RequestRecord, slo: Mapping[str, float]) -> bool:
-    """Whether the request completed within every limit (ms). One token has no TPOT, and so meets any limit on it."""
+    """Returns whether the request completed within every limit (ms). One token has no TPOT and meets any limit."""
     if record.failure is not None:
         return False
     found = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2e": record.e2e}
@@ -125,26 +125,26 @@ def meets(record: RequestRecord, slo: Mapping[str, float]) -> bool:
 
 
 def count_failures(failures: Iterable[FailureReason | None]) -> tuple[FailureCount, ...]:
-    """The failures by kind, the most frequent first."""
-    met = [failure for failure in failures if failure is not None]
-    examples = {failure.kind: failure.detail for failure in reversed(met)}
-    counts = Counter(failure.kind for failure in met).most_common()
+    """Returns the failures by kind, the most frequent first."""
+    found = [failure for failure in failures if failure is not None]
+    examples = {failure.kind: failure.detail for failure in reversed(found)}
+    counts = Counter(failure.kind for failure in found).most_common()
     return tuple(FailureCount(kind=kind, count=count, example=examples[kind]) for kind, count in counts)
 
 
 def medians(rounds: Sequence[Summary]) -> dict[str, float]:
-    """The median of each figure over the rounds that have it."""
+    """Returns the median of each figure over the rounds that have it."""
     names = dict.fromkeys(name for each in rounds for name in each.figures)
     return {name: statistics.median(each.figures[name] for each in rounds if name in each.figures) for name in names}
 
 
 def ratios(ours: Mapping[str, float], peers: Mapping[str, float]) -> dict[str, float]:
-    """ours / peers, of the figures that both have and the peer's is not 0 of."""
+    """Returns ours / peers for the figures that both have, except where the peer's is 0."""
     return {name: ours[name] / peers[name] for name in ours if peers.get(name) and name != "late_ms"}
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """The mean, the quantiles (between two values: interpolated) and the greatest, in ms; empty for no value."""
+    """Returns mean, quantiles (interpolated between two values) and maximum in ms; empty for no value."""
     if not seconds:
         return {}
     quantiles = _QUANTILES | (_TAIL if name == "itl" else {})

@@ -1,4 +1,4 @@
-"""What `tandem bench` is asked to do, and the bounds of it. Knows nothing of how the load is sent."""
+"""Holds the options of `tandem bench` and checks their bounds. Does not know how the load is sent."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _MAX_SECONDS: Final = 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """A server to measure."""
+    """Names a server to measure."""
 
     url: str  # grpc://HOST:PORT, or http(s)://HOST:PORT without /v1
     model: str = ""  # empty: the first one it serves
@@ -31,20 +31,13 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Tokens of a request."""
-
-    input: int = 128  # own tokens of a prompt
-    prefix: int = 0  # tokens before them that all prompts share
-    output: int = 128  # tokens to generate; for a file: where a line names no max_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the requests ask for."""
+    """Describes the prompts, and how many tokens are to be generated."""
 
     kind: str = "random"  # one of WORKLOADS
-    lengths: Lengths = Lengths()
+    input_len: int = 128  # own tokens of a prompt
+    prefix_len: int = 0  # tokens before them that all prompts share
+    output_len: int = 128  # tokens to generate; for a file: of a line without max_tokens
     vocab_size: int = 8_192  # random token ids are below
     file: Path | None = None
     ignore_eos: bool = True
@@ -52,18 +45,11 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadPace:
-    """How fast the requests are sent. Exactly one of `concurrency` (closed loop) and `rate` (open loop) is set."""
-
-    concurrency: int | None = None  # requests under way at any time
-    rate: float | None = None  # requests/s, Poisson arrivals
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """When the requests are sent, and how many."""
+    """Describes when the requests are sent, and how many. Exactly one of `concurrency` and `rate` is set."""
 
-    pace: LoadPace
+    concurrency: int | None = None  # closed loop: requests under way at any time
+    rate: float | None = None  # open loop: requests/s, Poisson arrivals
     num_prompts: int | None = DEFAULT_NUM_PROMPTS  # in one round; None: as many as `seconds` allow, or a file holds
     seconds: float | None = None  # no request of a round starts later
     warmup: int = 1  # requests to each server before the first round, not measured
@@ -72,7 +58,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """A whole run. Check it with `check_options`."""
+    """Holds all options of one benchmark. `check_options` checks them."""
 
     address: ServerAddress
     peer: ServerAddress | None = None
@@ -83,13 +69,13 @@ class BenchOptions:
 
 
 def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
-    """`text`: URL[=MODEL], where MODEL wins over `model`. Raises InvalidArgument that names the option."""
+    """Parses URL[=MODEL], where MODEL wins over `model`. Raises InvalidArgument that names the option."""
     url, _, named = text.partition("=")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise InvalidArgument(f"has no good port or host: {url}", option) from None
+        raise InvalidArgument(f"has an invalid host or port: {url}", option) from None
     if parts.scheme not in SCHEMES or not parts.hostname:
         raise InvalidArgument(f"must be grpc://HOST:PORT or http://HOST:PORT, not {url}", option)
     if parts.scheme == "grpc" and port is None:
@@ -98,12 +84,12 @@ def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Limits in ms from `ttft=200,tpot=50`; empty for no text. Raises InvalidArgument."""
+    """Parses limits in ms, such as `ttft=200,tpot=50`; empty for no text. Raises InvalidArgument."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.strip().partition("=")
         if name not in SLO_FIGURES:
-            raise InvalidArgument(f"knows {', '.join(SLO_FIGURES)}, not {name!r}", "--slo")
+            raise InvalidArgument(f"must name {', '.join(SLO_FIGURES)}, not {name!r}", "--slo")
         try:
             limits[name] = float(number)
         except ValueError:
@@ -114,34 +100,34 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def check_options(options: BenchOptions) -> BenchOptions:
-    """The same options. Raises InvalidArgument for the first that breaks a bound."""
-    load, workload, lengths = options.load, options.workload, options.workload.lengths
-    if (load.pace.concurrency is None) == (load.pace.rate is None):
+    """Returns the same options. Raises InvalidArgument for the first that breaks a bound."""
+    load, workload = options.load, options.workload
+    if (load.concurrency is None) == (load.rate is None):
         raise InvalidArgument("give either --concurrency or --rate", "load")
     if load.num_prompts is None and load.seconds is None and workload.file is None:
         raise InvalidArgument("give --num-prompts or --seconds", "load")
-    _check_number("--concurrency", load.pace.concurrency, 1, 100_000)
-    _check_number("--rate", load.pace.rate, 1e-6, 1e6)
-    _check_number("--num-prompts", load.num_prompts, 1, _MAX_COUNT)
-    _check_number("--seconds", load.seconds, 0.001, _MAX_SECONDS)
-    _check_number("--warmup", load.warmup, 0, _MAX_COUNT)
-    _check_number("--timeout", load.timeout, 0.001, _MAX_SECONDS)
-    _check_number("--rounds", options.rounds, 1, 1_000)
+    shared = workload.kind == "shared-prefix"
+    bounds: tuple[tuple[str, float | None, float, float], ...] = (
+        ("--concurrency", load.concurrency, 1, 100_000),
+        ("--rate", load.rate, 1e-6, 1e6),
+        ("--num-prompts", load.num_prompts, 1, _MAX_COUNT),
+        ("--seconds", load.seconds, 0.001, _MAX_SECONDS),
+        ("--warmup", load.warmup, 0, _MAX_COUNT),
+        ("--timeout", load.timeout, 0.001, _MAX_SECONDS),
+        ("--rounds", options.rounds, 1, 1_000),
+        ("--input-len", workload.input_len, 1, _MAX_COUNT),
+        ("--output-len", workload.output_len, 1, _MAX_COUNT),
+        ("--prefix-len", workload.prefix_len, 1 if shared else 0, _MAX_COUNT),
+        ("--vocab-size", workload.vocab_size, 2, 2**31),
+        ("--seed", workload.seed, 0, 2**63),
+    )
+    for option, number, low, high in bounds:
+        if number is not None and not low <= number <= high:
+            raise InvalidArgument(f"must be from {low:g} to {high:g}", option)
     if workload.kind not in WORKLOADS:
         raise InvalidArgument(f"must be one of {', '.join(WORKLOADS)}", "--workload")
-    _check_number("--input-len", lengths.input, 1, _MAX_COUNT)
-    _check_number("--output-len", lengths.output, 1, _MAX_COUNT)
-    shared = workload.kind == "shared-prefix"
-    _check_number("--prefix-len", lengths.prefix, 1 if shared else 0, _MAX_COUNT)
-    if lengths.prefix and not shared:
+    if workload.prefix_len and not shared:
         raise InvalidArgument("belongs to --workload shared-prefix", "--prefix-len")
-    _check_number("--vocab-size", workload.vocab_size, 2, 2**31)
-    _check_number("--seed", workload.seed, 0, 2**63)
     if (workload.file is not None) != (workload.kind == "file"):
         raise InvalidArgument("belongs to --workload file, which needs it", "--file")
     return options
-
-
-def _check_number(option: str, number: float | None, low: float, high: float) -> None:
-    if number is not None and not low <= number <= high:
-        raise InvalidArgument(f"must be from {low:g} to {high:g}", option)

@@ -1,4 +1,4 @@
-"""A benchmark's results for people (tables) and for programs (a JSON object)."""
+"""Formats the results of a benchmark as tables and as a JSON object."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from .load import Measured
+from .load import ServerRounds
 from .metrics import LATENCIES, RATES, Summary, medians, ratios
 from .options import BenchOptions
 
@@ -21,8 +21,8 @@ _UNITS: Final = {
 _TITLES: Final = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end", "refusal": "refusal"}
 
 
-def to_json(options: BenchOptions, servers: Sequence[Measured]) -> dict[str, Any]:
-    """Everything: options, each round, the median of each figure, and the ratios to the peer if there is one."""
+def to_json(options: BenchOptions, servers: Sequence[ServerRounds]) -> dict[str, Any]:
+    """Returns the options, each round, the median of each figure, and the ratios to the peer if there is one."""
     workload = asdict(options.workload) | {"file": str(options.workload.file) if options.workload.file else None}
     middles = [medians(server.rounds) for server in servers]
     found = [
@@ -44,18 +44,18 @@ def to_json(options: BenchOptions, servers: Sequence[Measured]) -> dict[str, Any
 
 
 def round_line(summary: Summary) -> str:
-    """One round in a few words."""
+    """Returns the main figures of one round in one line."""
     figures = summary.figures
-    words = [f"{summary.num_completed} of {summary.num_requests} requests in {summary.duration:.1f} s"]
-    words.append(f"{figures['output_throughput']:.1f} output tokens/s")
-    words += [
+    parts = [f"{summary.num_completed} of {summary.num_requests} requests in {summary.duration:.1f} s"]
+    parts.append(f"{figures['output_throughput']:.1f} output tokens/s")
+    parts += [
         f"mean {_TITLES[name]} {figures[key]:.1f} ms" for name in LATENCIES if (key := f"mean_{name}_ms") in figures
     ]
-    return ", ".join(words)
+    return ", ".join(parts)
 
 
-def report(servers: Sequence[Measured], slo: Mapping[str, float]) -> list[Table | str]:
-    """What to print: rates and latencies of one server, or of two beside each other with the ratio; then failures."""
+def report(servers: Sequence[ServerRounds], slo: Mapping[str, float]) -> list[Table | str]:
+    """Returns what to print: rates and latencies of one server, or of two beside each other with ratios; failures."""
     shown: list[Table | str] = [_completed(server) for server in servers]
     if len(servers) == 1:
         figures = medians(servers[0].rounds)
@@ -89,19 +89,19 @@ def _latency_table(figures: Mapping[str, float]) -> Table:
     return table
 
 
-def _comparison(ours: Measured, peer: Measured) -> Table:
+def _comparison(ours: ServerRounds, peer: ServerRounds) -> Table:
     table = _table("Medians of the rounds", "", "server", "peer", "ratio")
-    here, there = medians(ours.rounds), medians(peer.rounds)
-    quotients = ratios(here, there)
+    own, peers = medians(ours.rounds), medians(peer.rounds)
+    quotients = ratios(own, peers)
     names = {name: _UNITS[name] for name in RATES}
     names |= {f"{each}_{name}_ms": f"{each} {_TITLES[name]} ms" for name in LATENCIES for each in STATISTICS}
     for name, title in names.items():
-        if name in here or name in there:
-            table.add_row(title, *(_number(each.get(name)) for each in (here, there, quotients)))
+        if name in own or name in peers:
+            table.add_row(title, *(_number(each.get(name)) for each in (own, peers, quotients)))
     return table
 
 
-def _failure_table(servers: Sequence[Measured]) -> Table:
+def _failure_table(servers: Sequence[ServerRounds]) -> Table:
     table = Table(title="Failures", title_justify="left", header_style="bold")
     for name in ("server", "round", "kind", "requests", "for example"):
         table.add_column(name)
@@ -112,7 +112,7 @@ def _failure_table(servers: Sequence[Measured]) -> Table:
     return table
 
 
-def _completed(server: Measured) -> str:
+def _completed(server: ServerRounds) -> str:
     completed = sum(each.num_completed for each in server.rounds)
     requests = sum(each.num_requests for each in server.rounds)
     rounds = f"{len(server.rounds)} round{'s' if len(server.rounds) > 1 else ''}"

@@ -1,7 +1,7 @@
-"""`python -m tandem.cluster.bench.router`: what the router costs, in front of a worker that computes nothing.
+"""Measures the router's CPU time a token, with a worker that computes nothing: `python -m tandem.cluster.bench.router`.
 
-Three processes on this machine: a worker whose engine is real and whose model is not, a router with both doors, and
-this one, which reads streams and looks at the others' CPU times.
+Three processes on this machine: a worker with the real engine and no model, a router with both API servers, and this
+one, which reads streams and the CPU times of the others.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -34,7 +34,6 @@ from ...workers.engine.config import Budgets
 from ...workers.engine.null import NullExecutor
 from ...workers.tp.rank import Rank, RankConfig
 from ...workers.worker import Worker, WorkerConfig
-from ..timeline import TABLE_CHARACTERS
 
 _CONTEXT_TOKENS: Final = 4096
 _VOCAB_SIZE: Final = 128  # of the byte tokenizer's: whole characters
@@ -42,18 +41,19 @@ _BLOCKS: Final = 65_536
 _MAX_STREAMS: Final = 4096
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
+_TABLE_CHARACTERS: Final = 120
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterCost:
-    """One round."""
+    """Holds the figures of one round."""
 
-    door: str  # grpc or http
+    api: str  # grpc or http
     num_streams: int
     tokens_per_second: float
-    tokens_per_message: float  # tokens that wait for a reader share one
+    tokens_per_message: float  # tokens that wait for the client are merged
     router_us: float  # CPU microseconds a token
     worker_us: float
     client_us: float
@@ -71,59 +71,53 @@ def main(
     step_ms: Annotated[float, typer.Option(help="How long the worker takes for a token of all streams.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the router: tokens/s and CPU time of a token, over both doors."""
-    with _child("serve-worker", str(step_ms)) as worker, _child("serve-router", worker.address) as router:
+    """Measure the router: tokens/s and CPU time of a token, over gRPC and HTTP."""
+    with _child("serve-worker", str(step_ms)) as worker, _child("serve-router", worker[1]) as router:
         costs = [
             max(
-                (asyncio.run(_measure(door, router, worker, number, tokens)) for _ in range(rounds)),
+                (asyncio.run(_measure(api, router, worker, number, tokens)) for _ in range(rounds)),
                 key=lambda cost: cost.tokens_per_second,
             )
-            for door in ("grpc", "http")
+            for api in ("grpc", "http")
             for number in streams
         ]
     if as_json:
         typer.echo(json.dumps([vars(cost) for cost in costs], indent=2))
         return
-    table = Table("door", box=None, header_style="bold")
+    table = Table("API", box=None, header_style="bold")
     for name in ("streams", "tokens/s", "tokens/message", "router us/token", "worker us/token", "client us/token"):
         table.add_column(name, justify="right")
     for cost in costs:
         rates = (f"{cost.tokens_per_second:,.0f}", f"{cost.tokens_per_message:.1f}")
         used = (cost.router_us, cost.worker_us, cost.client_us)
-        table.add_row(cost.door, str(cost.num_streams), *rates, *(f"{number:.1f}" for number in used))
-    Console(highlight=False, width=TABLE_CHARACTERS).print(table)
+        table.add_row(cost.api, str(cost.num_streams), *rates, *(f"{number:.1f}" for number in used))
+    Console(highlight=False, width=_TABLE_CHARACTERS).print(table)
 
 
 @app.command(hidden=True)
 def serve_worker(step_ms: float) -> None:
-    """The worker's process: says its address, ends with its stdin."""
+    """Runs the worker: prints its address, ends with its stdin."""
     asyncio.run(_serve_worker(step_ms / 1e3))
 
 
 @app.command(hidden=True)
 def serve_router(worker: str) -> None:
-    """The router's process: says the addresses of its doors, ends with its stdin."""
+    """Runs the router: prints its gRPC and HTTP addresses, ends with its stdin."""
     asyncio.run(_serve_router(worker))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Child:
-    process: psutil.Process
-    address: str  # what it said: one address, or that of each door
-
-    def cpu_seconds(self) -> float:
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+ChildProcess = tuple[psutil.Process, str]
+"""A process of the benchmark, and what it has printed: one address, or those of both API servers."""
 
 
 @contextmanager
-def _child(*command: str) -> Iterator[_Child]:
+def _child(*command: str) -> Iterator[ChildProcess]:
     arguments = [sys.executable, "-m", __spec__.name, *command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield _Child(process=psutil.Process(process.pid), address=process.stdout.readline().strip())
+            yield psutil.Process(process.pid), process.stdout.readline().strip()
         finally:
             process.stdin.close()
             process.wait(_START_SECONDS)
@@ -151,9 +145,9 @@ async def _serve_router(worker: str) -> None:
     async with peer_channel(worker) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_START_SECONDS)
-    view = WorkerRegistry()
-    view.update([status.info])
-    dispatcher = Dispatcher(view)
+    registry = WorkerRegistry()
+    registry.update([status.info])
+    dispatcher = Dispatcher(registry)
     model = ServedModel(name="null", tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
     server = await ApiServers.start(GenerationService([model], dispatcher))
     await server.set_serving(True)
@@ -162,26 +156,35 @@ async def _serve_router(worker: str) -> None:
     await dispatcher.close()
 
 
-async def _until_stdin_ends(said: str) -> None:
-    print(said, flush=True)
+async def _until_stdin_ends(addresses: str) -> None:
+    print(addresses, flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
 
-async def _measure(door: str, router: _Child, worker: _Child, num_streams: int, num_tokens: int) -> RouterCost:
-    grpc_address, http_address = router.address.split()
-    client = _Child(process=psutil.Process(), address="")
-    opened = _grpc_reader(grpc_address, num_tokens) if door == "grpc" else _http_reader(http_address, num_tokens)
-    async with opened as read:
+async def _measure(
+    api: str, router: ChildProcess, worker: ChildProcess, num_streams: int, num_tokens: int
+) -> RouterCost:
+    grpc_address, http_address = router[1].split()
+    processes = (router[0], worker[0], psutil.Process())
+    opened = _open_grpc(grpc_address, num_tokens) if api == "grpc" else _open_http(http_address, num_tokens)
+
+    async def read() -> int:
+        num_messages, count = await read_stream()
+        if count != num_tokens:
+            raise RuntimeError(f"{count} tokens, {num_tokens} were requested")
+        return num_messages
+
+    async with opened as read_stream:
         await read()
-        before = [child.cpu_seconds() for child in (router, worker, client)]
+        before = list(map(_cpu_seconds, processes))
         begin = time.perf_counter()
         num_messages = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
         seconds = time.perf_counter() - begin
-        after = [child.cpu_seconds() for child in (router, worker, client)]
+        after = list(map(_cpu_seconds, processes))
     total = num_streams * num_tokens
     used = [1e6 * (end - start) / total for start, end in zip(before, after, strict=True)]
     return RouterCost(
-        door=door,
+        api=api,
         num_streams=num_streams,
         tokens_per_second=total / seconds,
         tokens_per_message=total / num_messages,
@@ -191,76 +194,51 @@ async def _measure(door: str, router: _Child, worker: _Child, num_streams: int, 
     )
 
 
-class _Reader:
-    """Reads one whole stream at a call, and returns how many messages it had. Raises RuntimeError if it has not the
-    tokens that were asked for."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-
-    async def __call__(self) -> int:
-        num_messages, count = await self._read()
-        if count != self._num_tokens:
-            raise RuntimeError(f"{count} tokens, {self._num_tokens} were asked for")
-        return num_messages
-
-    async def _read(self) -> tuple[int, int]:
-        """Messages and tokens."""
-        raise NotImplementedError
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
-class _GrpcReader(_Reader):
-    def __init__(self, channel: grpc.aio.Channel, num_tokens: int) -> None:
-        super().__init__(num_tokens)
-        self._call: Any = channel.unary_stream(GENERATE, None, inference_pb2.GenerateResponse.FromString)
-        request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text=_PROMPT))
-        request.stopping.max_tokens = num_tokens
-        request.stopping.ignore_eos = True
-        self._request = request.SerializeToString()
-
-    async def _read(self) -> tuple[int, int]:
-        num_messages = num_tokens = 0
-        call = self._call(self._request)
-        while (message := await call.read()) is not grpc.aio.EOF:
-            num_messages += 1
-            num_tokens += len(message.token_ids)
-        return num_messages, num_tokens
-
-
-class _HttpReader(_Reader):
-    def __init__(self, session: aiohttp.ClientSession, url: str, num_tokens: int) -> None:
-        super().__init__(num_tokens)
-        self._session = session
-        self._url = url
-        self._body = {
-            "prompt": _PROMPT,
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-
-    async def _read(self) -> tuple[int, int]:
-        num_messages, last = 0, b""
-        async with self._session.post(self._url, json=self._body) as response:
-            response.raise_for_status()
-            async for data in response.content.iter_any():
-                num_messages += data.count(b"\n\n")
-                last = (last + data)[-4096:]
-        usage = next(line for line in reversed(last.split(b"\n")) if b'"usage": {' in line)
-        return num_messages, int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
+ReadStream = Callable[[], Awaitable[tuple[int, int]]]
+"""Reads one whole stream; returns the numbers of its messages and tokens."""
 
 
 @asynccontextmanager
-async def _grpc_reader(address: str, num_tokens: int) -> AsyncIterator[_Reader]:
+async def _open_grpc(address: str, num_tokens: int) -> AsyncIterator[ReadStream]:
+    request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text=_PROMPT))
+    request.stopping.max_tokens = num_tokens
+    request.stopping.ignore_eos = True
     async with grpc.aio.insecure_channel(address) as channel:
-        yield _GrpcReader(channel, num_tokens)
+        generate: Any = channel.unary_stream(GENERATE, None, inference_pb2.GenerateResponse.FromString)
+
+        async def read_stream() -> tuple[int, int]:
+            num_messages = count = 0
+            call = generate(request.SerializeToString())
+            while (message := await call.read()) is not grpc.aio.EOF:
+                num_messages += 1
+                count += len(message.token_ids)
+            return num_messages, count
+
+        yield read_stream
 
 
 @asynccontextmanager
-async def _http_reader(address: str, num_tokens: int) -> AsyncIterator[_Reader]:
+async def _open_http(address: str, num_tokens: int) -> AsyncIterator[ReadStream]:
+    body = {"prompt": _PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        yield _HttpReader(session, f"http://{address}/v1/completions", num_tokens)
+
+        async def read_stream() -> tuple[int, int]:
+            num_messages, last = 0, b""
+            async with session.post(f"http://{address}/v1/completions", json=body) as response:
+                response.raise_for_status()
+                async for data in response.content.iter_any():
+                    num_messages += data.count(b"\n\n")
+                    last = (last + data)[-4096:]
+            usage = next(line for line in reversed(last.split(b"\n")) if b'"usage": {' in line)
+            return num_messages, int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
+
+        yield read_stream
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The servers that a benchmark measures: one answer at a time, as the arrival times of its chunks."""
+"""Sends requests to the servers that a benchmark measures, and notes when the chunks of each response arrive."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import aiohttp
 
@@ -16,63 +15,47 @@ from .metrics import FailureReason
 from .options import ServerAddress
 from .workload import BenchPrompt
 
-_ASK_SECONDS: Final = 10.0
-_MAX_DETAIL: Final = 200  # characters of what a server says about a failure
+_LIST_SECONDS: Final = 10.0
+_MAX_DETAIL: Final = 200  # characters of a server's error text
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_BODY_BYTES: Final = 64 * 1024
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenCounts:
-    """Tokens of one request, as the server counts them."""
-
-    prompt_tokens: int
-    output_tokens: int
+StreamCompletion = Callable[[BenchPrompt, list[float]], Awaitable[tuple[int, int]]]
+"""Sends a request, appends the time (perf_counter) of each chunk that bears tokens to the list, and returns the numbers
+of prompt tokens and output tokens as the server counts them. Raises RequestFailed. May be called concurrently."""
 
 
 class RequestFailed(Exception):
-    """A request that did not complete."""
+    """Says why a request did not complete."""
 
     def __init__(self, kind: str, detail: object = "") -> None:
         super().__init__(kind)
         self.failure = FailureReason(kind=kind, detail=" ".join(str(detail).split())[:_MAX_DETAIL])
 
 
-class BenchServer(Protocol):
-    """A server. Serves any number of requests at the same time in one event loop."""
-
-    async def stream(self, prompt: BenchPrompt, chunk_times: list[float]) -> TokenCounts:
-        """Sends a request; appends the time (perf_counter) of each chunk that bears tokens. Raises RequestFailed."""
-
-
 @asynccontextmanager
-async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncIterator[BenchServer]:
-    """A server, ready to be measured. Raises Unavailable if it has to be asked for its model and does not answer."""
+async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncIterator[StreamCompletion]:
+    """Connects to a server. Raises Unavailable if it must be asked for its model and does not answer."""
     if address.is_grpc:
         async with AsyncClient(address.url.removeprefix("grpc://"), max_retries=0) as client:
-            yield GrpcBenchServer(client, address.model, ignore_eos)
+            yield _stream_over_grpc(client, address.model, ignore_eos)
         return
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as session:
         model = address.model or await _first_model(session, address.url)
-        yield HttpBenchServer(session, address.url, model, ignore_eos)
+        yield _stream_over_http(session, f"{address.url}/v1/completions", model, ignore_eos)
 
 
-class GrpcBenchServer:
-    """A Tandem service's gRPC door."""
+def _stream_over_grpc(client: AsyncClient, model: str, ignore_eos: bool) -> StreamCompletion:
+    """Returns the StreamCompletion of a Tandem service's gRPC API."""
+    common = Options(temperature=0.0, ignore_eos=ignore_eos)
+    if model:
+        common["model"] = model
 
-    def __init__(self, client: AsyncClient, model: str, ignore_eos: bool) -> None:
-        self._client = client
-        self._options = Options(temperature=0.0, ignore_eos=ignore_eos)
-        if model:
-            self._options["model"] = model
-
-    async def stream(self, prompt: BenchPrompt, chunk_times: list[float]) -> TokenCounts:
-        """See Target."""
-        options = Options(**self._options, max_tokens=prompt.max_tokens)
+    async def stream_completion(prompt: BenchPrompt, chunk_times: list[float]) -> tuple[int, int]:
         usage = None
         try:
-            async with self._client.stream(prompt.content, **options) as stream:
+            async with client.stream(prompt.content, **Options(**common, max_tokens=prompt.max_tokens)) as stream:
                 async for delta in stream:
                     if delta.token_ids:
                         chunk_times.append(perf_counter())
@@ -81,28 +64,21 @@ class GrpcBenchServer:
             raise RequestFailed(error.code, error.message) from None
         if usage is None or not chunk_times:
             raise RequestFailed("no tokens", "the stream ended without tokens or without its usage")
-        return TokenCounts(prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens)
+        return usage.prompt_tokens, usage.completion_tokens
+
+    return stream_completion
 
 
-class HttpBenchServer:
-    """An OpenAI-compatible server's /v1/completions."""
+def _stream_over_http(session: aiohttp.ClientSession, url: str, model: str, ignore_eos: bool) -> StreamCompletion:
+    """Returns the StreamCompletion of an OpenAI-compatible server's /v1/completions."""
+    common: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
+    common |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, ignore_eos: bool) -> None:
-        self._session = session
-        self._url = f"{url}/v1/completions"
-        self._body = {
-            "model": model,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        } | ({"ignore_eos": True} if ignore_eos else {})
-
-    async def stream(self, prompt: BenchPrompt, chunk_times: list[float]) -> TokenCounts:
-        """See Target."""
-        body = self._body | {"prompt": prompt.content, "max_tokens": prompt.max_tokens}
+    async def stream_completion(prompt: BenchPrompt, chunk_times: list[float]) -> tuple[int, int]:
+        body = common | {"prompt": prompt.content, "max_tokens": prompt.max_tokens}
         events = CompletionEvents(chunk_times)
         try:
-            async with self._session.post(self._url, json=body) as response:
+            async with session.post(url, json=body) as response:
                 if response.status != 200:
                     text = (await response.content.read(_MAX_BODY_BYTES)).decode(errors="replace")
                     raise RequestFailed(f"HTTP {response.status}", _error_text(text))
@@ -113,22 +89,24 @@ class HttpBenchServer:
         except (aiohttp.ClientError, ConnectionError) as error:
             raise RequestFailed("stream cut", error) from None
         own = len(prompt.content) if isinstance(prompt.content, list) else 0
-        return events.usage(prompt_tokens=own)
+        return events.token_counts(prompt_tokens=own)
+
+    return stream_completion
 
 
 class CompletionEvents:
-    """Reads the server-sent events of one streamed completion, in pieces of any size. Does no I/O."""
+    """Parses the server-sent events of one streamed completion, in pieces of any size. Does no I/O."""
 
     def __init__(self, chunk_times: list[float]) -> None:
-        """`chunk_times`: gets the time of each chunk that holds a choice. Its text may be empty: what a special token
-        or half a character gives is a token all the same, and `vllm bench serve` counts it too."""
+        """`chunk_times` receives the time of each chunk that has a choice. The text of the choice may be empty, as that
+        of a special token or of half a character is; `vllm bench serve` counts such chunks too."""
         self._chunk_times = chunk_times
         self._rest = b""
         self._usage: dict[str, Any] = {}
         self._done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes what arrived at `now`. Raises RequestFailed for an error event and for what is no event at all."""
+        """Parses the data that arrived at `now`. Raises RequestFailed for an error event and for an invalid event."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:
             raise RequestFailed("bad answer", f"a line of more than {_MAX_LINE_BYTES} bytes")
@@ -136,22 +114,20 @@ class CompletionEvents:
             if line.startswith(b"data:"):
                 self._event(line[5:].strip(), now)
 
-    def usage(self, prompt_tokens: int) -> TokenCounts:
-        """The tokens, after the end. A server that tells none had `prompt_tokens` and a token in each chunk.
+    def token_counts(self, prompt_tokens: int) -> tuple[int, int]:
+        """Returns the numbers of prompt tokens and output tokens, after the end of the stream. If the server sent no
+        usage these are `prompt_tokens` and one token a chunk.
 
         Raises RequestFailed if the stream ended too early."""
         if not self._done:
             raise RequestFailed("stream cut", "the stream ended without [DONE]")
         if not self._chunk_times:
             raise RequestFailed("no tokens", "the stream ended without a token")
-        return TokenCounts(
-            prompt_tokens=self._counted("prompt_tokens", prompt_tokens),
-            output_tokens=self._counted("completion_tokens", len(self._chunk_times)),
+        prompt, output = (self._usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+        return (
+            prompt if isinstance(prompt, int) else prompt_tokens,
+            output if isinstance(output, int) else len(self._chunk_times),
         )
-
-    def _counted(self, name: str, otherwise: int) -> int:
-        count = self._usage.get(name)
-        return count if isinstance(count, int) else otherwise
 
     def _event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
@@ -160,9 +136,9 @@ class CompletionEvents:
         try:
             event = json.loads(data)
         except ValueError:
-            raise RequestFailed("bad answer", f"an event that is no JSON: {data[:80]!r}") from None
+            raise RequestFailed("bad answer", f"an event that is not JSON: {data[:80]!r}") from None
         if not isinstance(event, dict):
-            raise RequestFailed("bad answer", f"an event that is no object: {data[:80]!r}")
+            raise RequestFailed("bad answer", f"an event that is not an object: {data[:80]!r}")
         if error := event.get("error"):
             raise RequestFailed("error event", _error_message(error))
         if event.get("choices"):
@@ -172,7 +148,7 @@ class CompletionEvents:
 
 
 def _error_text(body: str) -> object:
-    """What an error's body says: OpenAI's message if it has one."""
+    """Returns the text of an error response: OpenAI's message if it has one."""
     try:
         parsed = json.loads(body)
     except ValueError:
@@ -186,12 +162,12 @@ def _error_message(error: object) -> object:
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
-        async with session.get(f"{url}/v1/models", timeout=aiohttp.ClientTimeout(total=_ASK_SECONDS)) as response:
+        async with session.get(f"{url}/v1/models", timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS)) as response:
             response.raise_for_status()
             return str((await response.json(content_type=None))["data"][0]["id"])
     except aiohttp.ClientConnectorError:
         raise Unavailable(f"nobody answers at {url}") from None
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise Unavailable(f"{url} does not tell its models: {error or 'no answer in time'}; give --model") from None
+        raise Unavailable(f"{url} does not list its models: {error or 'no answer in time'}; give --model") from None
     except (ValueError, LookupError, TypeError):
         raise Unavailable(f"{url}/v1/models is not an OpenAI-compatible list of models; give --model") from None

@@ -1,4 +1,4 @@
-"""What a benchmark sends and when: prompts and arrival times, from a seed."""
+"""Makes the prompts and arrival times of a benchmark from a seed."""
 
 import itertools
 import json
@@ -11,12 +11,12 @@ import numpy as np
 from ...proto.errors import InvalidArgument
 from .options import LoadOptions, Workload
 
-_PREFIX, _WARMUP, _ROUNDS = range(3)  # which numbers a seed is drawn into
+_PREFIX, _WARMUP, _ROUNDS = range(3)  # streams of random numbers of one seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrompt:
-    """One request to send."""
+    """Holds one request to send."""
 
     content: str | list[int]  # text or token ids
     max_tokens: int
@@ -24,19 +24,19 @@ class BenchPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """The prompts of a run; the same seed gives the same."""
+    """Makes the prompts of a benchmark; the same seed gives the same prompts."""
 
     workload: Workload
     lines: tuple[BenchPrompt, ...] = ()  # of a file
 
     def warmup(self) -> Iterator[BenchPrompt]:
-        """No end of prompts, other than those of the rounds unless they come from a file."""
+        """Yields prompts without end, other than those of the rounds unless they come from a file."""
         return self._endless(_WARMUP)
 
     def of_round(self, number: int, load: LoadOptions) -> Iterator[BenchPrompt]:
-        """The prompts of a round from 0 up; another round has others unless they come from a file.
+        """Returns the prompts of round `number`, from 0 up; each round has others unless they come from a file.
 
-        A number that is known is made before the round begins, so that making them costs none of its time."""
+        If their number is known they are made before the round begins, so that this takes none of its time."""
         endless = self._endless(_ROUNDS + number)
         if load.num_prompts is None:
             return endless if load.seconds is not None else iter(self.lines)
@@ -52,11 +52,11 @@ def load_prompts(workload: Workload) -> Prompts:
     """Reads the file if the workload has one. Raises InvalidArgument that names file and line."""
     if workload.file is None:
         return Prompts(workload=workload)
-    return Prompts(workload=workload, lines=tuple(_read_prompts(workload.file, workload.lengths.output)))
+    return Prompts(workload=workload, lines=tuple(_read_prompts(workload.file, workload.output_len)))
 
 
 def arrival_offsets(rate: float, seed: int) -> Iterator[float]:
-    """Seconds after the begin at which the requests of a Poisson process of `rate` requests/s arrive, without end."""
+    """Yields without end the arrival times of a Poisson process of `rate` requests/s, in seconds after its start."""
     random = np.random.default_rng(seed)
     now = 0.0
     while True:
@@ -65,11 +65,11 @@ def arrival_offsets(rate: float, seed: int) -> Iterator[float]:
 
 
 def _random_prompts(workload: Workload, stream: int) -> Iterator[BenchPrompt]:
-    prefix = _ids(np.random.default_rng([workload.seed, _PREFIX]), workload.lengths.prefix, workload.vocab_size)
+    prefix = _ids(np.random.default_rng([workload.seed, _PREFIX]), workload.prefix_len, workload.vocab_size)
     random = np.random.default_rng([workload.seed, stream])
     while True:
-        own = _ids(random, workload.lengths.input, workload.vocab_size)
-        yield BenchPrompt(content=prefix + own, max_tokens=workload.lengths.output)
+        own = _ids(random, workload.input_len, workload.vocab_size)
+        yield BenchPrompt(content=prefix + own, max_tokens=workload.output_len)
 
 
 def _ids(random: np.random.Generator, count: int, vocab_size: int) -> list[int]:
@@ -94,7 +94,7 @@ def _parse_prompt(line: str, place: str, default_max_tokens: int) -> BenchPrompt
     try:
         parsed = json.loads(line)
     except ValueError:
-        raise InvalidArgument(f"{place}: is no JSON", "--file") from None
+        raise InvalidArgument(f"{place}: is not JSON", "--file") from None
     if not isinstance(parsed, dict):
         raise InvalidArgument(f'{place}: must be an object, as {{"prompt": "...", "max_tokens": 64}}', "--file")
     content, max_tokens = parsed.get("prompt"), parsed.get("max_tokens", default_max_tokens)

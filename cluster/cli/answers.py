@@ -1,4 +1,4 @@
-"""Completions as `tandem generate` shows them: as they come, as a table of log probabilities, as JSON."""
+"""Prints completions: streamed, as a table of log probabilities, as JSON."""
 
 import sys
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from rich.text import Text
 from ...proto.errors import TandemError
 from ...router.client.client import Stream
 from ...router.client.types import Choice, Completion, Logprob, Timeline, TokenLogprobs
-from ..timeline import TABLE_CHARACTERS, timeline_table
+from .timeline import TABLE_CHARACTERS, timeline_table
 
 
 def print_stream(stream: Stream) -> None:
-    """Prints the pieces of the first choice as they come. Raises a TandemError, below what has been printed."""
+    """Prints the text of the first choice as it is streamed. Raises a TandemError, after a line end if any text has
+    been printed."""
     printed = False
     try:
         for delta in stream:
@@ -32,7 +33,7 @@ def print_stream(stream: Stream) -> None:
 
 
 def print_choices(completion: Completion, scored: bool) -> None:
-    """Prints every choice below a line that numbers it; `scored`: with its score."""
+    """Prints every choice below a line with its number; `scored`: and its score."""
     for index, choice in enumerate(completion.choices):
         score = f", score {choice.score:.4f}" if scored else ""
         typer.echo(f"--- {index} ({choice.finish_reason}{score})")
@@ -40,17 +41,18 @@ def print_choices(completion: Completion, scored: bool) -> None:
 
 
 def error_console() -> Console:
-    """A console on stderr, wide enough for tables."""
+    """Returns a console on stderr, wide enough for tables."""
     return Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_CHARACTERS)
 
 
 def print_timeline(timeline: Timeline | None) -> None:
+    """Prints a timeline on stderr, if there is one."""
     if timeline is not None:
         error_console().print(timeline_table([("request", timeline)]))
 
 
 def print_logprobs(completion: Completion) -> None:
-    """Tables on stderr: of the prompt if it was asked for, and of each choice."""
+    """Prints tables on stderr: of the prompt if it was requested, and of each choice."""
     console = error_console()
     if completion.prompt_logprobs:
         console.print(_logprob_table("prompt", completion.prompt_logprobs))
@@ -61,7 +63,7 @@ def print_logprobs(completion: Completion) -> None:
 
 
 def completion_json(completion: Completion) -> dict[str, Any]:
-    """One object with all that came; log probabilities are null where there are none."""
+    """Returns the whole completion as one object; log probabilities are null where there are none."""
     return {
         "request_id": completion.request_id,
         "choices": [_choice_json(choice) for choice in completion.choices],
@@ -99,14 +101,14 @@ def _logprob_json(given: Logprob) -> dict[str, Any]:
 
 
 def _logprob_table(title: str, tokens: Sequence[TokenLogprobs]) -> Table:
-    """One line for each token, what else could have stood there to its right."""
+    """Returns a table with one line for each token, and the alternatives to its right."""
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("token", no_wrap=True)
     table.add_column("logprob", justify="right")
     for place in range(max(len(each.top) for each in tokens)):
         table.add_column(f"top {place + 1}", no_wrap=True)
     for each in tokens:
-        # Text, not str: a token may look like rich's markup
+        # Text, not str: rich would read markup in a token.
         table.add_row(Text(repr(each.token.text)), _number(each.token), *(Text(_alternative(top)) for top in each.top))
     return table
 

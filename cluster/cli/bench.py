@@ -1,10 +1,10 @@
-"""`tandem bench`: how fast a service is, as its users see it, alone or beside a second one."""
+"""`tandem bench`: measures a service from the client's side, alone or beside a second server."""
 
 import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -13,17 +13,35 @@ from ...proto.errors import InvalidArgument, Unavailable
 from ..bench.options import (
     DEFAULT_NUM_PROMPTS,
     BenchOptions,
-    Lengths,
     LoadOptions,
-    LoadPace,
     Workload,
     check_options,
     parse_address,
     parse_slo,
 )
-from ..timeline import TABLE_CHARACTERS
+from .timeline import TABLE_CHARACTERS
 
 _ROUNDS_WITH_PEER = 3
+
+DEFINITIONS: Final = """\
+\b
+TTFT        first token's arrival minus the sending of the request
+end to end  last token's arrival minus the sending of the request
+TPOT        (end to end - TTFT) / (output tokens - 1), one value a request
+ITL         gap between successive chunks that bear tokens, one value a gap,
+            however many tokens the chunk has, as in vllm bench serve
+throughput  requests, output tokens, prompt and output tokens of completed
+            requests / duration: first request's start to last one's end
+refusal     answer RESOURCE_EXHAUSTED or 429 minus the sending of the request
+goodput     requests/s that complete within every limit of --slo; a failure
+            is a miss; slo_attainment is their share of all requests
+quantiles   over all values of a round, interpolated; several rounds: the
+            median of each figure over the rounds
+
+Latencies are those of completed requests. Over HTTP, events that arrive in one read have one time. Tokens are
+counted by the server (usage); where it tells none, a chunk is a token. A request fails if its answer has an error,
+ends early, has no token or takes longer than --timeout. Prompts are sent with temperature 0.
+"""
 
 
 def bench(
@@ -51,36 +69,18 @@ def bench(
     slo: Annotated[str, typer.Option(help="Limits in ms for the goodput, as ttft=200,tpot=50,e2e=5000.")] = "",
     json_to: Annotated[str, typer.Option("--json", help="Write all results to this file; - is stdout.")] = "",
 ) -> None:
-    """Measure a running service under load.
-
-    \b
-    TTFT        first token's arrival minus the sending of the request
-    end to end  last token's arrival minus the sending of the request
-    TPOT        (end to end - TTFT) / (output tokens - 1), one value a request
-    ITL         gap between successive chunks that bear tokens, one value a gap,
-                however many tokens the chunk has, as in vllm bench serve
-    throughput  requests, output tokens, prompt and output tokens of completed
-                requests / duration: first request's start to last one's end
-    refusal     answer RESOURCE_EXHAUSTED or 429 minus the sending of the request
-    goodput     requests/s that complete within every limit of --slo; a failure
-                is a miss; slo_attainment is their share of all requests
-    quantiles   over all values of a round, interpolated; several rounds: the
-                median of each figure over the rounds
-
-    Latencies are those of completed requests. Over HTTP, events that arrive in one read have one time. Tokens are
-    counted by the server (usage); where it tells none, a chunk is a token. A request fails if its answer has an error,
-    ends early, has no token or takes longer than --timeout. Prompts are sent with temperature 0.
-    """
+    """Measure a running service under load."""
     second = parse_address(peer, "--peer") if peer else None
-    lengths = Lengths(input=input_len, prefix=prefix_len, output=output_len)
-    asked = Workload(kind=workload, lengths=lengths, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed)
+    lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
+    prompts = Workload(kind=workload, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed, **lengths)
     if num_prompts is None and seconds is None and file is None:
         num_prompts = DEFAULT_NUM_PROMPTS
-    pace = LoadPace(concurrency=concurrency, rate=rate)
-    load = LoadOptions(pace=pace, num_prompts=num_prompts, seconds=seconds, warmup=warmup, timeout=timeout)
+    load = LoadOptions(
+        concurrency=concurrency, rate=rate, num_prompts=num_prompts, seconds=seconds, warmup=warmup, timeout=timeout
+    )
     rounds = rounds if rounds is not None else _ROUNDS_WITH_PEER if second else 1
     target = parse_address(url, "--url", model)
-    options = BenchOptions(address=target, peer=second, workload=asked, load=load, rounds=rounds, slo=parse_slo(slo))
+    options = BenchOptions(address=target, peer=second, workload=prompts, load=load, rounds=rounds, slo=parse_slo(slo))
     _run(check_options(options), json_to)
 
 
@@ -110,7 +110,7 @@ def _run(options: BenchOptions, json_to: str) -> None:
 
 
 def _check_writable(json_to: str) -> None:
-    """Before the measurement, which may take long."""
+    """Raises InvalidArgument before the measurement, which may take long, if its result could not be written."""
     if json_to in ("", "-"):
         return
     try:

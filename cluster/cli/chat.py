@@ -1,4 +1,4 @@
-"""`tandem chat`: a conversation in the terminal, or through a pipe."""
+"""`tandem chat`: holds a conversation in the terminal, or through a pipe."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ SETTABLE: Final = (
     *("model", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "bad_words", "seed", "max_tokens", "min_tokens", "stop", "priority", "template_kwargs"),
 )
-"""The options that /set knows."""
+"""The options that /set accepts."""
 
 
 @o.request_options(
@@ -40,15 +40,15 @@ def chat(
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     timeline: o.ShowTimeline = False,
 ) -> None:
-    """Talk with the model; what was said goes along. /help tells the commands. Ctrl-C cuts an answer short, Ctrl-D ends
-    the chat. In a pipe each line is a question, and the first error ends it."""
+    """Chat with the model, which sees the whole conversation. /help lists the commands. Ctrl-C cuts an answer short,
+    Ctrl-D ends the chat. In a pipe each line is a question, and the first error ends the chat."""
     options = cast(ChatOptions, o.given_options(context.params))
     console = error_console()
     interactive = sys.stdin.isatty()
     with Client(target, api_key=api_key) as client, open_keyboard() as read_line:
         session = ChatSession(client, options, console, Conversation(system), always_timeline=timeline)
         if interactive:
-            console.print("/help tells the commands, Ctrl-D ends the chat", style="dim")
+            console.print("/help lists the commands, Ctrl-D ends the chat", style="dim")
         while not session.ended:
             try:
                 session.take(read_question(read_line))
@@ -68,7 +68,8 @@ def chat(
 
 @dataclass(slots=True)
 class ChatSession:
-    """A chat under way: what `take` gets is said or done. Answers go to stdout, all else to `console`."""
+    """Runs a chat: sends each line that `take` gets, or carries out its command. Answers go to stdout, all else to
+    `console`."""
 
     client: Client
     options: ChatOptions
@@ -79,28 +80,29 @@ class ChatSession:
     ended: bool = False
 
     def take(self, line: str) -> None:
-        """A question, or a command if it begins with one slash. Raises a TandemError; the session can go on then."""
+        """Handles a question, or a command if it begins with one slash. Raises a TandemError, after which the session
+        can continue."""
         if line.startswith("/") and not line.startswith("//"):
             self._command(*line[1:].partition(" ")[::2])
         elif line:
             self._ask(line.removeprefix("/") if line.startswith("//") else line)
 
     def _ask(self, question: str) -> None:
-        """Prints the answer as it comes and keeps it; if it is cut or fails, what had come of it."""
+        """Streams the answer to stdout and keeps it in the conversation, also if it is cut off or fails."""
         self.conversation.ask(question)
         self.timeline = None
-        said = ""
+        answer = ""
         with self.client.stream_chat(self.conversation.messages, **self.options) as stream:
             try:
                 for delta in stream:
-                    said += delta.text
+                    answer += delta.text
                     typer.echo(delta.text, nl=False)
             except (KeyboardInterrupt, TandemError):
-                if said:
-                    self.conversation.answer(said)
+                if answer:
+                    self.conversation.answer(answer)
                     typer.echo()
                 raise
-            self.conversation.answer(said)
+            self.conversation.answer(answer)
             typer.echo()
             self.timeline = stream.timeline
         if self.always_timeline:
@@ -108,103 +110,98 @@ class ChatSession:
 
     def _command(self, name: str, argument: str) -> None:
         if name not in _COMMANDS:
-            raise InvalidArgument("no such command; /help tells them", f"/{name}")
-        _COMMANDS[name].run(self, argument.strip())
+            raise InvalidArgument("no such command; /help lists them", f"/{name}")
+        _COMMANDS[name][0](self, argument.strip())
 
     def help(self, _: str) -> None:
+        """Lists the commands."""
         table = Table(box=None, show_header=False, pad_edge=False)
-        for name, command in _COMMANDS.items():
-            table.add_row(f"/{name} {command.argument}", command.meaning)
-        table.add_row('"""', 'begins a question of several lines, to the next """')
-        table.add_row("\\", "at the end of a line: the question goes on")
-        table.add_row("//", "begins a question with a slash")
+        for name, (command, argument) in _COMMANDS.items():
+            table.add_row(f"/{name} {argument}", command.__doc__)
+        table.add_row('"""', 'Begins a question of several lines, to the next """')
+        table.add_row("\\", "At the end of a line: continues the question on the next one")
+        table.add_row("//", "Begins a question with a slash")
         self.console.print(table, markup=False)
 
     def clear(self, _: str) -> None:
+        """Clears the conversation; the system message stays."""
         self.conversation.turns.clear()
 
     def system(self, text: str) -> None:
+        """Sets the system message; without TEXT: removes it."""
         self.conversation.system = text
 
     def retry(self, _: str) -> None:
+        """Asks the last question again."""
         question = self.conversation.undo()
         if question is None:
             raise InvalidArgument("nothing was asked yet", "/retry")
         self._ask(question)
 
     def undo(self, _: str) -> None:
+        """Removes the last question and its answer."""
         question = self.conversation.undo()
         if question is None:
             raise InvalidArgument("nothing was asked yet", "/undo")
-        self._say(f"forgotten: {question}")
+        self._print(f"removed: {question}")
 
     def save(self, name: str) -> None:
+        """Writes the messages as JSON."""
         if not name:
             raise InvalidArgument("names no file", "/save")
         try:
             Path(name).write_text(json.dumps(self.conversation.messages, ensure_ascii=False, indent=2) + "\n")
         except OSError as error:
             raise InvalidArgument(f"{name}: {error.strerror}", "/save") from None
-        self._say(f"{len(self.conversation.messages)} messages in {name}")
+        self._print(f"{len(self.conversation.messages)} messages in {name}")
 
     def show_timeline(self, switch: str) -> None:
+        """Shows the timeline of the last answer, or from now on of each one."""
         if switch in ("on", "off"):
             self.always_timeline = switch == "on"
         elif switch:
             raise InvalidArgument("takes on, off or nothing", "/timeline")
         elif self.timeline is None:
-            self._say("the last answer has none")
+            self._print("the last answer has none")
         else:
             print_timeline(self.timeline)
 
     def set(self, assignment: str) -> None:
+        """Sets an option, such as temperature 0.7; without VALUE: its default; without NAME: lists the options."""
         name, _, value = assignment.partition(" ")
         if not name:
-            self._say("  ".join(f"{key}={value}" for key, value in self.options.items()))
+            self._print("  ".join(f"{key}={value}" for key, value in self.options.items()))
         elif name not in SETTABLE:
-            raise InvalidArgument(f"cannot be set here; what can: {', '.join(SETTABLE)}", name)
+            raise InvalidArgument(f"cannot be set here; options: {', '.join(SETTABLE)}", name)
         else:
             chosen: dict[str, Any] = {**self.options}
             chosen.pop(name, None)
             self.options = ChatOptions(**chosen, **_parsed(name, value.strip()))  # type: ignore[typeddict-item]
 
     def quit(self, _: str) -> None:
+        """Ends the chat; so does Ctrl-D."""
         self.ended = True
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, style="dim", markup=False, highlight=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    run: Callable[[ChatSession, str], None]
-    argument: str = ""
-    meaning: str
-
-
-_COMMANDS: Final = {
-    "help": _Command(run=ChatSession.help, meaning="these lines"),
-    "clear": _Command(run=ChatSession.clear, meaning="forget what was said; the system message stays"),
-    "system": _Command(
-        run=ChatSession.system, argument="TEXT", meaning="set the system message; without TEXT: have none"
-    ),
-    "retry": _Command(run=ChatSession.retry, meaning="ask the last question again"),
-    "undo": _Command(run=ChatSession.undo, meaning="forget the last question and its answer"),
-    "save": _Command(run=ChatSession.save, argument="FILE", meaning="write the messages as JSON"),
-    "timeline": _Command(
-        run=ChatSession.show_timeline,
-        argument="[on|off]",
-        meaning="where the last answer's time went, or each answer's",
-    ),
-    "set": _Command(
-        run=ChatSession.set, argument="[NAME [VALUE]]", meaning="such as temperature 0.7; without VALUE: the default"
-    ),
-    "quit": _Command(run=ChatSession.quit, meaning="end; so does Ctrl-D"),
+_COMMANDS: Final[dict[str, tuple[Callable[[ChatSession, str], None], str]]] = {
+    "help": (ChatSession.help, ""),
+    "clear": (ChatSession.clear, ""),
+    "system": (ChatSession.system, "TEXT"),
+    "retry": (ChatSession.retry, ""),
+    "undo": (ChatSession.undo, ""),
+    "save": (ChatSession.save, "FILE"),
+    "timeline": (ChatSession.show_timeline, "[on|off]"),
+    "set": (ChatSession.set, "[NAME [VALUE]]"),
+    "quit": (ChatSession.quit, ""),
 }
+"""Each command with its argument; the docstring is its help."""
 
 
 def _parsed(name: str, value: str) -> dict[str, object]:
-    """The option as its type says; empty without a value."""
+    """Returns the option, parsed by its type; empty without a value."""
     if not value:
         return {}
     adapter: TypeAdapter[object] = TypeAdapter(get_type_hints(ChatOptions)[name])

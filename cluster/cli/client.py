@@ -1,4 +1,4 @@
-"""`tandem generate` and `status`: a service seen from outside, over its own two doors."""
+"""`tandem generate` and `tandem status`: requests a completion of a service, and shows its state."""
 
 import json
 import sys
@@ -49,23 +49,25 @@ def status(
     url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a running service: its pools and workers, their blocks and load, and the ways of KV cache between them."""
+    """Show a running service: routers, pools, workers, their blocks and load, the transports between them."""
     service = _fetch(url)
     if as_json:
         typer.echo(json.dumps(service, indent=2))
         return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{service['service']}: {service['model']}  grpc={service['grpc']} http={service['http']}")
+    console.print(f"{service['service']}: {service['model']}")
+    for router in service["routers"]:
+        console.print(f"router {router['id']}  grpc={router['grpc']} http={router['http']}")
     console.print(_worker_table(service["workers"]))
     if any(worker["transports"] for worker in service["workers"]):
         console.print(_transport_table(service["workers"]))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    """The text to continue: of the argument, a file or stdin. Raises InvalidArgument."""
+    """Returns the prompt: the argument, the text of a file or stdin. Raises InvalidArgument."""
     if file is not None:
         if prompt is not None:
-            raise InvalidArgument("goes with no other prompt", "file")
+            raise InvalidArgument("must not be given together with another prompt", "file")
         return o.read_text(file, "file")
     if prompt is None and sys.stdin.isatty():
         raise InvalidArgument("missing; give a text, --file, or - to type one", "prompt")
@@ -107,13 +109,13 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
         load = worker["load"]
         counts = [load["num_running"], load["num_waiting"]]
         counts += [load[f"{state}_blocks"] for state in numbers[2:8]]
-        counts += [worker["leases"], worker["transfers"]]
+        counts += [worker["num_leases"], worker["num_transfers"]]
         table.add_row(worker["role"], worker["id"], worker["state"], *map(str, counts))
     return table
 
 
 def _transport_table(workers: list[dict[str, Any]]) -> Table:
-    """From which ranks a worker pulls KV cache, and over which transport."""
+    """Returns a table of the ranks from which each worker has pulled KV cache, and the transport that it used."""
     table = Table("worker", "pulls from", "transport", box=None, header_style="bold", pad_edge=False)
     for worker in workers:
         for endpoint, transport in worker["transports"].items():

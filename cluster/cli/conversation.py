@@ -1,4 +1,4 @@
-"""What was said in a chat, and questions as people type them. Does no I/O."""
+"""Holds the turns of a chat, and parses questions of several lines. Does no I/O."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,14 +10,14 @@ QUOTES: Final = '"""'
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far. The last is a user's while a question is without an answer, which another one replaces."""
+    """Holds the turns so far. A last question without an answer is replaced by the next question."""
 
     system: str = ""
     turns: list[tuple[str, str | None]] = field(default_factory=list)  # question, answer
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """With `role` and `content`, as a chat wants them."""
+        """Returns the messages of a chat request, with `role` and `content`."""
         made = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in self.turns:
             made.append({"role": "user", "content": question})
@@ -26,24 +26,25 @@ class Conversation:
         return made
 
     def ask(self, question: str) -> None:
+        """Appends a question."""
         if self.turns and self.turns[-1][1] is None:
             self.turns.pop()
         self.turns.append((question, None))
 
     def answer(self, text: str) -> None:
-        """Answers the last question."""
+        """Sets the answer to the last question."""
         question, _ = self.turns.pop()
         self.turns.append((question, text))
 
     def undo(self) -> str | None:
-        """Forgets the last question and its answer; returns the question, None if there was none."""
+        """Removes the last question and its answer; returns the question, None if there was none."""
         return self.turns.pop()[0] if self.turns else None
 
 
 def read_question(read_line: Callable[[str], str]) -> str:
-    '''One question of one or more lines: a line that ends in a backslash goes on with the next, and a question that
-    begins with """ goes to the next """. `read_line` gets a prompt and returns a line without its end; it raises
-    EOFError when there are no more, and so does this, unless the question has begun.'''
+    '''Returns one question: a line that ends in a backslash continues on the next, and a question that begins with
+    """ ends at the next """. `read_line` gets a prompt and returns a line without its end, or raises EOFError at the
+    end of the input, which this raises too unless the question has begun.'''
     line = read_line("> ")
     if line.lstrip().startswith(QUOTES):
         return _quoted(line.lstrip().removeprefix(QUOTES), read_line)

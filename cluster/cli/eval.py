@@ -1,4 +1,4 @@
-"""`tandem eval`: how good the served model is, measured through the service's own door."""
+"""`tandem eval`: evaluates the served model through the service's gRPC API."""
 
 import asyncio
 import json
@@ -14,13 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...router.client.client import AsyncClient
-from ...router.client.types import Options
-from ..eval.generate import Answered, answer_cases, read_cases, write_answers
+from ...router.client.types import Completion, Options
+from ..eval.generate import complete_cases, parse_cases, write_completions
 from ..eval.perplexity import Perplexity, measure_perplexity
-from ..eval.scores import Scores, check_libraries, score_texts
+from ..eval.scores import check_libraries, score_texts
 from . import options as o
 
-eval_app = typer.Typer(help="Measure how good the served model is.", no_args_is_help=True)
+eval_app = typer.Typer(help="Evaluate the served model.", no_args_is_help=True)
 
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at the same time.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
@@ -77,24 +77,24 @@ def generate(
 ) -> None:
     """Answer the prompts of FILE and compare with the references: BLEU, chrF, ROUGE, exact match, F1."""
     check_libraries()  # before the model has worked for minutes
-    cases = read_cases(file)
+    cases = parse_cases(o.read_text(file, "file"), file)
     options: Options = o.given_options(context.params)
 
-    async def answer() -> list[Answered]:
-        with _progress("answers", len(cases)) as bar:
+    async def complete() -> list[Completion]:
+        with _progress("completions", len(cases)) as bar:
             async with AsyncClient(target, api_key=api_key) as client:
-                return await answer_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
+                return await complete_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
 
-    answers = asyncio.run(answer())
+    completions = asyncio.run(complete())
     if output is not None:
-        write_answers(output, answers)
-    scores: Scores = score_texts([each.text for each in answers], [each.case.all_references for each in answers])
-    _print_figures({"cases": len(answers)} | asdict(scores), as_json)
+        write_completions(output, cases, completions)
+    scores = score_texts([each.text for each in completions], [each.all_references for each in cases])
+    _print_figures({"cases": len(cases)} | asdict(scores), as_json)
 
 
 @contextmanager
 def _progress(what: str, total: int | None = None) -> Iterator[Progress]:
-    """A bar on stderr, if that is a terminal, that is gone at the end."""
+    """Shows a progress bar on stderr, if that is a terminal, and removes it at the end."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

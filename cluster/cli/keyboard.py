@@ -1,4 +1,4 @@
-"""Lines from a terminal, with editing and a history that outlives the process, or from a pipe."""
+"""Reads lines from a terminal, with editing and a persistent history, or from a pipe."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ HISTORY_LINES: Final = 1_000
 
 @contextmanager
 def open_keyboard() -> Iterator[Callable[[str], str]]:
-    """A function that shows a prompt, on a terminal only, and returns the next line; it raises EOFError at the end and
-    KeyboardInterrupt for Ctrl-C. The history is written when the block ends."""
+    """Yields a function that shows a prompt, on a terminal only, and returns the next line; it raises EOFError at the
+    end and KeyboardInterrupt for Ctrl-C. The history is written when the block ends."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         with _history(platformdirs.user_state_path("tandem") / "chat_history"):
             yield input
@@ -23,7 +23,7 @@ def open_keyboard() -> Iterator[Callable[[str], str]]:
 
 
 def _read_line(prompt: str) -> str:
-    if sys.stdin.isatty():  # the answers go to a file: the prompt must not
+    if sys.stdin.isatty():  # stdout is not a terminal: the prompt must not go there
         print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
@@ -33,9 +33,9 @@ def _read_line(prompt: str) -> str:
 
 @contextmanager
 def _history(path: Path) -> Iterator[None]:
-    """Keeps what `input` reads in a file that is the user's own. Without one that can be read and written, the history
-    is that of the process."""
-    import readline  # changes `input` and the terminal, so not where nobody types
+    """Keeps the lines that `input` reads in a file that only the user can read. If it cannot be read or written, the
+    history ends with the process."""
+    import readline  # changes `input` and the terminal: only where a user types
 
     readline.set_history_length(HISTORY_LINES)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""`tandem model get|list`: the model store on the command line."""
+"""`tandem model get` and `tandem model list`: fetches and lists built-in models."""
 
 from typing import Annotated
 
@@ -26,12 +26,12 @@ def get_command(name: Annotated[str, typer.Argument(help="A name that `tandem mo
 
 @model_app.command("list")
 def list_command() -> None:
-    """List the built-in models: where they are, or that they are not fetched yet."""
+    """List the built-in models with their folders, as far as they have been fetched."""
     table = Table("NAME", "SIZE", Column("FOLDER", overflow="fold"), box=None, header_style="bold", pad_edge=False)
     for model in list_models():
         where = str(model.folder) if model.present else "not fetched"
         table.add_row(model.name, decimal(model.num_bytes) if model.present else "-", where)
     console = Console()
     if not console.is_terminal:
-        console.width = 4096  # a pipe has no edge to wrap at
+        console.width = 4096  # do not wrap lines in a pipe
     console.print(table)

@@ -14,7 +14,7 @@ from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import ModelConfig
 from ...workers.model.footprint import check_config_split, kv_bytes_per_token
 from ..store.store import resolve_model
-from ..timeline import TABLE_CHARACTERS
+from .timeline import TABLE_CHARACTERS
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 GIB: Final = 1024**3

@@ -1,1 +1,1 @@
-"""Measures how good the served model is."""
+"""Evaluates the served model."""

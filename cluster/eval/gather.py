@@ -1,4 +1,4 @@
-"""Many awaitables, a few at a time."""
+"""Runs many awaitables with bounded concurrency."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -9,8 +9,8 @@ _R = TypeVar("_R")
 
 
 async def map_concurrently(work: Callable[[_T], Awaitable[_R]], items: Iterable[_T], concurrency: int) -> list[_R]:
-    """The results of `work` in the order of `items`, at most `concurrency` under way at the same time. The first
-    exception ends all that is under way and is raised."""
+    """Returns the results of `work` in the order of `items`, with at most `concurrency` calls at the same time. The
+    first exception cancels all calls and is raised."""
     slots = asyncio.Semaphore(concurrency)
 
     async def one(item: _T) -> _R:

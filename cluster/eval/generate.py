@@ -1,8 +1,7 @@
-"""The cases of `tandem eval generate`: prompts with references from a JSONL file, answered by a service."""
+"""Generates completions for the prompts of a JSONL file, which holds a reference for each: `tandem eval generate`."""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ...proto.errors import InvalidArgument
 from ...router.client.client import AsyncClient
-from ...router.client.types import Options
-from ..cli.options import read_text
+from ...router.client.types import Completion, Options
 from .gather import map_concurrently
 
 
 class Case(BaseModel):
-    """A line of the file: `prompt` or `messages`, `reference` or `references`. More keys are the file's own."""
+    """Holds a line of the file: `prompt` or `messages`, `reference` or `references`. More keys are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -26,7 +24,7 @@ class Case(BaseModel):
     references: list[str] = []
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "Case":
+    def _check_exclusive(self) -> "Case":
         if bool(self.prompt) == bool(self.messages):
             raise ValueError("one of prompt and messages must be given")
         if (self.reference is None) == (not self.references):
@@ -38,23 +36,11 @@ class Case(BaseModel):
         return self.references if self.reference is None else [self.reference]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A case and what the service said."""
-
-    case: Case
-    text: str
-    finish_reason: str
-
-    def as_json(self) -> dict[str, Any]:
-        given = self.case.model_dump(exclude_unset=True)
-        return given | {"text": self.text, "finish_reason": self.finish_reason}
-
-
-def read_cases(path: Path) -> list[Case]:
-    """The cases of a JSONL file; empty lines are none. Raises InvalidArgument, which names the line."""
+def parse_cases(text: str, path: Path) -> list[Case]:
+    """Returns the cases of a JSONL file's text, without its empty lines. Raises InvalidArgument, which names the line
+    of `path`."""
     cases = []
-    for number, line in enumerate(read_text(path, "file").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -68,27 +54,31 @@ def read_cases(path: Path) -> list[Case]:
     return cases
 
 
-async def answer_cases(
+async def complete_cases(
     client: AsyncClient,
     cases: Sequence[Case],
     options: Options,
     concurrency: int,
-    on_answer: Callable[[], None] = lambda: None,
-) -> list[Answered]:
-    """The answers in the order of the cases. `on_answer` is called as they come. Raises a TandemError."""
+    on_completion: Callable[[], None] = lambda: None,
+) -> list[Completion]:
+    """Returns the completions in the order of the cases; calls `on_completion` after each. Raises a TandemError."""
 
-    async def answer(case: Case) -> Answered:
-        asked = client.chat(case.messages, **options) if case.messages else client.generate(case.prompt, **options)
-        completion = await asked
-        on_answer()
-        return Answered(case=case, text=completion.text, finish_reason=completion.finish_reason)
+    async def complete(case: Case) -> Completion:
+        call = client.chat(case.messages, **options) if case.messages else client.generate(case.prompt, **options)
+        completion = await call
+        on_completion()
+        return completion
 
-    return await map_concurrently(answer, cases, concurrency)
+    return await map_concurrently(complete, cases, concurrency)
 
 
-def write_answers(path: Path, answers: Sequence[Answered]) -> None:
-    """A line of JSON for each. Raises InvalidArgument if the file cannot be written."""
-    lines = [json.dumps(each.as_json(), ensure_ascii=False) + "\n" for each in answers]
+def write_completions(path: Path, cases: Sequence[Case], completions: Sequence[Completion]) -> None:
+    """Writes one line of JSON for each case. Raises InvalidArgument if the file cannot be written."""
+    lines = []
+    for case, completion in zip(cases, completions, strict=True):
+        given = case.model_dump(exclude_unset=True)
+        given |= {"text": completion.text, "finish_reason": completion.finish_reason}
+        lines.append(json.dumps(given, ensure_ascii=False) + "\n")
     try:
         path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:

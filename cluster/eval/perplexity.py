@@ -1,4 +1,4 @@
-"""The perplexity of a text under the served model, over sliding windows of log probabilities of a prompt."""
+"""Computes the perplexity of a text under the served model, from prompt log probabilities over sliding windows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ from .gather import map_concurrently
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Tokens of a text that one forward pass reads; of those from `score_from` on the log probability counts."""
+    """Describes the tokens of one forward pass: indices into the text; those from `score_from` on are scored."""
 
     begin: int
     end: int
-    score_from: int  # as an index into the text
+    score_from: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
-    """What a text scored. Natural logarithms but for the bits."""
+    """Holds the scores of a text, in natural logarithms except for the bits."""
 
-    num_tokens: int  # of the text; the first is never scored, since nothing is before it
+    num_tokens: int  # of the text; the first has no context and is not scored
     num_windows: int
     nll: float  # negative log likelihood of all scored tokens together
     num_scored: int
@@ -39,17 +39,17 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float:
-        """Does not depend on the tokenizer, so that models can be compared (Gao et al., 2020, The Pile)."""
+        """Returns a score that does not depend on the tokenizer (Gao et al., 2020, The Pile)."""
         return self.nll / math.log(2) / self.num_bytes
 
 
 def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
-    """Windows of `window` tokens, `stride` apart, the last cut at the end. Each token is scored in the first window
-    that has it, after at least `window - stride` tokens where the text has them. A token that begins its window is not
-    scored: the first of all, and with a stride of a whole window the first of each.
+    """Returns windows of `window` tokens, `stride` apart, the last cut at the end. Each token is scored in the first
+    window that has it, after at least `window - stride` tokens where the text has them. A token that begins its window
+    is not scored: the first of all, and with a stride of a whole window the first of each.
 
-    This is the method of "Perplexity of fixed-length models" in transformers' documentation; its example lets each
-    window but the first count in the mean as one token too few, here each counts its tokens. Raises InvalidArgument."""
+    This is the method of "Perplexity of fixed-length models" in transformers' documentation, except that its example
+    counts one token too few of each window but the first in the mean. Raises InvalidArgument."""
     if window < 2:
         raise InvalidArgument("must be at least 2 tokens", "window")
     if not 1 <= stride <= window:
@@ -73,8 +73,8 @@ async def measure_perplexity(
     on_window: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
     """Scores `text` through the service. `window`: tokens, at most and by default one less than the model's context,
-    which always has room for a token after a prompt; `stride`: by default half a window. `on_window(windows done,
-    windows in all)` is called as they come. Raises a TandemError."""
+    since a prompt must leave one token to generate; `stride`: by default half a window. `on_window(windows done,
+    windows in all)` is called after each. Raises a TandemError."""
     longest = await _context_tokens(client, model) - 1
     window = window or longest
     if window > longest:
@@ -103,8 +103,8 @@ async def measure_perplexity(
 
 
 async def tokenize_long(client: AsyncClient, text: str, model: str) -> list[int]:
-    """The token ids of a text of any length. What is longer than the service takes goes in pieces that end at line
-    ends, where they can; the special tokens that a tokenizer puts before a text stand before the first alone."""
+    """Returns the token ids of a text of any length. A text longer than the service accepts is sent in pieces that end
+    at line ends, where possible; special tokens that the tokenizer puts before a text are kept for the first only."""
     pieces = _pieces(text, limits.MAX_PROMPT_CHARACTERS)
     ids = await client.tokenize(pieces[0], model=model)
     if len(pieces) > 1:
@@ -132,11 +132,11 @@ async def _context_tokens(client: AsyncClient, model: str) -> int:
 
 
 async def _score(client: AsyncClient, ids: Sequence[int], window: Window, model: str) -> float:
-    """The negative log likelihood of the window's scored tokens."""
+    """Returns the negative log likelihood of the window's scored tokens."""
     prompt = ids[window.begin : window.end]
     answer = await client.generate(prompt, max_tokens=0, prompt_logprobs=0, model=model)
     found = [each.token.logprob for each in answer.prompt_logprobs[window.score_from - window.begin :]]
     numbers = [each for each in found if each is not None]
     if len(numbers) != window.end - window.score_from:
-        raise InternalError("the service did not tell the log probability of every token of the prompt")
+        raise InternalError("the service did not return a log probability for every token of the prompt")
     return -math.fsum(numbers)

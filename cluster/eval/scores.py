@@ -1,4 +1,4 @@
-"""How close generated texts are to references: BLEU and chrF by sacrebleu, ROUGE by rouge-score, exact match, F1."""
+"""Scores generated texts against references: BLEU and chrF by sacrebleu, ROUGE by rouge-score, exact match, F1."""
 
 import re
 import string
@@ -15,7 +15,7 @@ MISSING_EXTRA = "tandem eval generate needs sacrebleu and rouge-score: pip insta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """From 0 to 100, higher is better. With several references, each but the corpus scores takes the best one."""
+    """Holds scores from 0 to 100, higher is better. With several references, all but BLEU and chrF take the best."""
 
     bleu: float  # of the corpus; Papineni et al., 2002
     chrf: float  # of the corpus; Popović, 2015
@@ -27,7 +27,7 @@ class Scores:
 
 
 def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
-    """`references`: for each text at least one. Raises Unavailable if the extra `eval` is not installed."""
+    """Scores each text against its references, at least one. Raises Unavailable without the extra `eval`."""
     sacrebleu, rouge_scorer = _libraries()
     most = max(map(len, references))
     streams = [[each[i] if i < len(each) else None for each in references] for i in range(most)]
@@ -51,20 +51,20 @@ def check_libraries() -> None:
 
 
 def normalise_answer(text: str) -> str:
-    """Lower case without punctuation, articles and repeated white space, as the evaluation script of SQuAD does
+    """Returns lower case without punctuation, articles and repeated white space, as SQuAD's evaluation script does
     (Rajpurkar et al., 2016)."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
 def exact_match(text: str, reference: str) -> bool:
-    """Whether both are the same when normalised."""
+    """Returns whether both are the same when normalised."""
     return normalise_answer(text) == normalise_answer(reference)
 
 
 def word_f1(text: str, reference: str) -> float:
-    """The harmonic mean of precision and recall of the normalised words, from 0 to 1; as SQuAD 2.0 does, 1 if neither
-    has any (Rajpurkar et al., 2018)."""
+    """Returns the harmonic mean of precision and recall of the normalised words, from 0 to 1; as SQuAD 2.0 does, 1 if
+    neither text has any (Rajpurkar et al., 2018)."""
     found, wanted = normalise_answer(text).split(), normalise_answer(reference).split()
     if not found or not wanted:
         return float(found == wanted)
@@ -73,7 +73,7 @@ def word_f1(text: str, reference: str) -> float:
 
 
 def _libraries() -> tuple[Any, Any]:
-    """The libraries of the extra, which take a second to import."""
+    """Imports the libraries of the extra, which takes a second."""
     try:
         import sacrebleu
         from rouge_score import rouge_scorer

@@ -1,8 +1,8 @@
 """Converts a Llama-family GGUF file into a bf16 safetensors folder: `python -m tandem.cluster.store.gguf_convert FILE`.
 
 The result, written to the working folder, is what `save_pretrained` makes: config.json, model.safetensors,
-tokenizer.json, tokenizer_config.json, chat_template.jinja. transformers does the work; this module knows what it
-leaves out, and refuses a result that disagrees with the file's own header.
+tokenizer.json, tokenizer_config.json, chat_template.jinja. transformers converts; this module adds what it leaves out,
+and refuses a result that disagrees with the file's own header.
 """
 
 import sys
@@ -19,7 +19,7 @@ _PROBE = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Writes the model of `gguf` to the existing folder `out`. Raises ValueError if the outcome is not faithful."""
+    """Writes the model of `gguf` to the existing folder `out`. Raises ValueError if the result differs."""
     header = {name: field.contents() for name, field in GGUFReader(gguf).fields.items() if _is_small(name)}
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
@@ -39,7 +39,8 @@ def _is_small(name: str) -> bool:
 
 
 def _restore_digit_splitting(tokenizer: Tokenizer, header: dict[str, Any]) -> None:
-    """The `smollm` pre-tokenizer splits off every digit first; transformers drops it when it reads GGUF.
+    """Restores the splitting of digits: the `smollm` pre-tokenizer splits off every digit first, which transformers
+    drops when it reads GGUF.
 
     Without it two blanks before a number become two tokens where the model was trained on one.
     """
@@ -72,7 +73,7 @@ def _check_tokenizer(tokenizer: Any, header: dict[str, Any]) -> None:
     if tokenizer.eos_token_id != header["tokenizer.ggml.eos_token_id"]:
         raise ValueError(f"eos_token became {tokenizer.eos_token!r}")
     if tokenizer.decode(tokenizer.encode(_PROBE)) != _PROBE:
-        raise ValueError("the tokenizer does not give back the text it was given")
+        raise ValueError("the tokenizer does not decode to the text that it encoded")
 
 
 if __name__ == "__main__":

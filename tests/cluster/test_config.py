@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.cluster.config import MAX_FILE_BYTES, ConfigError, TandemConfig, load_config
+from tandem.cluster.config import MAX_FILE_BYTES, ConfigError, load_config, ranks_per_node
 
 
 def write(folder: Path, text: str) -> Path:
@@ -145,19 +145,27 @@ def test_nothing_changes_after_loading() -> None:
         config.prefill.replicas = 5
 
 
-@pytest.mark.parametrize(("cores", "prefill", "decode", "threads"), [(2, 1, 1, 1), (16, 1, 3, 4), (2, 4, 4, 1)])
-def test_workers_share_the_cores(cores: int, prefill: int, decode: int, threads: int) -> None:
-    config = load_config(None, {"model": "m", "prefill.replicas": prefill, "decode.replicas": decode})
-    assert config.num_threads(config.decode, cores) == threads
+LOCAL = [{"CPU": 2.0}]
+APART = [{"CPU": 8.0, "p": 2.0}, {"CPU": 8.0, "d": 2.0}, {"CPU": 8.0, "d": 2.0}]
 
 
-def test_ranks_share_the_cores() -> None:
-    pools = {"prefill.replicas": 2, "prefill.tp": 4, "decode.replicas": 1, "decode.tp": 2}
-    config = load_config(None, {"model": "m", **pools})
-    assert config.num_workers == 3
-    assert [config.num_threads(pool, 40) for pool in (config.prefill, config.decode)] == [4, 4]
-
-
-def test_a_pool_may_fix_its_threads() -> None:
-    config = TandemConfig.model_validate({"model": "m", "decode": {"num_threads": 7}})
-    assert config.num_threads(config.decode, 2) == 7
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "prefill", "decode"),
+    [
+        ({}, LOCAL, 2, 2),
+        ({"decode.replicas": 3}, LOCAL, 4, 4),
+        ({"prefill.replicas": 0}, LOCAL, 1, 1),
+        ({"prefill.replicas": 2, "prefill.tp": 4, "decode.tp": 2}, LOCAL, 10, 10),
+        ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.replicas": 2}, APART, 1, 1),
+        ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.replicas": 3}, APART, 1, 2),
+        ({"prefill.resources": {"p": 1.0}, "prefill.replicas": 2, "decode.replicas": 3}, APART, 3, 3),
+        ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.tp": 4}, APART, 1, 4),
+        ({"prefill.replicas": 0, "decode.tp": 3, "decode.placement": "STRICT_SPREAD"}, APART, 1, 1),
+        ({"prefill.resources": {"no node has this": 1.0}, "decode.resources": {"d": 1.0}}, APART, 1, 1),
+    ],
+)
+def test_ranks_share_the_cores_of_their_own_node(
+    overrides: dict[str, object], nodes: list[dict[str, float]], prefill: int, decode: int
+) -> None:
+    config = load_config(None, {"model": "m"} | overrides)
+    assert [ranks_per_node(config, pool, nodes) for pool in (config.prefill, config.decode)] == [prefill, decode]

@@ -1,10 +1,11 @@
 """The directory without Ray: registration, expiry, long poll, and what a router believes after a restart."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from tandem.cluster.directory import Directory, Follower, Snapshot
+from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo, Snapshot
 from tandem.proto import worker_pb2
 
 
@@ -17,7 +18,7 @@ class Clock:
 
 
 def worker(worker_id: str, *, epoch: int = 1, running: int = 0) -> bytes:
-    load = worker_pb2.WorkerLoad(num_running=running)
+    load = {"num_running": running}
     return worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, load=load).SerializeToString(deterministic=True)
 
 
@@ -74,10 +75,10 @@ async def test_a_frozen_directory_does_not_drop_everybody_when_it_wakes() -> Non
     assert ids(await directory.snapshot()) == ["a"]
 
 
-async def test_follow_answers_at_once_when_there_is_news_and_else_waits_for_it() -> None:
+async def test_watch_answers_at_once_when_there_is_news_and_else_waits_for_it() -> None:
     directory = Directory()
-    first = await directory.follow("", -1, timeout=60)
-    waiting = asyncio.create_task(directory.follow(first.incarnation, first.version, timeout=60))
+    first = await directory.watch("", -1, timeout=60)
+    waiting = asyncio.create_task(directory.watch(first.incarnation, first.version, timeout=60))
     await asyncio.sleep(0)
     assert not waiting.done()
     await directory.register(worker("a"))
@@ -85,20 +86,43 @@ async def test_follow_answers_at_once_when_there_is_news_and_else_waits_for_it()
         assert ids(await waiting) == ["a"]
 
 
-async def test_follow_ends_at_its_timeout() -> None:
+async def test_watch_ends_at_its_timeout() -> None:
     directory = Directory()
     first = await directory.snapshot()
     async with asyncio.timeout(5):
-        same = await directory.follow(first.incarnation, first.version, timeout=0.05)
+        same = await directory.watch(first.incarnation, first.version, timeout=0.05)
     assert (same.version, same.workers) == (first.version, ())
 
 
-async def test_follow_tells_of_an_expiry_that_nobody_announced() -> None:
+async def test_watch_tells_of_an_expiry_that_nobody_announced() -> None:
     directory = Directory(expiry=0.2)
     await directory.register(worker("a"))
     known = await directory.snapshot()
     async with asyncio.timeout(5):
-        assert ids(await directory.follow(known.incarnation, known.version, timeout=60)) == []
+        assert ids(await directory.watch(known.incarnation, known.version, timeout=60)) == []
+
+
+async def test_a_router_is_registered_as_long_as_it_watches() -> None:
+    clock = Clock()
+    directory = Directory(expiry=10, clock=clock)
+    routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(2)]
+    first = await directory.watch("", -1, 60, routers[0])
+    assert (first.routers, first.workers) == ((routers[0],), ())
+    waiting = asyncio.create_task(directory.watch(first.incarnation, first.version, 60, routers[0]))
+    await asyncio.sleep(0)
+    second = await directory.watch("", -1, 60, routers[1])
+    async with asyncio.timeout(5):
+        assert (await waiting).routers == second.routers == tuple(routers)
+    await directory.register(worker("a"))
+    knows_a = replace(routers[1], num_workers=1)
+    assert (await directory.watch("", -1, 60, knows_a)).routers == (routers[0], knows_a)
+    for _ in range(2):
+        clock.now += 4
+        await directory.watch("", -1, 60, knows_a)
+    clock.now += 4
+    assert (await directory.snapshot()).routers == (knows_a,), "the other has not watched for 10 s"
+    await directory.remove("r1")
+    assert (await directory.snapshot()).routers == ()
 
 
 def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:
@@ -119,9 +143,9 @@ def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:
         ([snapshot("x", 50, "a"), snapshot("y", 0), snapshot("z", 1, "b")], {"a", "b"}),
     ],
 )
-def test_what_a_follower_believes(snapshots: list[Snapshot], believed: set[str]) -> None:
-    follower = Follower(expiry=10)
-    workers = [follower.apply(one) for one in snapshots][-1]
+def test_what_a_watcher_believes(snapshots: list[Snapshot], believed: set[str]) -> None:
+    watcher = DirectoryWatcher(expiry=10)
+    workers = [watcher.apply(one) for one in snapshots][-1]
     assert {info.worker_id for info in workers} == believed
     assert len(workers) == len(believed)
-    assert (follower.incarnation, follower.version) == (snapshots[-1].incarnation, 1)
+    assert (watcher.incarnation, watcher.version) == (snapshots[-1].incarnation, 1)

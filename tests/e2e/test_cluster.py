@@ -26,6 +26,8 @@ def service(address: str, model: Path) -> Iterator[Any]:
     overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "crossing", "status_port": 8123}
     for name in NODES:
         overrides[f"{name}.resources"] = {name: 1.0}
+    # All nodes are this machine: its cores are not theirs alone.
+    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
     overrides |= {"prefill.replicas": 2, "decode.replicas": 2, "prefill.kv_cache_gb": 0.05, "decode.kv_cache_gb": 0.05}
     overrides |= {"router.grpc_port": 0, "router.http_port": 0, "prefill.block_size": 8}
     overrides["router.local_prefill_tokens"] = 0

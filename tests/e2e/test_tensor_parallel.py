@@ -38,6 +38,8 @@ def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterat
     overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "split", "status_port": 8123}
     for name in NODES:
         overrides[f"{name}.resources"] = {name: 1.0}
+    # All nodes are this machine: its cores are not theirs alone.
+    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
     overrides |= {"prefill.kv_cache_gb": 0.05, "decode.kv_cache_gb": 0.05}
     overrides |= {"router.grpc_port": 0, "router.http_port": 0, "router.local_prefill_tokens": 0}
     with start_service(load_config(None, overrides | request.param), str(model), address=address) as running:
@@ -111,7 +113,7 @@ async def test_a_rank_dies_in_mid_stream(service: Any, expected: list[list[int]]
 async def busy(status_url: str) -> None:
     """Until both decode workers have streams."""
     deadline = time.monotonic() + 30
-    while not all(w["jobs"] for w in workers(status_url) if w["role"] == "decode"):
+    while not all(w["load"]["num_running"] for w in workers(status_url) if w["role"] == "decode"):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.bench.load import Measured, run_bench
+from tandem.cluster.bench.load import ServerRounds, run_bench
 from tandem.cluster.bench.metrics import Summary
-from tandem.cluster.bench.options import BenchOptions, Lengths, LoadOptions, LoadPace, ServerAddress, Workload
-from tandem.cluster.bench.target import CompletionEvents, RequestFailed, TokenCounts
+from tandem.cluster.bench.options import BenchOptions, LoadOptions, ServerAddress, Workload
+from tandem.cluster.bench.target import CompletionEvents, RequestFailed
 from tandem.cluster.bench.workload import arrival_offsets
 from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.api.grpc_server import GrpcServer
@@ -134,12 +134,12 @@ Start = Callable[..., Awaitable[OpenAiServer]]
 
 def options(url: str, **load: Any) -> BenchOptions:
     """A small closed loop of one caller, unless told otherwise."""
-    pace = LoadPace(rate=load.pop("rate", None)) if "rate" in load else LoadPace(concurrency=load.pop("concurrency", 1))
-    workload = Workload(lengths=Lengths(input=16, output=10), vocab_size=200)
+    load = load if "rate" in load else {"concurrency": 1} | load
+    workload = Workload(input_len=16, output_len=10, vocab_size=200)
     return BenchOptions(
         address=ServerAddress(url=url),
         workload=workload,
-        load=LoadOptions(pace=pace, **({"num_prompts": 4, "warmup": 0, "timeout": 20.0} | load)),
+        load=LoadOptions(**({"num_prompts": 4, "warmup": 0, "timeout": 20.0} | load)),
     )
 
 
@@ -311,7 +311,7 @@ async def test_the_tables_show_figures_and_failures(start: Start) -> None:
         (["--url", "http://h:1", "--rate", "1", "--workload", "odd"], "--workload: must be one of"),
         (["--url", "http://h:1", "--rate", "1", "--workload", "file"], "--file: belongs to"),
         (["--url", "http://h:1", "--rate", "1", "--workload", "shared-prefix"], "--prefix-len: must be from 1"),
-        (["--url", "http://h:1", "--rate", "1", "--slo", "x=1"], "--slo: knows ttft"),
+        (["--url", "http://h:1", "--rate", "1", "--slo", "x=1"], "--slo: must name ttft"),
         (["--url", "http://h:1", "--rate", "1", "--workload", "file", "--file", "/no/file"], "/no/file cannot be read"),
         (["--url", "http://h:1", "--rate", "1", "--json", "/no/folder/x"], "--json: /no/folder/x cannot be written"),
     ],
@@ -341,7 +341,7 @@ async def test_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:
     url, source = grpc_service
     source.tokens_per_delta = 4
     asked = options(url, num_prompts=6, concurrency=3)
-    found: list[Measured] = await run_bench(asked, lambda _address, _number, _summary: None)
+    found: list[ServerRounds] = await run_bench(asked, lambda _address, _number, _summary: None)
     (summary,) = found[0].rounds
     assert (summary.num_completed, summary.failures) == (6, ())
     assert (summary.prompt_tokens, summary.output_tokens) == (6 * 16, 6 * 10)
@@ -379,7 +379,7 @@ def test_events_are_read_in_any_pieces(cuts: set[int]) -> None:
     firsts = [EVENTS.index(b"\r\n\r\ndata:{"), EVENTS.index(b'\n\ndata: {"choices": [], ')]
     ends = [EVENTS.index(b"\n", at) + 1 for at in firsts]  # of the lines of the two choices
     assert times == [min(edge for edge in edges if edge >= end) for end in ends]
-    assert events.usage(prompt_tokens=9) == TokenCounts(prompt_tokens=3, output_tokens=2)
+    assert events.token_counts(prompt_tokens=9) == (3, 2)
 
 
 def test_what_is_no_event_is_refused() -> None:

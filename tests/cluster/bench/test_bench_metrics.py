@@ -21,7 +21,7 @@ from tandem.cluster.bench.metrics import (
     ratios,
     summarize,
 )
-from tandem.cluster.bench.options import Lengths, LoadOptions, LoadPace, Workload, parse_address, parse_slo
+from tandem.cluster.bench.options import LoadOptions, Workload, parse_address, parse_slo
 from tandem.cluster.bench.workload import BenchPrompt, arrival_offsets, load_prompts
 from tandem.proto.errors import InvalidArgument
 
@@ -140,15 +140,15 @@ def test_poisson_arrivals_have_the_rate_and_the_spread() -> None:
 
 
 def first(workload: Workload, round_number: int, count: int = 8) -> list[list[int]]:
-    load = LoadOptions(pace=LoadPace(concurrency=1), num_prompts=count)
+    load = LoadOptions(concurrency=1, num_prompts=count)
     prompts = list(load_prompts(workload).of_round(round_number, load))
     assert len(prompts) == count
-    assert {each.max_tokens for each in prompts} == {workload.lengths.output}
+    assert {each.max_tokens for each in prompts} == {workload.output_len}
     return [list(each.content) for each in prompts if not isinstance(each.content, str)]
 
 
 def test_random_prompts_follow_from_seed_and_round() -> None:
-    workload = Workload(lengths=Lengths(input=50, output=7), vocab_size=300, seed=5)
+    workload = Workload(input_len=50, output_len=7, vocab_size=300, seed=5)
     prompts = first(workload, 0)
     assert {len(each) for each in prompts} == {50}
     assert 250 < max(map(max, prompts)) < 300
@@ -159,7 +159,7 @@ def test_random_prompts_follow_from_seed_and_round() -> None:
 
 
 def test_shared_prefixes_are_shared_by_all_rounds() -> None:
-    workload = Workload(kind="shared-prefix", lengths=Lengths(prefix=40, input=20, output=3))
+    workload = Workload(kind="shared-prefix", prefix_len=40, input_len=20, output_len=3)
     warmup = next(load_prompts(workload).warmup()).content
     assert isinstance(warmup, list)
     prompts = [*first(workload, 0), *first(workload, 1), warmup]
@@ -171,18 +171,18 @@ def test_shared_prefixes_are_shared_by_all_rounds() -> None:
 def test_prompts_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one", "max_tokens": 5}\n\n{"prompt": [1, 2]}\n')
-    prompts = load_prompts(Workload(kind="file", file=path, lengths=Lengths(output=9)))
+    prompts = load_prompts(Workload(kind="file", file=path, output_len=9))
     lines = [BenchPrompt(content="one", max_tokens=5), BenchPrompt(content=[1, 2], max_tokens=9)]
-    once = LoadOptions(pace=LoadPace(concurrency=1), num_prompts=None)
+    once = LoadOptions(concurrency=1, num_prompts=None)
     assert list(prompts.of_round(0, once)) == lines
-    thrice = LoadOptions(pace=LoadPace(concurrency=1), num_prompts=3)
+    thrice = LoadOptions(concurrency=1, num_prompts=3)
     assert list(prompts.of_round(1, thrice)) == [*lines, lines[0]]
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("hello", "is no JSON"),
+        ("hello", "is not JSON"),
         ("[1]", "must be an object"),
         ('{"prompt": ""}', "prompt must be"),
         ('{"prompt": [1, -1]}', "prompt must be"),

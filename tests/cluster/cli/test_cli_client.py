@@ -59,7 +59,7 @@ def test_prompts_from_everywhere(service: StubService, tmp_path: Path) -> None:
     ways = [(("of the command",), ""), (("-",), "of stdin"), ((), "of a pipe"), (("--file", str(file)), "")]
     said = [invoke("generate", *args, "--target", service.address, stdin=stdin) for args, stdin in ways]
     assert said == [(f"<{text}>\n", "") for text in ("of the command", "of stdin", "of a pipe", "of a file")]
-    with pytest.raises(InvalidArgument, match="file: goes with no other prompt"):
+    with pytest.raises(InvalidArgument, match="file: must not be given together with another prompt"):
         invoke("generate", "x", "--file", str(file), "--target", service.address)
     with pytest.raises(InvalidArgument, match="no/such: No such file"):
         invoke("generate", "--file", "/no/such", "--target", service.address)
@@ -205,7 +205,7 @@ def test_a_piped_chat(service: StubService) -> None:
 def test_the_first_error_ends_a_piped_chat(service: StubService) -> None:
     done = run("chat", "--target", service.address, stdin="one\n/nonsense\ntwo\n")
     assert (done.returncode, done.stdout) == (2, "<one>\n")
-    assert done.stderr == "error: /nonsense: no such command; /help tells them\n"
+    assert done.stderr == "error: /nonsense: no such command; /help lists them\n"
 
 
 @pytest.fixture

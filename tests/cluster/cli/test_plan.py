@@ -14,7 +14,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.tests.tiny import make_tiny_model
 from tandem.workers.bench.shapes import SHAPES
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 LLAMA = SHAPES["llama-3-8b"]  # 32 query heads, 8 KV heads, 32 layers, heads of 128
 
 
@@ -98,8 +98,8 @@ def test_bad_options_are_named(model: Path, args: list[str], message: str) -> No
     assert result.exception.message == message
 
 
-def test_the_readme_shows_what_the_command_says() -> None:
-    section = README.read_text().partition("\n## Choosing tp for each pool\n")[2]
+def test_the_page_shows_what_the_command_prints() -> None:
+    section = PAGE.read_text().partition("\n## Choosing tp for each pool\n")[2]
     command, *shown = section.split("```")[1].strip().splitlines()
     assert command.startswith("$ tandem plan memory ")
     get_model(command.split()[4])  # first, so that the command tells nothing of fetching it

@@ -1,4 +1,4 @@
-"""What `tandem status` prints of a service."""
+"""Tests what `tandem status` prints of a service."""
 
 from typing import Any
 
@@ -9,23 +9,29 @@ from tandem.cluster.cli import client
 from tandem.cluster.cli.main import app
 from tandem.proto import worker_pb2
 
-LOAD = {field.name: 3 for field in worker_pb2.WorkerLoad.DESCRIPTOR.fields}
+ROUTERS = [{"id": "r-0", "grpc": "a:1", "http": "a:2"}, {"id": "r-1", "grpc": "a:3", "http": "a:4"}]
+LOAD = {field.name: 3 for field in worker_pb2.WorkerInfo().load.DESCRIPTOR.fields}
 
 
 def worker(name: str, transports: dict[str, str]) -> dict[str, Any]:
-    state = {"state": "ready", "leases": 1, "transfers": 2, "load": LOAD, "transports": transports}
-    return {"id": name, "role": "decode", **state}
+    state = {"id": name, "role": "decode", "state": "ready", "load": LOAD, "transports": transports}
+    return state | {"num_leases": 1, "num_transfers": 2}
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[str]:
-    service = {"service": "tandem", "model": "m", "grpc": "a:1", "http": "a:2", "workers": list(workers)}
+    service = {"service": "tandem", "model": "m", "routers": ROUTERS, "workers": list(workers)}
     monkeypatch.setattr(client, "_fetch", lambda url: service)
     result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 0
     return [line.rstrip() for line in result.output.splitlines()]
 
 
-def test_the_transports_of_kv_cache_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_router_is_shown_with_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(monkeypatch, worker("d-0", {}))
+    assert lines[:3] == ["tandem: m", "router r-0  grpc=a:1 http=a:2", "router r-1  grpc=a:3 http=a:4"]
+
+
+def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     transports = {"10.0.0.1:7000": "shared", "10.0.0.2:7000": "grpc"}
     lines = printed(monkeypatch, worker("d-0", transports), worker("d-1", {}))
     assert lines[-3].split() == ["worker", "pulls", "from", "transport"]

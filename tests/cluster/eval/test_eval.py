@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tandem.cluster.cli import main
-from tandem.cluster.eval.generate import read_cases
+from tandem.cluster.eval.generate import parse_cases
 from tandem.cluster.eval.perplexity import measure_perplexity, sliding_windows, tokenize_long
 from tandem.cluster.eval.scores import exact_match, normalise_answer, score_texts, word_f1
 from tandem.proto import inference_pb2, limits
@@ -271,7 +271,7 @@ def test_bad_cases_are_named_by_their_line(tmp_path: Path, line: str, words: str
     path = tmp_path / "cases.jsonl"
     path.write_text(f'{{"prompt": "a", "reference": "b"}}\n{line}\n')
     with pytest.raises(InvalidArgument, match=words) as caught:
-        read_cases(path)
+        parse_cases(path.read_text(), path)
     assert caught.value.field == f"{path}:2"
 
 

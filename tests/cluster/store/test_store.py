@@ -193,7 +193,7 @@ def test_a_killed_fetch_leaves_nothing_half_and_the_next_one_clears_up(
     script = f"""
 import signal, sys
 from pathlib import Path
-import tandem.cluster.store as store
+import tandem.cluster.store.store as store
 def convert(gguf, out):
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"half")

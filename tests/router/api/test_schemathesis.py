@@ -75,7 +75,7 @@ def _direct(case: Case) -> None:
 
 
 @schema.parametrize()
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_request_has_a_documented_answer(case: Case, address: str, session: requests.Session) -> None:
     _direct(case)
     response = case.call(base_url=address, session=session)

@@ -133,9 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def test_pool_agrees_with_a_model_of_lists() -> None:
-    run_state_machine_as_test(
-        PoolMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None, database=None)
-    )
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=80, stateful_step_count=40, database=None))
 
 
 def owned(pool: BlockPool, digests: list[bytes]) -> list[int]:

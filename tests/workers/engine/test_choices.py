@@ -34,7 +34,7 @@ def wanted(n: int, count: int, prompt: tuple[int, ...] = PROMPT, seed: int = 0) 
     return expected_choices(prompt, n, count, VOCAB_SIZE, seed)
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60, database=None)
 @given(
     st.integers(1, 12),
     st.integers(1, 9),

@@ -311,6 +311,7 @@ def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list
         engine.step()
 
 
+@pytest.mark.io
 def test_engine_imports_no_torch_ray_or_grpc() -> None:
     code = (
         "import sys, tandem.workers.engine.engine, tandem.workers.engine.fake\n"

@@ -38,7 +38,7 @@ def found(events: Sequence[Event], first: int, count: int) -> list[tuple[tuple[i
     return hypotheses
 
 
-@settings(max_examples=80, deadline=None, database=None)
+@settings(max_examples=80, database=None)
 @given(
     st.integers(1, 9),
     st.integers(1, 12),

@@ -145,7 +145,7 @@ def test_decode_attention(shape: Shape, window: int) -> None:
     check_decode(replace(shape, window=window), [1, 255, 256, 257, 700])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     group=st.integers(1, 9),
     block_size=st.sampled_from([1, 4, 16]),
@@ -237,7 +237,7 @@ def test_chunk_attention(shape: Shape, window: int) -> None:
     check_chunks(replace(shape, window=window), [(0, 150), (254, 3), (127, 70), (600, 1)])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     group=st.integers(1, 9),
     block_size=st.sampled_from([1, 4, 16]),
@@ -309,7 +309,7 @@ def test_rotate(dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
     close(fused[:, 1:-1], (before * cos.double() + before.roll(head_dim // 2, -1) * sin.double())[:, 1:-1])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     kv_heads=st.integers(1, 5),
     block_size=st.sampled_from([1, 4, 16]),

@@ -32,7 +32,7 @@ def slots_of(num_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, ...]
     return [kv_heads(num_heads, num_kv_heads, tp, rank) for rank in range(tp)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(pairs())
 def test_every_slot_is_filled_once_and_with_the_right_head(pair: Pair) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
@@ -48,7 +48,7 @@ def test_every_slot_is_filled_once_and_with_the_right_head(pair: Pair) -> None:
         assert cache.tolist() == list(heads)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(pairs())
 def test_no_plan_has_fewer_pieces(pair: Pair) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair
@@ -65,7 +65,7 @@ def test_no_plan_has_fewer_pieces(pair: Pair) -> None:
         assert len(pieces) == fewest[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs())
 def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: Pair) -> None:
     num_heads, num_kv_heads, tp, _ = pair
@@ -74,7 +74,7 @@ def test_between_equal_degrees_each_rank_reads_everything_from_its_like(pair: Pa
         assert pieces == (Piece(source_rank=rank, source_slots=every, target_slots=every),)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(pairs())
 def test_targets_spread_evenly_over_the_replicas_of_each_head(pair: Pair) -> None:
     num_heads, num_kv_heads, source_tp, target_tp = pair

@@ -1,23 +1,23 @@
-"""`make demo`: the demo model in two workers, four prompts at once, and where the time of each went."""
+"""`make demo`: serves the demo model with two workers, sends four prompts at once, and shows the timeline of each."""
 
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ..proto.errors import TandemError
-from ..router.client.client import AsyncClient
-from ..router.client.types import Completion
-from ..workers.model.config import CheckpointError
-from ..workers.model.loader import check_checkpoint
-from .config import load_config
-from .environment import prepare_ray_environment
-from .signals import stopped_by_signals
-from .store.store import resolve_model
+from ...proto.errors import TandemError
+from ...router.client.client import AsyncClient
+from ...router.client.types import Completion
+from ...workers.model.config import CheckpointError
+from ...workers.model.loader import check_checkpoint
+from ..config import load_config
+from ..environment import prepare_ray_environment
+from ..store.store import resolve_model
+from .serve import stopped_by_signals
 from .timeline import TABLE_CHARACTERS, timeline_table, total_of_parts
 
 MODEL: Final = "smollm2-135m-instruct"
@@ -32,67 +32,54 @@ TOLERANCE: Final = 0.05  # how far the parts of a timeline may be from the whole
 LINE_CHARACTERS: Final = 80
 
 
-class Screen(Protocol):
-    """Shows several answers while they come. A context manager."""
+class Screen:
+    """Shows several completions while they are generated, inside a `with` block.
 
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *error: object) -> None: ...
-    def add(self, request: int, text: str) -> None: ...
-
-
-class LiveScreen:
-    """On a terminal: every answer grows in its own place."""
-
-    def __init__(self, console: Console) -> None:
-        self._answers = [""] * len(PROMPTS)
-        self._live = Live(console=console, refresh_per_second=12)
-
-    def __enter__(self) -> None:
-        self._live.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._live.stop()
-
-    def add(self, request: int, text: str) -> None:
-        self._answers[request] += text
-        blocks = (
-            Text.assemble((f"[{i + 1}] {PROMPTS[i]}\n", "bold"), answer, "\n") for i, answer in enumerate(self._answers)
-        )
-        self._live.update(Group(*blocks))
-
-
-class LineScreen:
-    """Elsewhere: pieces of a line's length, each with the number of its request."""
+    On a terminal every text grows in its own place; elsewhere it is printed in pieces of a line's length, each with the
+    number of its request."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._pending = [""] * len(PROMPTS)
+        self._texts = [""] * len(PROMPTS)  # elsewhere: what has not been printed yet
+        self._live = Live(console=console, refresh_per_second=12) if console.is_terminal else None
 
     def __enter__(self) -> None:
-        for i, prompt in enumerate(PROMPTS):
-            self._print(i, prompt)
+        if self._live is not None:
+            self._live.start()
+            return
+        for request, prompt in enumerate(PROMPTS):
+            self._print(request, prompt)
 
     def __exit__(self, *error: object) -> None:
-        for request, rest in enumerate(self._pending):
-            if rest.strip():
-                self._print(request, rest)
+        if self._live is not None:
+            self._live.stop()
+            return
+        for request, rest in enumerate(self._texts):
+            self._print(request, rest)
 
     def add(self, request: int, text: str) -> None:
-        pending = self._pending[request] + text
+        """Shows the next piece of a completion."""
+        self._texts[request] += text
+        if self._live is not None:
+            titles = (f"[{number}] {prompt}\n" for number, prompt in enumerate(PROMPTS, 1))
+            shown = zip(titles, self._texts, strict=True)
+            self._live.update(Group(*(Text.assemble((title, "bold"), each, "\n") for title, each in shown)))
+            return
+        pending = self._texts[request]
         while "\n" in pending or len(pending) > LINE_CHARACTERS:
             end = pending.find("\n") if "\n" in pending else pending.rfind(" ", 0, LINE_CHARACTERS)
             line, pending = (pending[:end], pending[end + 1 :]) if end >= 0 else (pending, "")
-            if line.strip():
-                self._print(request, line)
-        self._pending[request] = pending
+            self._print(request, line)
+        self._texts[request] = pending
 
     def _print(self, request: int, line: str) -> None:
-        self._console.print(f"[{request + 1}] {line.strip()}", markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
+        if line.strip():
+            self._console.print(f"[{request + 1}] {line.strip()}", markup=False, highlight=False, soft_wrap=True)
+            self._console.file.flush()
 
 
 def main() -> int:
-    """Runs the demo; returns the exit code: 0 if every answer came and its timeline is whole."""
+    """Runs the demo; returns the exit code: 0 if every request completed and its timeline adds up."""
     console = Console() if sys.stdout.isatty() else Console(width=TABLE_CHARACTERS)
     with stopped_by_signals() as stopped:
         try:
@@ -107,15 +94,15 @@ def main() -> int:
 
 def _serve_and_ask(console: Console, folder: str) -> int:
     prepare_ray_environment(None)
-    from .launch import start_service  # imports Ray, which reads the environment
+    from ..launch import start_service  # imports Ray, which reads the environment
 
     overrides: dict[str, object] = {"model": MODEL, "name": "demo", "router.grpc_port": 0, "router.http_port": 0}
-    # The questions are short enough to be computed where they are decoded; here they show the way between the pools.
+    # The prompts are short enough to be prefilled by the decode worker; the demo shows the transfer between the pools.
     config = load_config(None, overrides | {"router.local_prefill_tokens": 0})
     console.print(f"Starting {MODEL}: 1 prefill worker, 1 decode worker ...")
     with start_service(config, folder) as service:
-        console.print(f"ready: grpc={service.grpc_address} http={service.http_address}\n", highlight=False)
-        screen = LiveScreen(console) if console.is_terminal else LineScreen(console)
+        console.print(f"ready: {service.addresses}\n", highlight=False)
+        screen = Screen(console)
         with screen:
             completions = asyncio.run(_ask_all(service.grpc_address, screen))
         console.print()
@@ -142,13 +129,13 @@ async def _ask(client: AsyncClient, request: int, screen: Screen) -> Completion:
 
 
 def report(console: Console, completions: Sequence[Completion]) -> None:
-    """Prints the timelines, a line for each request."""
+    """Prints the timelines, one line for each request."""
     rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
     console.print(timeline_table(rows))
 
 
 def verify(completions: Sequence[Completion]) -> list[str]:
-    """What is wrong with the answers; nothing, if the demo has worked."""
+    """Returns one line for each wrong completion or timeline."""
     problems = []
     if "Paris" not in completions[0].text:
         problems.append(f"[1] does not name Paris: {completions[0].text!r}")

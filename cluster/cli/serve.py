@@ -1,0 +1,131 @@
+"""`tandem serve` and `tandem check-config`: a service that lives as long as the command, and its configuration."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ...workers.model.footprint import check_config_split
+from ..config import ConfigError, TandemConfig, load_config
+from ..environment import prepare_ray_environment
+from ..store.store import resolve_model
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="A built-in model's name, a local folder or a Hugging Face hub id.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file; flags win over it.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 lets decode workers prefill.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers; by default 1 here, one a node on a cluster.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks that share the model, in the workers of both pools.")] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="The same for prefill workers; wins over --tp.")] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="The same for decode workers; wins over --tp.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The name under which the model is served.")] = None,
+    name: Annotated[str | None, typer.Option(help="The service's name; keeps two apart on one cluster.")] = None,
+    host: Annotated[str | None, typer.Option(help="The interface that all servers bind.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    reflection: Annotated[bool | None, typer.Option(help="Serve gRPC reflection.")] = None,
+    dashboard: Annotated[bool | None, typer.Option(help="Start Ray's dashboard with a local Ray.")] = None,
+    address: Annotated[str | None, typer.Option(help="A Ray cluster to join, else RAY_ADDRESS.")] = None,
+) -> None:
+    """Serve MODEL until Ctrl-C or SIGTERM; both stop everything within 10 s and end with exit code 0.
+
+    Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT http=HOST:PORT
+    With several routers, the addresses of each kind are separated by commas.
+    """
+    overrides = {
+        "model": model,
+        "prefill.replicas": prefill,
+        "decode.replicas": decode,
+        "router.replicas": routers,
+        "prefill.tp": tp if prefill_tp is None else prefill_tp,
+        "decode.tp": tp if decode_tp is None else decode_tp,
+        "dtype": dtype,
+        "device": device,
+        "context_tokens": context_tokens,
+        "served_model_name": served_model_name,
+        "name": name,
+        "host": host,
+        "router.grpc_port": grpc_port,
+        "router.http_port": http_port,
+        "router.reflection": reflection,
+        "dashboard": dashboard,
+    }
+    checked = load_config(config, overrides)
+    serve_in_foreground(checked, checked_folder(checked), address)
+
+
+def check_config(file: Annotated[Path, typer.Argument(help="A YAML file for `tandem serve --config`.")]) -> None:
+    """Check a configuration file without starting anything."""
+    load_config(file)
+    typer.echo(f"{file}: ok")
+
+
+def checked_folder(config: TandemConfig) -> Path:
+    """Returns the model's folder, fetched if it has to be, after the check that it can be served, and split as
+    configured.
+
+    Raises CheckpointError, or ConfigError for a `tp` that does not divide the model's heads."""
+    from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
+
+    folder = resolve_model(config.model, progress=True)
+    model = check_checkpoint(folder)
+    wrong = []
+    for role, pool in config.pools.items():
+        try:
+            check_config_split(model, pool.tp)
+        except ValueError as error:
+            wrong.append(f"{role}.{error}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return folder.resolve()
+
+
+def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:
+    """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM. Raises LaunchError."""
+    address = prepare_ray_environment(address)
+    from ..launch import start_service  # imports Ray, which reads the environment and takes a second
+
+    console = Console(stderr=True)
+    with stopped_by_signals() as stopped:
+        spinner = console.status(f"Starting {config.num_workers} worker(s) for {config.model}")
+        spinner.start()
+        try:
+            with start_service(config, str(folder), address=address) as service:
+                spinner.stop()
+                console.print(f"status page: {service.status_url}", highlight=False)
+                typer.echo(f"tandem ready {service.addresses}")
+                stopped.wait()
+        finally:
+            spinner.stop()
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """Leaves the block at the first SIGINT or SIGTERM and sets the event, in case a library catches the exception.
+
+    Later signals are ignored: the stop has its own time limit, and an interrupt would leave half of it undone."""
+    stopped = threading.Event()
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stopped.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    with suppress(KeyboardInterrupt):
+        yield stopped

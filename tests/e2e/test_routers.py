@@ -1,0 +1,104 @@
+"""Tests a service with two routers on one node: both serve, and one goes on when the other is killed."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.tests.service import expected_tokens, status, wait_until_idle
+from tandem.tests.tiny import make_tiny_model
+
+NUM_TOKENS = 400
+PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 60 * n)] for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def service(address: str, model: Path) -> Iterator[Any]:
+    """A service whose two routers are configured with the same ports."""
+    from tandem.cluster.config import load_config
+    from tandem.cluster.launch import start_service
+
+    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "routers", "status_port": 8123}
+    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
+    overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
+    overrides |= {"router.replicas": 2, "router.resources": {"router": 1.0}, "router.local_prefill_tokens": 0}
+    overrides |= {"router.grpc_port": 42_051, "router.http_port": 42_080}
+    with start_service(load_config(None, overrides), str(model), address=address) as running:
+        yield running
+
+
+async def generate_all(address: str) -> list[list[int]]:
+    from tandem.router.client.client import AsyncClient
+
+    async with AsyncClient(address) as client:
+        calls = [
+            client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=120)
+            for prompt in PROMPTS
+        ]
+        return [list(answer.token_ids) for answer in await asyncio.gather(*calls)]
+
+
+def routers(service: Any) -> set[str]:
+    """The gRPC addresses of the status page."""
+    return {router["grpc"] for router in status(service.status_url)["routers"]}
+
+
+async def test_both_routers_serve_on_ports_of_their_own(service: Any, model: Path) -> None:
+    assert len(set(service.grpc_addresses) | set(service.http_addresses)) == 4
+    assert "127.0.0.2:42051" in service.grpc_addresses
+    assert service.addresses == f"grpc={','.join(service.grpc_addresses)} http={','.join(service.http_addresses)}"
+    assert routers(service) == set(service.grpc_addresses)
+    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    found = await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
+    assert found == [expected, expected]
+    wait_until_idle(service.status_url)
+
+
+async def test_one_router_goes_on_when_the_other_is_killed(service: Any, model: Path) -> None:
+    from tandem.proto.errors import TandemError
+
+    killed, alive = service.grpc_addresses
+    lost = asyncio.create_task(generate_all(killed))
+    kept = asyncio.create_task(generate_all(alive))
+    await running(service)
+    os.kill(pid_listening_on(killed), signal.SIGKILL)
+    with pytest.raises(TandemError):
+        await lost
+    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    assert await kept == expected
+    assert await generate_all(alive) == expected
+    deadline = time.monotonic() + 60
+    while len(now := routers(service)) != 2 or now == {killed, alive}:  # Serve starts another in its place
+        assert time.monotonic() < deadline, now
+        await asyncio.sleep(0.1)
+    assert alive in now
+    for address in now:
+        assert await generate_all(address) == expected
+    wait_until_idle(service.status_url)
+
+
+async def running(service: Any) -> None:
+    """Waits until the decode worker runs streams of both routers."""
+    deadline = time.monotonic() + 30
+    while max(w["load"]["num_running"] for w in status(service.status_url)["workers"]) <= len(PROMPTS):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def pid_listening_on(address: str) -> int:
+    port = int(address.rpartition(":")[2])
+    listening = (each for each in psutil.net_connections("tcp") if each.status == "LISTEN")
+    (pid,) = {each.pid for each in listening if each.laddr and each.laddr.port == port}
+    assert pid is not None
+    return pid
