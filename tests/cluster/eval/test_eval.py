@@ -288,7 +288,7 @@ def test_without_the_extra_one_line_names_it(tmp_path: Path) -> None:
 
 @functools.cache
 def transformers_perplexity(ids: tuple[int, ...], window: int, stride: int) -> float:
-    """Runs the loop of "Perplexity of fixed-length models" in transformers' documentation, except that each window counts
+    """Runs the loop of "Perplexity of fixed-length models" in transformers' documentation, but each window counts
     all the tokens whose loss it has."""
     model: Any = AutoModelForCausalLM.from_pretrained(demo_model.folder(), dtype=torch.float32)
     tokens = torch.tensor([ids])  # [1, tokens]
