@@ -1,1 +1,1 @@
-"""The composition root: config, Ray Serve application, directory, model store, command line."""
+"""Composes a service: config, Ray Serve application, directory, model store, command line."""

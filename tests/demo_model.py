@@ -1,4 +1,4 @@
-"""The demo model for tests: its folder, ranks of it, varied prompts, and transformers as the reference."""
+"""Provides the demo model for tests: its folder, ranks, varied prompts, and transformers as the reference."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ _TEXTS = (
 
 @functools.cache
 def folder() -> Path:
-    """Fetches the model once; offline afterwards."""
+    """Returns the model's folder; fetches it the first time."""
     return get_model(NAME, progress=False)
 
 
@@ -39,13 +39,13 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def rank(**config: Any) -> Rank:
-    """A loaded rank in float32, with fields of RankConfig as given. Threads are the process's: give each of two workers
-    one of two cores."""
+    """Returns a loaded rank in float32, with fields of RankConfig as given. Threads are the process's: give each of two
+    workers one of two cores."""
     return load_rank(RankConfig(**({"model": str(folder()), "dtype": "float32"} | config)))
 
 
 def prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """One prompt of exactly each length: real text, cut or strung together."""
+    """Returns one prompt of exactly each length: real text, cut or concatenated."""
     rng = random.Random(11)
     made = []
     for number, length in enumerate(lengths):
@@ -59,8 +59,8 @@ def prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def reference(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """What transformers generates greedily in float32, not stopping at the end token; prompts of similar length share
-    a left-padded batch."""
+    """Returns what transformers generates greedily in float32, not stopping at the end token; prompts of similar length
+    share a left-padded batch."""
     torch.set_num_threads(os.cpu_count() or 1)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)
     made: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Random JSON schemas whose documents are short, so that a model that talks nonsense comes to an end."""
+"""Makes random JSON schemas with short documents, so that a model with random weights reaches their end."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ _PATTERNS = ("^[a-f]{3}$", "^[0-9]{2}-[0-9]{2}$", "^(red|green|blue)$")
 
 
 def random_schema(seed: int, depth: int = 2) -> dict[str, Any]:
-    """Of an object with up to `depth` levels below it. Equal seeds give equal schemas."""
+    """Returns the schema of an object with up to `depth` levels below it. Equal seeds give equal schemas."""
     return _object(random.Random(seed), depth)
 
 

@@ -1,4 +1,4 @@
-"""A service over gRPC whose answers a test writes itself; tokens are bytes. For the programs that talk to services."""
+"""Serves the gRPC API with responses that a test defines; tokens are bytes. For tests of clients and commands."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ Responses = Iterable[inference_pb2.GenerateResponse]
 
 
 def pieces(text: str, **last: Any) -> Responses:
-    """The answer of one choice, a token for each byte, a message for each character."""
+    """Yields the responses of one choice: a token for each byte, a message for each character."""
     index = 0
     for character in text:
         ids = list(character.encode())
@@ -28,7 +28,7 @@ def pieces(text: str, **last: Any) -> Responses:
 
 @dataclass
 class Refusal(Exception):
-    """What `answer` raises to end a call with an error."""
+    """Ends a call with an error; `answer` raises it."""
 
     code: grpc.StatusCode
     text: str
@@ -64,7 +64,7 @@ class StubService:
 
 @contextmanager
 def stub_service(answer: Callable[[inference_pb2.GenerateRequest], Responses]) -> Iterator[StubService]:
-    """Runs one on a free port of this machine."""
+    """Runs a StubService on a free port of this machine."""
     stub = StubService(answer)
     messages = inference_pb2
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {

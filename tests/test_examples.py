@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/clients.md run, against a service whose model says what it is told to."""
+"""Runs the examples of README.md and docs/clients.md, against a service with scripted completions."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ _TEMPLATE = (
     "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
-_ANSWERS = (  # what the prompt has, what the model says
+_COMPLETIONS = (  # a text of the prompt, the completion
     ("[tool]", "It is sunny in Rome."),
     ("<tools>", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'),
     ("Extract the person", '{"name": "Ada Lovelace", "age": 36}'),
@@ -43,14 +43,14 @@ _ANSWERS = (  # what the prompt has, what the model says
 
 
 class Script:
-    """A TokenSource that says what a model would, where an example needs that."""
+    """Generates scripted completions where an example needs them: a TokenSource."""
 
     async def generate(
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource."""
         prompt = bytes(token for token in request.prompt if token < 256).decode()
-        answer = next((said.encode() for words, said in _ANSWERS if words in prompt), None)
+        answer = next((completion.encode() for text, completion in _COMPLETIONS if text in prompt), None)
         async with aclosing(FakeTokenSource(answer=answer).generate(request, timeline, ended)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -79,7 +79,7 @@ def examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def addresses() -> Iterator[dict[str, str]]:
-    """The real addresses of the doors, by those that the pages name. The service runs in a thread of its own."""
+    """Returns the real addresses, by those that the pages name. The service runs in a thread of its own."""
     started: dict[str, str] = {}
     ready = threading.Event()
     loop = asyncio.new_event_loop()
@@ -122,12 +122,12 @@ def test_example(example: Example, addresses: dict[str, str], tmp_path: Path) ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
-    if expected := _EXPECTED.get(next((words for words in _EXPECTED if words in code), "")):
-        for words in expected:
-            assert words in done.stdout
+    if expected := _EXPECTED.get(next((text for text in _EXPECTED if text in code), "")):
+        for text in expected:
+            assert text in done.stdout
 
 
-_EXPECTED = {  # what an example has, what it prints
+_EXPECTED = {  # a text of the example, what it prints
     "functions[call.name]": ["It is sunny in Rome."],
     "mood = client": ["Ada Lovelace", "positive", "1843-09-05"],
     "error.field": ["sampling.temperature | sampling.temperature: must be from 0 to 2", "True"],

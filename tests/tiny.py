@@ -1,6 +1,6 @@
-"""Tiny random models in Hugging Face folders, for tests: real files, real tokenizer, weights that say something.
+"""Makes tiny random models in Hugging Face folders: real files, a real tokenizer, random weights.
 
-The weights are scaled so that activations stay near 1, logits spread over several units and greedy output wanders
+The weights are scaled so that activations stay near 1, logits spread over several units and greedy output varies
 instead of repeating one token.
 """
 
@@ -63,7 +63,7 @@ def make_tiny_model(
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most VOCAB_SIZE tokens: every text round trips; 0 is BOS, 1 is EOS."""
+    """Returns a byte-level BPE tokenizer of at most VOCAB_SIZE tokens: every text round trips; 0 is BOS, 1 is EOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -39,7 +39,7 @@ quantiles   over all values of a round, interpolated; several rounds: the
             median of each figure over the rounds
 
 Latencies are those of completed requests. Over HTTP, events that arrive in one read have one time. Tokens are
-counted by the server (usage); where it tells none, a chunk is a token. A request fails if its answer has an error,
+counted by the server (usage); where it sends none, a chunk is a token. A request fails if its answer has an error,
 ends early, has no token or takes longer than --timeout. Prompts are sent with temperature 0.
 """
 

@@ -62,7 +62,7 @@ def _check_config(config: Any, header: dict[str, Any]) -> None:
     }
     for name, value in expected.items():
         if getattr(config, name) != value:
-            raise ValueError(f"{name} became {getattr(config, name)}, the GGUF header says {value}")
+            raise ValueError(f"{name} became {getattr(config, name)}, the GGUF header has {value}")
     if config.rope_parameters["rope_theta"] != header["llama.rope.freq_base"]:
         raise ValueError(f"rope_theta became {config.rope_parameters}, not {header['llama.rope.freq_base']}")
 

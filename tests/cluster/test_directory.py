@@ -1,4 +1,4 @@
-"""The directory without Ray: registration, expiry, long poll, and what a router believes after a restart."""
+"""Tests the directory without Ray: registration, expiry, long poll, and a router's list after a restart."""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +18,7 @@ class Clock:
 
 
 def worker(worker_id: str, *, epoch: int = 1, running: int = 0) -> bytes:
-    load = {"num_running": running}
+    load = worker_pb2.Load(num_running=running)
     return worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, load=load).SerializeToString(deterministic=True)
 
 
@@ -143,7 +143,7 @@ def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:
         ([snapshot("x", 50, "a"), snapshot("y", 0), snapshot("z", 1, "b")], {"a", "b"}),
     ],
 )
-def test_what_a_watcher_believes(snapshots: list[Snapshot], believed: set[str]) -> None:
+def test_the_workers_that_a_watcher_keeps(snapshots: list[Snapshot], believed: set[str]) -> None:
     watcher = DirectoryWatcher(expiry=10)
     workers = [watcher.apply(one) for one in snapshots][-1]
     assert {info.worker_id for info in workers} == believed

@@ -8,7 +8,7 @@ from tandem.tests.service import NODES
 
 @pytest.fixture(scope="package")
 def address() -> Iterator[str]:
-    """The address of a Ray cluster of a head and three nodes on this machine, each with an address of its own."""
+    """Starts a Ray cluster of a head and three nodes on this machine, each with an IP address; yields its address."""
     from ray.cluster_utils import Cluster
 
     head: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20}

@@ -1,4 +1,4 @@
-"""A service whose router, prefill and decode workers are on different nodes of a Ray cluster."""
+"""Tests a service whose router, prefill and decode workers are on different nodes of a Ray cluster."""
 
 import asyncio
 from collections.abc import Iterator

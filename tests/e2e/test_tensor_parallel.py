@@ -1,4 +1,4 @@
-"""Services whose workers' ranks are processes on a Ray cluster, split unequally; and the death of one rank."""
+"""Tests services whose workers' ranks are processes on a Ray cluster, split unequally; and the death of one rank."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterator[Any]:
-    """A service with these settings of the pools; when it has ended, so have all its processes."""
+    """Runs a service with these settings of the pools; checks that all its processes end with it."""
     from tandem.cluster.config import load_config
     from tandem.cluster.launch import start_service
 
@@ -50,7 +50,7 @@ def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterat
 
 
 def processes_of(kind: str) -> dict[int, psutil.Process]:
-    """The processes of Ray actors of this kind, by their number: RankActor is any rank other than 0."""
+    """Returns the processes of Ray actors of this kind, by pid: RankActor is any rank other than 0."""
     return {process.pid: process for process in psutil.process_iter() if kind in _title(process)}
 
 
@@ -81,7 +81,7 @@ async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(service: Any, exp
     found = await answers(service.grpc_address)
     assert [list(answer.token_ids) for answer in found] == expected
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)
-    assert {way for answer in found for way in answer.timeline.kv_transport.split("+")} <= {"grpc", "shared"}
+    assert {name for answer in found for name in answer.timeline.kv_transport.split("+")} <= {"grpc", "shared"}
     (decode,) = (worker for worker in workers(service.status_url) if worker["role"] == "decode")
     assert len({endpoint.partition(":")[0] for endpoint in decode["transports"]}) == 2  # one for each node
     assert set(decode["transports"].values()) == {"shared"}

@@ -1,4 +1,4 @@
-"""The command line: what it refuses and how, and one service from start to stop."""
+"""Tests the command line: what it refuses and how, and one service from start to stop."""
 
 import json
 import os
@@ -155,7 +155,7 @@ def test_clients_say_in_one_line_that_nobody_answers() -> None:
 
 
 class Serving:
-    """`tandem serve` as a process of its own, ready."""
+    """Runs `tandem serve` as a process of its own."""
 
     def __init__(self, *args: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in OURS}
@@ -170,7 +170,7 @@ class Serving:
         )
 
     def wait_ready(self) -> tuple[str, str]:
-        """The gRPC and the HTTP address."""
+        """Waits for the ready line; returns the gRPC and the HTTP address."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         ready = READY.match(line)

@@ -9,13 +9,15 @@ from tandem.cluster.cli import client
 from tandem.cluster.cli.main import app
 from tandem.proto import worker_pb2
 
-ROUTERS = [{"id": "r-0", "grpc": "a:1", "http": "a:2"}, {"id": "r-1", "grpc": "a:3", "http": "a:4"}]
-LOAD = {field.name: 3 for field in worker_pb2.WorkerInfo().load.DESCRIPTOR.fields}
+LOAD = {field.name: 3 for field in worker_pb2.Load.DESCRIPTOR.fields}
 
 
 def worker(name: str, transports: dict[str, str]) -> dict[str, Any]:
     state = {"id": name, "role": "decode", "state": "ready", "load": LOAD, "transports": transports}
     return state | {"num_leases": 1, "num_transfers": 2}
+
+
+ROUTERS = [{"id": "r-0", "grpc": "a:1", "http": "a:2"}, {"id": "r-1", "grpc": "a:3", "http": "a:4"}]
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[str]:

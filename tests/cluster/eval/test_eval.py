@@ -1,5 +1,6 @@
 """`tandem eval`: windows, scores and commands against their definitions, and the demo model against transformers."""
 
+import functools
 import json
 import math
 import subprocess
@@ -285,11 +286,12 @@ def test_without_the_extra_one_line_names_it(tmp_path: Path) -> None:
     )
 
 
-def transformers_perplexity(ids: Sequence[int], window: int, stride: int) -> float:
-    """The loop of "Perplexity of fixed-length models" in transformers' documentation, but that each window counts all
-    the tokens whose loss it has."""
+@functools.cache
+def transformers_perplexity(ids: tuple[int, ...], window: int, stride: int) -> float:
+    """Runs the loop of "Perplexity of fixed-length models" in transformers' documentation, but each window counts
+    all the tokens whose loss it has."""
     model: Any = AutoModelForCausalLM.from_pretrained(demo_model.folder(), dtype=torch.float32)
-    tokens = torch.tensor([list(ids)])  # [1, tokens]
+    tokens = torch.tensor([ids])  # [1, tokens]
     nll, count, before = 0.0, 0, 0
     for begin in range(0, tokens.shape[1], stride):
         end = min(begin + window, tokens.shape[1])
@@ -319,7 +321,7 @@ async def test_perplexity_of_the_demo_model_equals_transformers(prefill: int) ->
         finally:
             await server.stop(0)
     assert 600 <= len(ids) <= 900
-    expected = transformers_perplexity(ids, 256, 128)
+    expected = transformers_perplexity(tuple(ids), 256, 128)
     assert found.num_scored == len(ids) - 1
     assert found.perplexity == pytest.approx(expected, abs=1e-3)
     assert again.perplexity == pytest.approx(expected, abs=1e-3)
