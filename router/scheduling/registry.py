@@ -15,7 +15,6 @@ from .rates import LinearCost, Rates
 from .worker_state import Capacity, DispatchedRequest, WorkerState, growth_tokens, num_sequences, usage_of
 
 _UNKNOWN_TOKEN_BYTES: Final = 32_768
-_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PREFILL: Final = worker_pb2.ROLE_PREFILL
 _DECODE: Final = worker_pb2.ROLE_DECODE
 _OTHER: Final = {_PREFILL: _DECODE, _DECODE: _PREFILL}
@@ -124,7 +123,8 @@ class WorkerRegistry:
         decode = self._candidates(_DECODE, avoid, placing.matched)
         demand = Demand(num_tokens=len(request.prompt), num_sequences=num_sequences(request))
         if decode:
-            demand = replace(demand, token_bytes=_token_bytes(self._workers[decode[0].worker_id].info.layout))
+            info = self._workers[decode[0].worker_id].info
+            demand = replace(demand, token_bytes=info.kv_bytes_per_token or _UNKNOWN_TOKEN_BYTES)
         return place(demand, prefill, decode, self._rng, local_prefill_tokens=self._local_prefill_tokens)
 
     def sent(self, worker_id: str, request: TokenRequest, num_tokens: int) -> None:
@@ -263,9 +263,3 @@ def needed_room(request: TokenRequest) -> Capacity:
     return Capacity(
         sequences=num_sequences(request), kv_tokens=num_tokens + growth_tokens(request), prompt_tokens=num_tokens
     )
-
-
-def _token_bytes(layout: worker_pb2.KvLayout) -> int:
-    """Keys and values of one token, in all layers."""
-    heads = sum(layers.count * layers.num_kv_heads * layers.head_dim for layers in layout.layers)
-    return 2 * heads * _ITEM_BYTES.get(layout.dtype, 2) or _UNKNOWN_TOKEN_BYTES

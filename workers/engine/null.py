@@ -52,7 +52,7 @@ class NullExecutor(Executor):
     """Draws 0, 1, 2, ... and again from 0 at vocab_size, whoever asks. Knows no log probabilities: no beam search."""
 
     def __init__(self, *, vocab_size: int = 512, step_seconds: float = 0.0, model: str = "null") -> None:
-        """`step_seconds` pass before a step's tokens are there."""
+        """`step_seconds` pass before a step's tokens are ready."""
         layout = KvLayout.uniform(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, dtype="bfloat16", model=model)
         self.kv = NullKv(layout)
         self.vocab_size = vocab_size
