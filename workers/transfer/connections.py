@@ -82,7 +82,9 @@ class Connection:
         answer = await self._receive(CONNECT_SECONDS)
         if not isinstance(answer, Open) or not answer.transports.keys() <= hello.transports.keys():
             raise TransferError("KV connection out of order")
-        for name, description in answer.transports.items():
+        for name, description in list(answer.transports.items())[:1]:
+            if not isinstance(description, dict):
+                raise TransferError(f"KV transport {name} without a description")
             async with asyncio.timeout(CONNECT_SECONDS):
                 self.connector = await connector_class(name).connect(self._context, name, description)
         self.transport = self.connector.name if self.connector else "grpc"
