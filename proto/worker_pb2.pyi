@@ -119,29 +119,6 @@ class KvHandle(_message.Message):
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class KvLayout(_message.Message):
-    __slots__ = ("layers", "dtype", "model")
-    class Layers(_message.Message):
-        __slots__ = ("count", "num_heads", "num_kv_heads", "head_dim", "window")
-        COUNT_FIELD_NUMBER: _ClassVar[int]
-        NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
-        NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-        HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-        WINDOW_FIELD_NUMBER: _ClassVar[int]
-        count: int
-        num_heads: int
-        num_kv_heads: int
-        head_dim: int
-        window: int
-        def __init__(self, count: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    layers: _containers.RepeatedCompositeFieldContainer[KvLayout.Layers]
-    dtype: str
-    model: str
-    def __init__(self, layers: _Optional[_Iterable[_Union[KvLayout.Layers, _Mapping]]] = ..., dtype: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
-
 class SessionResponse(_message.Message):
     __slots__ = ("outputs", "load", "cache")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
@@ -261,12 +238,12 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "address", "layout", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens")
+    __slots__ = ("worker_id", "epoch", "role", "address", "kv_bytes_per_token", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -278,7 +255,7 @@ class WorkerInfo(_message.Message):
     epoch: int
     role: Role
     address: str
-    layout: KvLayout
+    kv_bytes_per_token: int
     block_size: int
     context_tokens: int
     load: WorkerLoad
@@ -286,7 +263,7 @@ class WorkerInfo(_message.Message):
     tp: int
     max_sequences: int
     mixed_chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -27,7 +27,7 @@ from .submit import WorkerLimits
 from .tp.coordinator import TpCoordinator
 from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
-from .transfer.endpoint import KvEndpoint, layout_message
+from .transfer.endpoint import KvEndpoint
 from .transfer.sender import FrameHook
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             epoch=self.epoch,
             role=ROLES[self.role],
             address=self.address,
-            layout=layout_message(self._rank.kv.layout),
+            kv_bytes_per_token=self._rank.kv.layout.bytes_per_token,
             block_size=self._rank.block_size,
             context_tokens=self._context_tokens,
             load=self.load(),

@@ -15,7 +15,6 @@ from .rates import LinearCost, Rates
 from .worker_state import WorkerState
 
 _DEFAULT_TOKEN_BYTES: Final = 32_768
-_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PREFILL: Final = worker_pb2.ROLE_PREFILL
 _DECODE: Final = worker_pb2.ROLE_DECODE
 _OTHER: Final = {_PREFILL: _DECODE, _DECODE: _PREFILL}
@@ -245,14 +244,8 @@ class WorkerRegistry:
             matched_tokens=matched.get(info.worker_id, 0),
             max_sequences=info.max_sequences,
             mixed_chunk_tokens=info.mixed_chunk_tokens,
-            token_bytes=_token_bytes(info.layout),
+            token_bytes=(info.kv_bytes_per_token or _DEFAULT_TOKEN_BYTES),
             prefill=self._prefill_cost(worker),
             transfer=self._transfer_rates.cost(info.worker_id),
             step_seconds=worker.load.step_seconds or step_seconds,
         )
-
-
-def _token_bytes(layout: worker_pb2.KvLayout) -> int:
-    """Returns the bytes of one token's keys and values in all layers."""
-    heads = sum(layers.count * layers.num_kv_heads * layers.head_dim for layers in layout.layers)
-    return 2 * heads * _ITEM_BYTES.get(layout.dtype, 2) or _DEFAULT_TOKEN_BYTES

@@ -18,7 +18,7 @@ class Clock:
 
 
 def worker(worker_id: str, *, epoch: int = 1, running: int = 0) -> bytes:
-    load = worker_pb2.Load(num_running=running)
+    load = worker_pb2.WorkerLoad(num_running=running)
     return worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, load=load).SerializeToString(deterministic=True)
 
 

@@ -12,9 +12,7 @@ from tandem.workers import session as session_module
 from tandem.workers.engine.events import NewTokens
 from tandem.workers.engine.plan import SampledLogprobs
 from tandem.workers.engine.sequence import FinishReason
-from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.session import RouterSession
-from tandem.workers.transfer.endpoint import layout_message
 
 
 async def taken(session: RouterSession) -> worker_pb2.SessionResponse:
@@ -236,11 +234,3 @@ async def test_no_turn_of_the_loop_is_long_for_a_long_prompt() -> None:
     assert longest < 0.03
     (output,) = (await taken(session)).outputs
     assert len(output.tokens.prompt_logprobs) == 32_768
-
-
-def test_a_layout_s_message_has_an_entry_for_each_run_of_equal_layers() -> None:
-    wide, narrow = (LayerGeometry(num_heads=4, num_kv_heads=n, head_dim=4, window=w) for n, w in ((2, None), (1, 8)))
-    message = layout_message(KvLayout(layers=(wide, wide, narrow, wide), dtype="float32", model="fake"))
-    runs = [(run.count, run.num_heads, run.num_kv_heads, run.head_dim, run.window) for run in message.layers]
-    assert runs == [(2, 4, 2, 4, 0), (1, 4, 1, 4, 8), (1, 4, 2, 4, 0)]
-    assert (message.dtype, message.model) == ("float32", "fake")

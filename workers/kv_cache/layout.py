@@ -11,7 +11,7 @@ ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGeometry:
-    """The attention of one layer, as its KV cache sees it."""
+    """Describes the attention of one layer, as far as its KV cache depends on it."""
 
     num_heads: int  # query heads: they decide which KV heads a rank has, see `sharding`
     num_kv_heads: int
@@ -21,8 +21,8 @@ class LayerGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """The KV cache of a model, however ranks split it. The canonical form of a run of equal layers is [layer, key or
-    value, token, KV head, head_dim] of dtype."""
+    """Describes the KV cache of a model, however ranks split it. The canonical form of a run of equal layers is [layer,
+    key or value, token, KV head, head_dim] of dtype."""
 
     layers: tuple[LayerGeometry, ...]
     dtype: str  # float32, bfloat16 or float16
@@ -69,7 +69,7 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSpan:
-    """A box of a rank's KV cache: layers of one group, tokens (positions in a sequence), KV slots (see `sharding`)."""
+    """Names a box of a rank's KV cache: layers of one group, positions in a sequence, KV slots (see `sharding`)."""
 
     first_layer: int
     num_layers: int

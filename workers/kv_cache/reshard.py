@@ -14,7 +14,7 @@ from .sharding import check_split, kv_heads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Neighbouring KV slots of one source rank that fill as many neighbouring slots of a target rank, in order."""
+    """Names neighbouring KV slots of one source rank that fill as many slots of a target rank, in order."""
 
     source_rank: int
     source_slots: range

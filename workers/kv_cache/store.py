@@ -12,7 +12,7 @@ KvRead = Callable[[Sequence[int], KvSpan], memoryview]
 
 
 class KvStore(Protocol):
-    """The KV cache memory of one rank, as transfers read and write it in canonical form.
+    """Reads and writes the KV cache memory of one rank in canonical form, for transfers.
 
     The caller owns the blocks for the whole call. Reads and writes of blocks that the running step does not touch
     are safe from any thread while a step runs.

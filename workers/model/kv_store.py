@@ -140,7 +140,7 @@ class PagedKv:
             return self._host.read(blocks, span)
         group, index = self._locate(blocks, span)
         # On a stream of its own, so that it waits for no step: a reader knows that the tokens are computed. Only
-        # writes, of whose end nobody is told, come first.
+        # writes, whose end is not reported, come first.
         with torch.cuda.stream(self._reader):
             self._reader.wait_event(self._written)
             picked = self._tokens[group][self._index_on_device(index)]
@@ -168,8 +168,8 @@ class PagedKv:
 
     def _index_on_device(self, index: _Index) -> tuple[Any, ...]:
         layers, both, block, offset, slots = index
-        block_there, offset_there = (to_device(torch.from_numpy(place), self.device) for place in (block, offset))
-        return layers, both, block_there, offset_there, slots
+        block_device, offset_device = (to_device(torch.from_numpy(place), self.device) for place in (block, offset))
+        return layers, both, block_device, offset_device, slots
 
 
 class HostKv:

@@ -1,1 +1,1 @@
-"""KV caches on their way from one worker to another."""
+"""Transfers KV cache from one worker to another."""

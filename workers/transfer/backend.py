@@ -91,7 +91,7 @@ def open_group(
 
 
 class Rendezvous(Store):
-    """A store of two ranks over one socket: what one sets, the other gets. Used by one thread.
+    """Shares a store between two ranks over one socket: what one sets, the other gets. Used by one thread.
 
     In the place of torch's own, which asks the name service for the names of all addresses that it sees, and waits for
     the answer up to seconds. NCCL needs torch's: it looks into its store at any time, from threads of its own."""
@@ -104,7 +104,7 @@ class Rendezvous(Store):
         self._unpacker = msgpack.Unpacker()
         self._num_left = _MAX_BYTES
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's own types say str
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's own types have str
         self._values[key] = bytes(value)
         self._connection.sendall(msgpack.packb([key, bytes(value)]))
 

@@ -21,7 +21,7 @@ _MAX_WAITING: Final = 8  # spans of all transfers that wait for the pair
 
 
 class CollectiveConnector(KvConnector):
-    """One side of a pair; the transport's name is the backend's."""
+    """Connects two ranks by a pair; the transport's name is the backend's."""
 
     def __init__(self, context: TransferContext, name: str, pair: Pair) -> None:
         super().__init__(context, name)

@@ -40,7 +40,7 @@ KvCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class Connection:
-    """A receiver's connection to one sender, which lives as long as its task."""
+    """Connects a receiver to one sender; lives as long as its task."""
 
     def __init__(self, endpoint: str, call: KvCall, context: TransferContext, *, awaited: bool) -> None:
         self.endpoint = endpoint
@@ -82,7 +82,9 @@ class Connection:
         answer = await self._receive(CONNECT_SECONDS)
         if not isinstance(answer, Open) or not answer.transports.keys() <= hello.transports.keys():
             raise TransferError("KV connection out of order")
-        for name, description in answer.transports.items():
+        for name, description in list(answer.transports.items())[:1]:
+            if not isinstance(description, dict):
+                raise TransferError(f"KV transport {name} without a description")
             async with asyncio.timeout(CONNECT_SECONDS):
                 self.connector = await connector_class(name).connect(self._context, name, description)
         self.transport = self.connector.name if self.connector else "grpc"
@@ -112,7 +114,7 @@ class Connection:
 
 
 class ReceiverConnections:
-    """The connections of this rank to those from which it pulls, by endpoint."""
+    """Holds the connections of this rank to those from which it pulls, by endpoint."""
 
     def __init__(self, context: TransferContext, channel: Callable[[str], grpc.aio.Channel]) -> None:
         self.channel = channel  # to an endpoint
@@ -167,7 +169,7 @@ class ReceiverConnections:
 
 
 class SenderConnections:
-    """The connections of this rank to those that pull from it, by their ids."""
+    """Holds the connections of this rank to those that pull from it, by their ids."""
 
     def __init__(self, context: TransferContext, *, epoch: int) -> None:
         self._context = context
@@ -194,7 +196,7 @@ class SenderConnections:
         """Answers one Connect stream for as long as it lives. Raises TransferError for whatever ends it but the
         receiver."""
         frames = aiter(incoming)
-        key, hello = await receive_one(frames, CONNECT_SECONDS)
+        key, hello = await receive(frames, CONNECT_SECONDS)
         if not isinstance(hello, Open) or key.transfer_id in self._connectors:
             raise TransferError("KV connection out of order")
         if hello.layout != self._context.kv.layout.digest:
@@ -208,7 +210,7 @@ class SenderConnections:
             connector = await self._listen(hello, outbox.put_nowait)
             self._connectors[key.transfer_id] = connector
             described = {connector.name: connector.description()} if connector else {}
-            tasks = [asyncio.create_task(_wait_for_end(frames))]
+            tasks = [asyncio.create_task(_wait_for_end(frames, key))]
             if connector:
                 tasks.append(asyncio.create_task(connector.run()))
             for task in tasks:
@@ -239,35 +241,25 @@ class SenderConnections:
 
 async def receive(
     incoming: AsyncIterator[bytes], timeout: float | None, key: TransferKey | None = None
-) -> tuple[TransferKey, Message] | None:
-    """Returns the receiver's next message, which is of this key, if given; None if it has ended the stream. Raises
-    TransferError for what cannot be read, and if nothing comes."""
+) -> tuple[TransferKey, Message | None]:
+    """Returns the receiver's next message and its key, which must be `key` if given; after that, None when the receiver
+    has ended the stream. Raises TransferError for what cannot be read, and if nothing comes."""
     try:
         async with asyncio.timeout(timeout):
             # With a default for the end, a cancel of `anext` would come out as RuntimeError.
             found, message, _ = decode(await anext(incoming))
-    except StopAsyncIteration:
-        return None
-    except TimeoutError as error:
+    except (StopAsyncIteration, TimeoutError) as error:
+        if key is not None and isinstance(error, StopAsyncIteration):
+            return key, None
         raise TransferError("KV receiver fell silent") from error
-    if key is not None and found != key:
+    if key not in (None, found):
         raise TransferError("KV frame of another transfer")
     return found, message
 
 
-async def receive_one(
-    incoming: AsyncIterator[bytes], timeout: float | None, key: TransferKey | None = None
-) -> tuple[TransferKey, Message]:
-    """Receives as `receive`. Raises TransferError if the receiver has ended the stream, too."""
-    received = await receive(incoming, timeout, key)
-    if received is None:
-        raise TransferError("KV receiver fell silent")
-    return received
-
-
-async def _wait_for_end(incoming: AsyncIterator[bytes]) -> None:
+async def _wait_for_end(incoming: AsyncIterator[bytes], key: TransferKey) -> None:
     """Returns when the receiver ends the stream. Raises TransferError if it sends anything more."""
-    if await receive(incoming, None) is not None:
+    if (await receive(incoming, None, key))[1] is not None:
         raise TransferError("KV connection out of order")
 
 

@@ -38,11 +38,11 @@ class TransferContext:
     async def resource(self, name: str, make: Callable[[], T]) -> T:
         """Returns what a transport needs once for all connections of the rank, made in a thread when first asked for.
         Raises what `make` raises."""
-        opening = self._resources.get(name)
-        if opening is None or (opening.done() and opening.exception()):
-            opening = self._resources[name] = asyncio.ensure_future(asyncio.to_thread(make))
-        found: T = await asyncio.shield(opening)  # others may wait for it too
-        return found
+        making = self._resources.get(name)
+        if making is None or (making.done() and making.exception()):
+            making = self._resources[name] = asyncio.ensure_future(asyncio.to_thread(make))
+        resource: T = await asyncio.shield(making)  # other connections may wait for it too
+        return resource
 
     async def close(self) -> None:
         """Closes the resources that were made."""
@@ -54,7 +54,7 @@ class TransferContext:
 
 
 class KvConnector:
-    """One side of one connection between two ranks over one transport: the sender's, made by `listen`, or the
+    """Holds one side of a connection between two ranks over one transport: the sender's, made by `listen`, or the
     receiver's, made by `connect`. A subclass implements both sides: the sender offers spans of its KV cache, the
     receiver fetches them.
 

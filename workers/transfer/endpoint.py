@@ -3,16 +3,12 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, replace
-from itertools import groupby
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from ...proto import worker_pb2
 from ...proto.channel import peer_channel
-from ..kv_cache.layout import KvLayout
 from .connector import TransferContext
 from .frames import CONNECT_METHOD, PULL_METHOD, TransferError
 from .receiver import KvReceiver
@@ -23,7 +19,7 @@ _Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
 
 class KvEndpoint:
-    """The KV endpoint of one rank. Lives in one event loop."""
+    """Serves and fetches KV cache for one rank. Lives in one event loop."""
 
     def __init__(
         self,
@@ -67,15 +63,6 @@ class KvEndpoint:
         if endpoint not in self._channels:
             self._channels[endpoint] = peer_channel(endpoint)
         return self._channels[endpoint]
-
-
-def layout_message(layout: KvLayout) -> worker_pb2.KvLayout:
-    """Returns a KV layout as the directory carries it: equal neighbours are one entry."""
-    layers = [
-        worker_pb2.KvLayout.Layers(count=len(list(run)), **asdict(replace(geometry, window=geometry.window or 0)))
-        for geometry, run in groupby(layout.layers)
-    ]
-    return worker_pb2.KvLayout(layers=layers, dtype=layout.dtype, model=layout.model)
 
 
 def add_bytes_method(server: grpc.aio.Server, name: str, handle: _Handle) -> None:

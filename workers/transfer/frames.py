@@ -65,8 +65,8 @@ class Open:
     sender keeps it as long as the stream lives."""
 
     layout: bytes  # KvLayout.digest
-    # Of a connection, by name in order of preference: what the receiver tells of each, or how the chosen one is
-    # reached.
+    # Of a connection, by name in order of preference: its capabilities at the receiver, or how the chosen one
+    # is reached.
     transports: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ class Pull:
     first_slot: int
     num_slots: int
     connection: bytes = b""  # by whose transport it is to go; empty: as payload of Data
-    stream: int = 0  # tells the transfers of a connection apart
+    stream: int = 0  # distinguishes the transfers of a connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

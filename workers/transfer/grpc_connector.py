@@ -8,7 +8,7 @@ from .frames import Data
 
 
 class GrpcConnector(KvConnector):
-    """Both sides; there is nothing to connect."""
+    """Needs no connection: the frames of a transfer carry its bytes."""
 
     def __init__(self, context: TransferContext, name: str = "grpc") -> None:
         super().__init__(context, name)

@@ -1,8 +1,7 @@
-"""Shows other processes which offered KV cache still owns its blocks.
+"""Shows other processes which offers of KV cache still own their blocks.
 
-A one-sided reader copies blocks while their owner does nothing; that no block was given to somebody else meanwhile
-shows here: an offer has an entry that holds its number for as long as its blocks are its own. The reader looks after
-its last copy.
+A one-sided reader copies blocks while their owner does nothing. Whether a block was reused meanwhile shows here: an
+offer has an entry that holds its number for as long as it owns its blocks. The reader checks it after its last copy.
 """
 
 import mmap
@@ -14,7 +13,7 @@ from typing import Final
 
 from .frames import BlockTable, TransferError
 
-TOKEN_BYTES: Final = 16  # random, at the beginning: tells one table from another
+TOKEN_BYTES: Final = 16  # random, at the beginning: identifies the table
 TABLE_BYTES: Final = 64 * 1024
 ENTRY_BYTES: Final = 8
 _ENTRY: Final = struct.Struct("<Q")
@@ -22,10 +21,10 @@ _NUM_ENTRIES: Final = (TABLE_BYTES - TOKEN_BYTES) // ENTRY_BYTES
 
 
 class LeaseTable:
-    """The sender's side, in a file without a name that other processes of the host can map."""
+    """Holds the leases of one sender, in a file without a name that other processes of the host can map."""
 
     def __init__(self, *, shared: bool) -> None:
-        """Without `shared` memory nobody can look, and the table has no entries."""
+        """Without `shared` memory no other process can read the table, and it has no entries."""
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.fd = -1
         self._free: list[int] = []

@@ -27,7 +27,7 @@ _DESCRIPTION: Final = {"memory": bytes, "num_blocks": int, "block_size": int, "t
 
 
 class NixlConnector(KvConnector):
-    """One side of a connection. The receiver reads one span at a time; other transfers wait for it."""
+    """Connects two ranks by NIXL. The receiver reads one span at a time; other transfers wait for it."""
 
     one_sided = True
     _memory: NixlMemory

@@ -23,7 +23,7 @@ from .frames import TransportError
 
 _MODULES: Final = ("nixl_cu12", "nixl_cu13")  # one API, built for different CUDA releases
 _MAX_REGIONS: Final = 1024
-# NIXL knows no other way to wait; a read over the network takes longer, one within a host has ended when it has begun.
+# NIXL has no call that waits. A read within a host has ended when it has begun; one over a network takes longer.
 _POLL_SECONDS: Final = 0.0002
 # How long UCX's thread sleeps when nothing happens. With 0, as NIXL's own Python class sets it, it takes a whole core.
 _IDLE_MICROSECONDS: Final = 100_000
@@ -45,7 +45,7 @@ def _bindings() -> Any:
 class NixlMemory:
     """Holds host memory of a sender that others may read for as long as this is open.
 
-    It runs two threads of NIXL, which sleep when nobody reads."""
+    It runs two threads of NIXL, which sleep between reads."""
 
     def __init__(self, regions: Sequence[torch.Tensor], *, devices: str = "") -> None:
         """`regions` are contiguous tensors, kept until `close`. `devices` are UCX's network devices, as "lo" or

@@ -34,7 +34,7 @@ _Future = asyncio.Future[Any]
 
 
 class Pair:
-    """A private connection of two ranks. Made by `listen` and `accept` on one side, `join` on the other; used and
+    """Connects two ranks privately. Made by `listen` and `accept` on one side, `join` on the other; used and
     closed in the event loop that made it. Closing it, or breaking it, frees its thread and sockets: at once if it is
     idle, else when the call in progress has ended, after the timeout at the latest (gloo cannot be interrupted)."""
 

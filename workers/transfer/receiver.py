@@ -69,7 +69,7 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchTarget:
-    """Where the cache goes: the block table of the prompt, and how many tokens the prefix cache holds already."""
+    """Says where the cache goes: the block table of the prompt, and how many tokens the prefix cache holds already."""
 
     blocks: tuple[int, ...]
     num_cached: int
@@ -77,7 +77,7 @@ class FetchTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchResult:
-    """What a stream has brought, or all of a fetch, and verified."""
+    """Reports what a stream has brought, or all of a fetch, and verified."""
 
     first_tokens: FirstTokens
     num_bytes: int
@@ -371,7 +371,7 @@ class KvReceiver:
             async with asyncio.timeout(None) as stall:
                 tasks += [asyncio.create_task(pull(stream)) for stream in streams]
                 # Neither wait_for nor a TaskGroup nor wait: of all these only gather has cancelled every task when
-                # `cancel` returns, and from then on the blocks may be somebody else's. With exceptions as results it
+                # `cancel` returns, and from then on the blocks may have another owner. With exceptions as results it
                 # loses no cancel that comes together with a failure.
                 results = await asyncio.gather(*tasks, return_exceptions=True)
         except TimeoutError as error:

@@ -7,7 +7,7 @@ the blocks is read any more and they may be reused.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
@@ -16,12 +16,12 @@ import numpy as np
 
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout, KvSpan
-from .connections import SenderConnections, receive, receive_one
+from .connections import SenderConnections, receive
 from .connector import KvConnector, TransferContext
 from .frames import Ack, BlockTable, Commit, Data, Message, Open, Pull, TransferError, TransferKey, encode
 from .grpc_connector import GrpcConnector
 
-# Seconds between two frames that nobody waits for yet: shorter ones would cost more than they spread.
+# Seconds between two frames that no decode waits for yet: shorter pauses would cost more than they spread.
 _MIN_PAUSE: Final = 0.001
 _MAX_PAUSE: Final = 0.05
 
@@ -147,16 +147,16 @@ class KvSender:
                 yield frame
 
     async def _answer(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        key, opening = await receive_one(incoming, self._stall_seconds)
-        if not isinstance(opening, Open):
+        key, first = await receive(incoming, self._stall_seconds)
+        if not isinstance(first, Open):
             raise TransferError("KV pull out of order")
-        offer = await self._find(key, opening)
+        offer = await self._find(key, first)
         offer.num_streams += 1
         if offer.expiry:
             offer.expiry.cancel()
         try:
             # The receiver may wait for blocks without a limit here: its stream is the pin, and a dead peer ends it.
-            _, request = await receive_one(incoming, None, key)
+            _, request = await receive(incoming, None, key)
             if not isinstance(request, Pull) or not self._has(offer, request):
                 raise TransferError("KV pull out of order")
             connector: KvConnector = self._grpc
@@ -172,14 +172,15 @@ class KvSender:
                     num_frames += 1
                     yield frame
             yield encode(key, _commit(offer, num_frames))
-            if last := await receive(incoming, self._stall_seconds, key):
-                self._acknowledge(offer, last[1])
+            _, last = await receive(incoming, self._stall_seconds, key)
+            if last is not None:
+                self._acknowledge(offer, last)
         finally:
             offer.num_streams -= 1
             self._start_lease(offer)
 
-    async def _find(self, key: TransferKey, opening: Open) -> KvOffer:
-        if opening.layout != self._kv.layout.digest:
+    async def _find(self, key: TransferKey, first: Open) -> KvOffer:
+        if first.layout != self._kv.layout.digest:
             raise TransferError("KV layouts differ")
         if self._lease_seconds is None:
             # Rank 0 sends the offer to this rank and to the router at the same time: a receiver may be here first.
@@ -210,8 +211,8 @@ class KvSender:
             began, ready = time.monotonic(), {layer: max(sent[layer], offer.ready(layer)) for layer in sent}
             spans = plan_frames(layout, slots, sent, ready, connector.frame_bytes)
             for span in spans:
-                # Until the prefill is done nobody waits for them: spread over half of the time that its next chunk will
-                # take, they hold up neither the frames that somebody waits for nor the steps of the decode worker.
+                # Until the prefill is done no decode waits for them. Spread over half of the time that its next chunk
+                # will take, they delay neither frames that are waited for nor the steps of the decode worker.
                 pause = min(offer.interval / 2 / len(spans), _MAX_PAUSE)
                 if pause > _MIN_PAUSE and offer.first_tokens is None:
                     with suppress(TimeoutError):
@@ -244,7 +245,7 @@ class KvSender:
             self._on_release(offer.sequence_id)
 
     def _start_lease(self, offer: KvOffer) -> None:
-        """Starts the lease of a finished prefill that nobody reads."""
+        """Starts the lease of a finished prefill that has no open stream."""
         if self._lease_seconds is None or offer.first_tokens is None or offer.num_streams or offer.withdrawn:
             return
         if offer.expiry:
@@ -276,7 +277,9 @@ def plan_frames(
     spans = []
     token_bytes = len(slots) * layout.bytes_per_slot(next(iter(sent)))  # in one layer
     chunk = max(1, frame_bytes // token_bytes)
-    for (_, start, end), run in itertools.groupby(_runs(sent), lambda item: (item[0], sent[item[1]], ready[item[1]])):
+    # Neighbours in the model have equal distances to their places in the group.
+    places = [(layer - place, layer) for place, layer in enumerate(sent)]
+    for (_, start, end), run in itertools.groupby(places, lambda item: (item[0], sent[item[1]], ready[item[1]])):
         layers = [layer for _, layer in run]
         for first_token in range(start, end, chunk):
             num_tokens = min(chunk, end - first_token)
@@ -293,11 +296,6 @@ def plan_frames(
                 for first in range(0, len(layers), width)
             ]
     return spans
-
-
-def _runs(layers: Mapping[int, int] | Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (run, layer) for ascending layers; neighbours share a run."""
-    return [(layer - index, layer) for index, layer in enumerate(layers)]
 
 
 def _commit(offer: KvOffer, num_frames: int) -> Commit:

@@ -25,7 +25,7 @@ _DESCRIPTION: Final = {
 
 
 class SharedMemoryConnector(KvConnector):
-    """One side of a connection within a host."""
+    """Connects two ranks of one host."""
 
     one_sided = True
     _read: KvRead

@@ -9,7 +9,7 @@ from tandem.cluster.cli import client
 from tandem.cluster.cli.main import app
 from tandem.proto import worker_pb2
 
-LOAD = {field.name: 3 for field in worker_pb2.Load.DESCRIPTOR.fields}
+LOAD = {field.name: 3 for field in worker_pb2.WorkerLoad.DESCRIPTOR.fields}
 
 
 def worker(name: str, transports: dict[str, str]) -> dict[str, Any]:

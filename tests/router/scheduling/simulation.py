@@ -23,7 +23,6 @@ from tandem.tests.router.pools import Clock, info, request
 
 BLOCK_SIZE = 32
 TOKEN_BYTES = 131_072  # of KV cache
-LAYERS = worker_pb2.KvLayout.Layers(count=32, num_heads=32, num_kv_heads=8, head_dim=128)
 STEP_SECONDS = 0.012
 REPORT_SECONDS = 0.01  # how old a worker's report is when it comes
 
@@ -227,8 +226,8 @@ class Simulation:
             )
             for name, role in names
         ]
-        for known in infos:  # TOKEN_BYTES a token
-            known.layout.CopyFrom(worker_pb2.KvLayout(layers=[LAYERS], dtype="bfloat16"))
+        for known in infos:
+            known.kv_bytes_per_token = TOKEN_BYTES
         self._workers = {known.worker_id: Worker(self, known) for known in infos}
         for registry in self.registries:
             registry.update(infos)

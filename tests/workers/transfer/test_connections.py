@@ -528,7 +528,7 @@ async def test_a_receiver_that_breaks_the_order_is_refused(messages: list[Messag
     ],
 )
 async def test_a_sender_that_breaks_the_order_is_left_alone(
-    messages: list[Message], monkeypatch: pytest.MonkeyPatch
+    messages: list[Message], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with two() as pair:
 
@@ -545,6 +545,7 @@ async def test_a_sender_that_breaks_the_order_is_left_alone(
         assert (await pair.move()).transport == "grpc"
         await until(lambda: not pair.receiver.connections._open)
         await other.stop(0)
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_message_larger_than_any_frame_is_not_waited_for() -> None:

@@ -1,5 +1,6 @@
 """Which KV slots go from which rank to which, for every pair of tensor-parallel degrees."""
 
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tandem.workers.kv_cache.reshard import Piece, plan
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
+from tandem.workers.kv_cache.reshard import Piece, plan, plan_layout
 from tandem.workers.kv_cache.sharding import kv_heads
 
 Pair = tuple[int, int, int, int]  # num_heads, num_kv_heads, source_tp, target_tp
@@ -158,3 +160,37 @@ def test_a_repeated_head_comes_from_one_rank() -> None:
 def test_impossible_pairs_are_refused(arguments: tuple[int, int, int, int, int], text: str) -> None:
     with pytest.raises(ValueError, match=f"^{text}$"):
         plan(*arguments)
+
+
+WIDE = LayerGeometry(num_heads=8, num_kv_heads=2, head_dim=64)
+NARROW = LayerGeometry(num_heads=8, num_kv_heads=1, head_dim=128)
+MIXED = KvLayout(layers=(WIDE, NARROW, replace(WIDE, window=8), NARROW), dtype="bfloat16", model="m")
+
+
+def test_equal_layers_form_a_group_whatever_their_windows() -> None:
+    assert MIXED.groups == ((0, 2), (1, 3))
+    assert MIXED.places == ((0, 0), (1, 0), (0, 1), (1, 1))
+    assert [MIXED.bytes_per_slot(layer) for layer in range(4)] == [256, 512, 256, 512]
+    assert MIXED.bytes_per_token == 4 * 512
+
+
+def test_a_digest_is_of_everything() -> None:
+    same = KvLayout(layers=MIXED.layers, dtype="bfloat16", model="m")
+    assert (same, same.digest) == (MIXED, MIXED.digest)
+    others = [
+        replace(MIXED, model="n"),
+        replace(MIXED, dtype="float16"),
+        replace(MIXED, layers=MIXED.layers[:-1]),
+        replace(MIXED, layers=(WIDE, NARROW, WIDE, NARROW)),
+    ]
+    assert len({layout.digest for layout in [MIXED, *others]}) == 5
+
+
+def test_each_group_has_its_own_pieces() -> None:
+    assert plan_layout(MIXED, 2, 1, 0) == (
+        piece(0, FIRST, FIRST),
+        piece(1, FIRST, SECOND),
+        replace(piece(0, FIRST, FIRST), group=1),
+    )
+    with pytest.raises(ValueError, match="tp: 3 does not divide"):
+        plan_layout(MIXED, 3, 1, 0)
