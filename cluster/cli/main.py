@@ -108,9 +108,9 @@ def checked_folder(config: TandemConfig) -> Path:
     """The model's folder, fetched if it has to be, after the check that it can be served, and split as configured.
 
     Raises CheckpointError, or ConfigError for a `tp` that does not divide the model's heads."""
+    folder = resolve_model(config.model, progress=True)
     from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
 
-    folder = resolve_model(config.model, progress=True)
     model = check_checkpoint(folder)
     wrong = []
     for role in ("prefill", "decode"):
