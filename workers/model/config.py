@@ -138,7 +138,7 @@ def parse_json(file: str, data: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """Gives typed access to the fields of a JSON object; null counts as missing. Every method raises CheckpointError."""
+    """Reads typed fields of a JSON object; null counts as missing. Every method raises CheckpointError."""
 
     def __init__(self, file: str, values: dict[str, Any], prefix: str = "") -> None:
         self._file = file
