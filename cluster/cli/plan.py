@@ -90,9 +90,10 @@ def memory_command(
     _check("--utilization", utilization, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
     _check("--context-tokens", context_tokens, 2, 1_048_576)
+    folder = resolve_model(model, progress=True)
     from ...workers.model.loader import check_checkpoint
 
-    config = check_checkpoint(resolve_model(model, progress=True))
+    config = check_checkpoint(folder)
     rows = [rank_memory(config, each, dtype) for each in tp or (n for n in DEFAULT_TPS if _divides(n, config))]
     budget = None
     if gpu_memory_gb is not None:

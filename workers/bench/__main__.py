@@ -195,7 +195,7 @@ def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
 
 
 def _print_progress(text: str) -> None:
-    """A large model or a slow peer takes minutes, and may be cut short."""
+    """Prints at once: a large model or a slow peer takes minutes, and may be interrupted."""
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 

@@ -41,7 +41,7 @@ SCHEMA: Final[dict[str, Any]] = {"type": "array", "items": _PERSON, "minItems": 
 
 
 class Batch:
-    """Sequences that decode together on a runner that others use, too."""
+    """Holds sequences that decode together, on a runner that other batches use, too."""
 
     def __init__(self, runner: ModelRunner, *, size: int, first_block: int, num_blocks: int, grammar: str) -> None:
         """Each sequence has `num_blocks` of its own."""

@@ -32,7 +32,7 @@ between the parts, which makes the steps slower: take the step times from a run 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBenchOptions:
-    """The arguments, checked one by one but not yet against the model or the machine."""
+    """Holds the arguments, checked one by one but not yet against the model or the machine."""
 
     shape: str | None
     model: Path | None

@@ -13,7 +13,7 @@ from .steps import PARTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
-    """One batch's decode. Shares are of what the device was measured to do at best, 1 being the floor itself."""
+    """Holds one batch's decode. Shares are of what the device was measured to do at best, 1 being the floor itself."""
 
     batch: int
     context: int  # tokens that each sequence begins with
@@ -33,7 +33,7 @@ class DecodeFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFigure:
-    """A lone prompt, from its submission to its first token."""
+    """Holds a lone prompt's prefill, from its submission to its first token."""
 
     prompt: int  # tokens
     seconds: float  # median
@@ -45,7 +45,7 @@ class PrefillFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One run."""
+    """Holds one run's figures."""
 
     shape: str
     dtype: str
@@ -82,7 +82,7 @@ class Report:
 
 
 def check_plot(path: Path) -> None:
-    """Raises BenchError if a picture could not be drawn into `path`."""
+    """Raises BenchError if a picture cannot be written to `path`."""
     if find_spec("matplotlib") is None:
         raise BenchError("--plot: matplotlib is not installed (pip install 'tandem-llm[bench]')")
     if path.suffix.lower() != ".png":

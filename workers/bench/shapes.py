@@ -16,12 +16,12 @@ from ..model.registry import parse_model_config
 
 
 class BenchError(ValueError):
-    """The benchmark cannot run as asked; one line."""
+    """Says in one line why the benchmark cannot run as asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """The least that a step, or a whole prefill, moves and computes."""
+    """Holds the least that a step, or a whole prefill, moves and computes."""
 
     num_bytes: int  # weights and KV cache read, each once
     flops: int  # of matrix products, attention's included

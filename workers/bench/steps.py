@@ -34,7 +34,7 @@ _PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRun:
-    """A batch's decode, warm-up left out."""
+    """Holds a batch's decode, warm-up left out."""
 
     batch: int
     context: float  # positions that a token sees, in the mean over the steps
@@ -44,7 +44,7 @@ class DecodeRun:
 
 
 class BenchRunner(Executor):
-    """A model with KV memory, on which engines run here, one after the other.
+    """Holds a model with KV memory, on which engines run one after the other.
 
     The KV memory holds noise, so that a decode can begin at any context without a prefill, as after a KV transfer."""
 

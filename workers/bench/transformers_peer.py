@@ -21,7 +21,7 @@ _PREFILL_RUNS: Final = 2  # the first warms up
 
 
 class TransformersPeer:
-    """transformers on the very weights that the engine ran on. `method` is which of its functions is measured:
+    """Runs transformers on the very weights that the engine ran on. `method` is which of its functions is measured:
     generate_batch, else generate on a padded batch, where this version or device has no generate_batch that works."""
 
     def __init__(self, config: PretrainedConfig, read: ReadWeight, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -37,7 +37,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checked model folder."""
+    """Holds what was read of a checked model folder."""
 
     folder: Path
     config: ModelConfig

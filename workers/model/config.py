@@ -1,4 +1,4 @@
-"""Describes a model as config.json does, checked field by field; the families' parsers share what is here.
+"""Describes a model as config.json does, checked field by field; families share the parsers of common fields.
 
 Reads what transformers 4 and 5 write. Imports no torch and knows nothing of the weights.
 """
@@ -18,7 +18,7 @@ _MAX_SIZE: Final = 2**31 - 1
 
 
 class CheckpointError(ValueError):
-    """A model folder cannot be served; one line that names the file and the field or tensor."""
+    """Says in one line why a model folder cannot be served, naming the file and the field or tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only model."""
+    """Describes the shape of a decoder-only model."""
 
     architecture: str
     vocab_size: int
@@ -86,7 +86,7 @@ def parse_decoder_config(
     mlp_bias: bool = False,
     window: Callable[[int], int | None] = lambda index: None,
 ) -> ModelConfig:
-    """Parses what Llama and its kin call by the same names; `window` gives the sliding window of each layer.
+    """Parses the fields that Llama and similar families name alike; `window` gives the sliding window of each layer.
 
     Raises CheckpointError if a field is missing, ill-typed, out of bounds or not supported."""
     if (activation := fields.text("hidden_act", "silu")) != "silu":
@@ -138,7 +138,7 @@ def parse_json(file: str, data: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to the fields of one JSON object; null counts as missing. Every method raises CheckpointError."""
+    """Reads typed fields of a JSON object; null counts as missing. Every method raises CheckpointError."""
 
     def __init__(self, file: str, values: dict[str, Any], prefix: str = "") -> None:
         self._file = file
@@ -197,7 +197,7 @@ class Fields:
         return Fields(self._file, dict(self.mapping(name)), f"{self._prefix}{name}.")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One id or a list of ids, as a tuple; empty if missing."""
+        """Returns one id or a list of ids as a tuple; empty if missing."""
         value = self._values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token in ids:

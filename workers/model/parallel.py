@@ -14,7 +14,7 @@ from ..kv_cache.sharding import kv_heads, part, query_heads
 
 
 class Group(Protocol):
-    """The collectives of the ranks of one model. Every rank makes the same calls in the same order."""
+    """Performs the collectives of the ranks of one model. Every rank makes the same calls in the same order."""
 
     rank: int
     size: int
@@ -33,7 +33,7 @@ class Group(Protocol):
 
 
 class TensorParallel:
-    """Holds a rank's place among the ranks of a model, and splits and joins tensors accordingly."""
+    """Splits a model's dimensions for one of its ranks, and reduces or gathers what the ranks compute."""
 
     def __init__(self, group: Group | None = None, *, rank: int = 0, size: int = 1) -> None:
         """Without a group the tree can be built for any `rank` of `size`, but only a single rank can run."""

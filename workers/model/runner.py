@@ -106,7 +106,7 @@ class ModelRunner(Executor):
 
     @property
     def launches_ahead(self) -> bool:
-        """Whether `launch` returns before the step has run."""
+        """Returns whether `launch` returns before the step has run."""
         return self._device.type == "cuda"
 
     def load_grammar(self, grammar: str) -> object:
@@ -175,7 +175,7 @@ class ModelRunner(Executor):
             self._add(step, step.sampling)
         blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
-        # A mask hides any number but no NaN or infinity that the block's last owner may have left, so where attention
+        # A mask hides any number but no NaN or infinity that the block's last sequence left, so where attention
         # masks what it has read, the rest of a block is cleared when the sequence enters it.
         last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
         first_in_last = max(step.start - last * self.kv.block_size, 0)

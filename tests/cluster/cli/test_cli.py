@@ -101,7 +101,7 @@ def test_a_truncated_model_is_refused_before_ray_starts(model: Path, tmp_path: P
     assert done.stderr.startswith("error: ")
     assert "model.safetensors" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20  # the check imports torch
 
 
 def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model:
         started = time.monotonic()
         done = run("serve", str(model), *args)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {lines}"), args
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20  # the check imports torch
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def known_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "measure_floors", lambda *_: floors)
 
 
-def make_bed(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) -> BenchRunner:
+def make_runner(*, shape: str = "tiny", num_blocks: int = 128, chunk: int = 32) -> BenchRunner:
     config = SHAPES[shape]
     return BenchRunner(
         config, random_weight, dtype="float32", device=CPU, num_blocks=num_blocks, chunk=chunk, exact=False
@@ -92,45 +92,45 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_engine_gives_the_tokens_of_the_runner_alone() -> None:
-    bed = make_bed()
+    runner = make_runner()
     model = build_model(TINY, torch.float32)
     load_weights(model, random_weight, CPU)
     kv = PagedKv(kv_layout(TINY, "float32", ""), num_blocks=128, block_size=16, device=CPU)
     alone = ModelRunner(TINY, model, kv)
-    expected = Driver(alone).generate(0, bed.prompt(100, 0), 1)
-    assert bed.prefill(100)[1] == expected[0]
+    expected = Driver(alone).generate(0, runner.prompt(100, 0), 1)
+    assert runner.prefill(100)[1] == expected[0]
 
 
 def test_a_replay_takes_the_same_tokens_from_the_same_cache_only() -> None:
-    bed = make_bed()
-    run = bed.decode(3, 40, 20)
+    runner = make_runner()
+    run = runner.decode(3, 40, 20)
     tokens = list(itertools.chain.from_iterable(run.sampled))
     assert len(run.steps) == 20
     assert len(tokens) == 3 * (WARMUP_STEPS + 20)
     assert len(set(tokens)) > 10
     assert [step.start for step in run.plans[-1].sequences] == [40 + WARMUP_STEPS + 19] * 3
-    assert bed.replay(run)[1] == run.sampled
-    assert bed.decode(3, 40, 20).sampled == run.sampled  # the first run has left nothing behind
+    assert runner.replay(run)[1] == run.sampled
+    assert runner.decode(3, 40, 20).sampled == run.sampled  # the first run has left nothing behind
     for layer in range(len(TINY.layers)):
-        for part in bed.runner.kv.layer(layer):
+        for part in runner.runner.kv.layer(layer):
             part.zero_()
-    assert bed.replay(run)[1] != run.sampled
+    assert runner.replay(run)[1] != run.sampled
 
 
 def test_each_part_of_a_step_is_between_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    bed = make_bed()
+    runner = make_runner()
     ticks = itertools.count()
     squares = SimpleNamespace(perf_counter=lambda: float(next(ticks) ** 2))  # the differences are odd numbers
     monkeypatch.setattr(steps, "time", squares)
-    first = bed.decode(1, 16, 20).steps[0]
+    first = runner.decode(1, 16, 20).steps[0]
     parts = [first[part] for part in PARTS]
     assert [after - before for before, after in itertools.pairwise(parts)] == [2.0] * 4
 
 
 def test_blocks_for_is_what_a_decode_takes() -> None:
     enough = blocks_for(3, 40, 20)
-    make_bed(num_blocks=enough).decode(3, 40, 20)
-    short = make_bed(num_blocks=enough - 3)
+    make_runner(num_blocks=enough).decode(3, 40, 20)
+    short = make_runner(num_blocks=enough - 3)
     with pytest.raises(RuntimeError, match="commit while waiting"):
         short.decode(3, 40, 20)
 
@@ -197,12 +197,12 @@ def test_transformers_runs_the_same_model(shape: str, monkeypatch: pytest.Monkey
     fields = dict(HF_CONFIGS["tiny"]) | {name: HF_CONFIGS[shape][name] for name in own}
     monkeypatch.setitem(SHAPES, shape, parse_model_config(Fields(shape, fields)))
     monkeypatch.setattr(TransformersPeer, "_has_continuous_batching", lambda _: False)
-    bed = make_bed(shape=shape)
+    runner = make_runner(shape=shape)
     config = AutoConfig.for_model(**fields)
     peer = TransformersPeer(config, random_weight, dtype=torch.float32, device=CPU)
     with torch.inference_mode():
-        logits = peer._model(torch.tensor([bed.prompt(100, 0)])).logits
-    assert int(logits[0, -1].argmax()) == bed.prefill(100)[1]
+        logits = peer._model(torch.tensor([runner.prompt(100, 0)])).logits
+    assert int(logits[0, -1].argmax()) == runner.prefill(100)[1]
     assert peer.method == "generate"
     assert peer.prefill_seconds(20) > 0
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_measured_with_its_weights_or_without(tmp_path: Path) ->
     arguments = ["--model", str(folder), "--batches", "1", "--prompts", "90", "--threads", "1", "--dtype", "float32"]
     measured = __main__.measure(parse(arguments))
     runner = ModelRunner.load(open_checkpoint(folder), dtype="float32", device="cpu", num_blocks=16, block_size=16)
-    expected = Driver(runner).generate(0, make_bed().prompt(90, 0), 1)
+    expected = Driver(runner).generate(0, make_runner().prompt(90, 0), 1)
     assert measured.shape == "some-model"
     assert [figure.first_token for figure in measured.prefill] == expected
     (folder / "model.safetensors").unlink()
@@ -284,16 +284,16 @@ def test_the_plot_is_a_picture_of_the_sweeps(tmp_path: Path, monkeypatch: pytest
     pytest.importorskip("matplotlib", reason="the bench extra is not installed")
     monkeypatch.setattr(__main__, "SWEEP_BATCHES", (1, 2))
     monkeypatch.setattr(__main__, "SWEEP_CONTEXTS", (128, 256))
-    drawn: list[list[DecodeFigure]] = []
+    plotted: list[list[DecodeFigure]] = []
     draw = report.plot
 
     def record(path: Path, title: str, *sweeps: Any) -> None:
-        drawn.extend(list(sweep) for sweep in sweeps)
+        plotted.extend(list(sweep) for sweep in sweeps)
         draw(path, title, *sweeps)
 
     monkeypatch.setattr(__main__, "plot", record)
     file = tmp_path / "steps.png"
     assert __main__.main([*ARGUMENTS, "--batches", "1", "--prompts", "20", "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
-    assert [(figure.batch, figure.context) for figure in drawn[0]] == [(1, 40), (2, 40)]
-    assert [(figure.batch, figure.context) for figure in drawn[1]] == [(8, 128), (8, 256)]
+    assert [(figure.batch, figure.context) for figure in plotted[0]] == [(1, 40), (2, 40)]
+    assert [(figure.batch, figure.context) for figure in plotted[1]] == [(8, 128), (8, 256)]

@@ -58,12 +58,12 @@ def generate(
             if tokens and len(tokens) < count:
                 steps.append(driver.step(row, tokens[-1:], len(prompts[row]) + len(tokens) - 1))
         samples = driver.sample(*steps)
-        drawn = iter(samples.tokens)
+        sampled = iter(samples.tokens)
         for step in steps:
             tokens, of_tokens, of_prompt = made[step.sequence_id]
             of_prompt += samples.prompt_logprobs.get(step.sequence_id, [])
             if step.num_samples:
-                tokens.append(next(drawn))
+                tokens.append(next(sampled))
                 of_tokens += samples.logprobs.get(step.sequence_id, [])
     return made
 
@@ -136,7 +136,7 @@ def fork(driver: Driver, parent: int, child: int, num_tokens: int) -> tuple[tupl
 @pytest.mark.parametrize("num_tokens", [37, 48])
 @pytest.mark.parametrize("kind", [ALL_KINDS[1], ALL_KINDS[2], ALL_KINDS[5], ALL_KINDS[6]])
 def test_choices_of_one_prefill_are_those_of_their_seeds(folder: Path, kind: SamplingParams, num_tokens: int) -> None:
-    """One prefill draws three tokens; then there are three sequences over shared blocks and copies."""
+    """One prefill samples three tokens; then there are three sequences over shared blocks and copies."""
     kind, ids = replace(kind, prompt_logprobs=None), prompt(num_tokens)
     alone = [
         generate(Driver(load(folder)), [ids], [replace(kind, seed=kind.seed + number)], 12)[0] for number in range(3)

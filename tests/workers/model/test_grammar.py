@@ -151,7 +151,7 @@ def test_a_sequence_whose_grammar_fails_ends_and_its_neighbour_goes_on(folder: P
     plain = SamplingParams(temperature=0.0)
     expected = driver.generate(9, prompt(14), 6, plain)
     kinds = {
-        1: SamplingParams(temperature=0.0, grammar="start: ("),  # nobody has checked it
+        1: SamplingParams(temperature=0.0, grammar="start: ("),  # not checked before
         2: SamplingParams(temperature=0.0, grammar='start: "ab"'),
     }
     steps = [driver.step(key, prompt(8), 0, kind) for key, kind in kinds.items()]
@@ -337,7 +337,7 @@ def test_what_people_ask_for_is_within_the_limits(folder: Path) -> None:
 
 
 def test_a_rank_that_does_not_lead_follows_no_grammar(folder: Path) -> None:
-    """The leader's tokens come with the next plan, and never as pending."""
+    """Rank 0's tokens come with the next plan, and never as pending."""
     grammar = json_grammar(random_schema(7))
     led, leading = load(folder), load(folder)
     led._sampler = Sampler(512, (EOS_ID,), None, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The sampler over a batch: distributions under every parameter, several draws of one row, log probabilities."""
+"""The sampler over a batch: distributions under every parameter, several samples of one row, log probabilities."""
 
 import math
 from dataclasses import replace
@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.tests.workers.model.test_draw import logits_row, warped
-from tandem.tests.workers.model.test_shaping import expected_scores
+from tandem.tests.workers.model.test_gumbel import logits_row, warped
+from tandem.tests.workers.model.test_processors import expected_scores
 from tandem.workers.engine.plan import SampledLogprobs, SamplingParams, SequenceStep
 from tandem.workers.model.sampling.grammar import GrammarCache
 from tandem.workers.model.sampling.gumbel import sample
 from tandem.workers.model.sampling.logprobs import LogprobsTensors, compute_logprobs
 from tandem.workers.model.sampling.sampler import SampledTokens, Sampler
 
-DRAWS = 20_000
+NUM_SAMPLES = 20_000
 HISTORY = (3, 9, 9, 4, 9, 5, 3)
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def step(sequence_id: int, params: SamplingParams, num_samples: int = 1, **field
     )
 
 
-def draw_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep]) -> SampledTokens:
+def sample_once(sampler: Sampler, logits: torch.Tensor, steps: list[SequenceStep]) -> SampledTokens:
     with torch.inference_mode():
         for each in steps:
             assert each.sampling is not None
@@ -60,11 +60,11 @@ def read(measured: LogprobsTensors | None) -> dict[int, list[SampledLogprobs]]:
     ],
 )
 def test_distribution(params: SamplingParams) -> None:
-    """Chi-square of 20,000 draws of one row, each by a seed of its own; five standard deviations."""
+    """Chi-square of 20,000 samples of one row, each by a seed of its own; five standard deviations."""
     logits = logits_row(spread=1.0)
-    tokens = draw_once(make_sampler(64), logits[None], [step(1, params, DRAWS)]).tokens
+    tokens = sample_once(make_sampler(64), logits[None], [step(1, params, NUM_SAMPLES)]).tokens
     scores = expected_scores(logits, params, HISTORY, 2)
-    expected = warped(scores, params)[0].double().softmax(-1) * DRAWS
+    expected = warped(scores, params)[0].double().softmax(-1) * NUM_SAMPLES
     counts = torch.bincount(tokens, minlength=64).double()
     assert not counts[expected == 0].any()
     common = expected >= 5
@@ -92,11 +92,11 @@ def test_a_mixed_batch_equals_each_alone(dtype: torch.dtype) -> None:
     params = KINDS * 3
     logits = torch.stack([logits_row(1000, row) for row in range(len(params))]).to(dtype)
     steps = [step(10 * row, own, 1 + row % 4) for row, own in enumerate(params)]
-    together = draw_once(make_sampler(1000), logits, steps)
+    together = sample_once(make_sampler(1000), logits, steps)
     tokens, logprobs = together.tokens.tolist(), read(together.logprobs)
     begin = 0
     for row, own in enumerate(steps):
-        alone = draw_once(make_sampler(1000), logits[row : row + 1], [own])
+        alone = sample_once(make_sampler(1000), logits[row : row + 1], [own])
         assert alone.tokens.tolist() == tokens[begin : begin + own.num_samples]
         assert alone.rows == ({10 * row: 0} if own.num_samples == 1 else {})
         assert together.rows.get(10 * row) == (begin if own.num_samples == 1 else None)
@@ -111,10 +111,10 @@ def test_a_mixed_batch_equals_each_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("params", KINDS)
 def test_n_draws_are_those_of_n_seeds(params: SamplingParams) -> None:
     logits = logits_row(1000, 3)[None]
-    together = draw_once(make_sampler(1000), logits, [step(1, params, 6)])
+    together = sample_once(make_sampler(1000), logits, [step(1, params, 6)])
     for number in range(6):
         own = replace(params, seed=(params.seed + number) % 2**64)
-        alone = draw_once(make_sampler(1000), logits, [step(1, own)])
+        alone = sample_once(make_sampler(1000), logits, [step(1, own)])
         assert together.tokens[number] == alone.tokens[0]
         if params.logprobs is not None:
             assert read(together.logprobs)[1][number] == read(alone.logprobs)[1][0]
@@ -124,10 +124,10 @@ def test_n_draws_are_those_of_n_seeds(params: SamplingParams) -> None:
 def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     params = [own for own in KINDS if own.logprobs is not None]
     logits = torch.stack([logits_row(1000, row) for row in range(len(params))]).to(dtype)
-    drawn = draw_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)])
+    sampled = sample_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)])
     expected = logits.float().log_softmax(-1)
-    for row, (token, own) in enumerate(zip(drawn.tokens.tolist(), params, strict=True)):
-        (said,) = read(drawn.logprobs)[row]
+    for row, (token, own) in enumerate(zip(sampled.tokens.tolist(), params, strict=True)):
+        (said,) = read(sampled.logprobs)[row]
         assert said.logprob == pytest.approx(expected[row, token].item(), abs=1e-5)
         assert len(said.top) == own.logprobs
         values = expected[row].topk(own.logprobs or 0).values
@@ -147,18 +147,18 @@ def test_rows_without_features_are_drawn_as_ever() -> None:
     plain = [SamplingParams(temperature=row % 3 / 2, top_k=row % 2 * 9, seed=row) for row in range(12)]
     params = [replace(own, presence_penalty=1.0) if row % 4 == 1 else own for row, own in enumerate(plain)]
     expected = sample(logits, plain, [len(HISTORY)] * 12)
-    drawn = draw_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)]).tokens
+    sampled = sample_once(make_sampler(1000), logits, [step(row, own) for row, own in enumerate(params)]).tokens
     rows = [row for row in range(12) if row % 4 != 1]
-    assert torch.equal(drawn[rows], expected[rows])
+    assert torch.equal(sampled[rows], expected[rows])
 
 
 def test_a_sequence_past_its_min_length_is_special_no_more() -> None:
     sampler = make_sampler(64)
     params = SamplingParams(stop_ids=(3,), min_length=9, temperature=0.0)
     logits = torch.zeros(1, 64).index_fill_(1, torch.tensor([3]), 5.0)
-    assert draw_once(sampler, logits, [step(1, params)]).tokens.item() != 3
+    assert sample_once(sampler, logits, [step(1, params)]).tokens.item() != 3
     for start, is_free in ((7, False), (8, True), (9, True)):
         with torch.inference_mode():
-            drawn = sampler(logits, [step(1, params, token_ids=(3,), start=start)])
-        assert (drawn.tokens.item() == 3) == is_free
+            sampled = sampler(logits, [step(1, params, token_ids=(3,), start=start)])
+        assert (sampled.tokens.item() == 3) == is_free
         assert (1 in sampler._special) != is_free

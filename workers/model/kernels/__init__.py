@@ -14,7 +14,7 @@ from . import cpu
 
 
 class Kernels(Protocol):
-    """The kernels of every device that has any; tensors as in `cpu` and `gpu`."""
+    """Names the kernels of every device that has any; tensors as in `cpu` and `gpu`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor: ...
 

@@ -14,7 +14,7 @@ from ..module import Module
 
 
 class CausalLM(Module, ABC):
-    """A decoder-only model; its parameters are on `meta` until the loader fills them."""
+    """Computes a decoder-only model; its parameters are on `meta` until the loader fills them."""
 
     @abstractmethod
     def __call__(
@@ -35,7 +35,7 @@ class CausalLM(Module, ABC):
 
 
 class ModelFamily(NamedTuple):
-    """What `registry` knows of an architecture."""
+    """Holds what `registry` knows of an architecture."""
 
     parse_config: Callable[[Fields], ModelConfig]
     """Returns the model's shape, from config.json. Raises CheckpointError that names a field."""

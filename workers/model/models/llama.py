@@ -24,7 +24,7 @@ _NUM_LAYER_GROUPS: Final = 4  # parts of a step whose KV cache may be sent while
 
 
 class LlamaAttention(Module):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
+    """Computes grouped-query attention (arXiv 2305.13245) with rotary positions."""
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         layer, hidden = config.layers[index], config.hidden_size
@@ -68,7 +68,7 @@ class LlamaMLP(Module):
 
 
 class LlamaDecoderLayer(Module):
-    """Attention, then the MLP, each on the normed hidden states and added to them."""
+    """Adds attention, then the MLP, each of the normed hidden states."""
 
     def __init__(self, config: ModelConfig, index: int, attention: type[LlamaAttention], build: BuildOptions) -> None:
         prefix = f"model.layers.{index}"
@@ -85,7 +85,7 @@ class LlamaDecoderLayer(Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Embedding, decoder layers, norm, head."""
+    """Computes embedding, decoder layers, norm and head."""
 
     def __init__(
         self, config: ModelConfig, build: BuildOptions, attention: type[LlamaAttention] = LlamaAttention

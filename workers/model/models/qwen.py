@@ -15,7 +15,7 @@ from .llama import LlamaAttention, LlamaForCausalLM
 
 
 class Qwen3Attention(LlamaAttention):
-    """Llama's attention over normed queries and keys."""
+    """Computes Llama's attention over normed queries and keys."""
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         super().__init__(config, index, prefix, build)

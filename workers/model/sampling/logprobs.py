@@ -39,8 +39,8 @@ def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
     # `topk` takes any of those that equal the least: take the first of them instead.
     downward = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=logits.device)
     equals = torch.where(logits == least, downward, 0).topk(width).indices
-    places = torch.arange(width, device=logits.device) - (values > least).sum(-1, keepdim=True)
-    ids = torch.where(places < 0, ids, equals.gather(1, places.clamp(min=0)))
+    ranks = torch.arange(width, device=logits.device) - (values > least).sum(-1, keepdim=True)
+    ids = torch.where(ranks < 0, ids, equals.gather(1, ranks.clamp(min=0)))
     ids = ids.sort(-1).values
     return ids.gather(1, logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
 

@@ -40,7 +40,7 @@ class RowPool:
         return sequence_id in self._allocated
 
     def allocate(self, sequence_id: int) -> list[torch.Tensor]:
-        """Returns the sequence's row of each tensor, to be overwritten: it holds what its last owner left."""
+        """Returns the sequence's row of each tensor, to be overwritten: it holds what its last sequence left."""
         if sequence_id not in self._allocated:
             if not self._free:
                 self._grow()
@@ -128,13 +128,13 @@ class BadWords:
     def bans(self, rows: Sequence[int], sequence_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences in these rows."""
         words = [self._words[sequence_id] for sequence_id in sequence_ids]
-        owners = np.repeat(np.arange(len(rows)), [len(table) for table in words])
-        row_of, owner_of = copy_to_device([np.asarray(rows)[owners], owners], self._pool.device)
+        sequence_of = np.repeat(np.arange(len(rows)), [len(table) for table in words])
+        row_device, sequence_device = copy_to_device([np.asarray(rows)[sequence_of], sequence_of], self._pool.device)
         table = torch.cat(words)
-        tails = self._pool.tensors[0][self._pool.rows_of(sequence_ids)[owner_of]]
+        tails = self._pool.tensors[0][self._pool.rows_of(sequence_ids)[sequence_device]]
         prefixes = table[:, :-1]
         is_next = ((prefixes == tails) | (prefixes == _ANY_TOKEN)).all(-1)
-        return row_of.long(), table[:, -1], is_next * BANNED
+        return row_device.long(), table[:, -1], is_next * BANNED
 
     def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
         """Appends tokens [num_sequences], one to each sequence."""

@@ -121,8 +121,8 @@ class LogitsProcessors:
         parts = [(row, self._biases[each]) for row, each in enumerate(ids) if each in self._biases]
         parts += [(row, self._stops[each][1]) for row, each in enumerate(ids) if each in self._stops]
         if parts:
-            owners = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])
-            rows_device = copy_to_device([owners], self._device)[0].long()
+            rows_of_ids = np.repeat([row for row, _ in parts], [len(ids) for _, (ids, _) in parts])
+            rows_device = copy_to_device([rows_of_ids], self._device)[0].long()
             tokens, values = (torch.cat(each) for each in zip(*(additions for _, additions in parts), strict=True))
             scores.index_put_((rows_device, tokens), values, accumulate=True)
         rows, own = _members(ids, self._bad_words)

@@ -17,7 +17,7 @@ from tandem.workers.model.sampling import filters
 from tandem.workers.model.sampling.filters import filter_scores
 from tandem.workers.model.sampling.gumbel import _keys, exponential_noise, sample
 
-DRAWS = 20_000
+NUM_SAMPLES = 20_000
 
 
 def logits_row(vocab_size: int = 64, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
@@ -58,10 +58,10 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     ],
 )
 def test_distribution(params: SamplingParams) -> None:
-    """Chi-square of 20,000 draws against the exact softmax of what is kept; five standard deviations."""
+    """Chi-square of 20,000 samples against the exact softmax of what is kept; five standard deviations."""
     logits = logits_row(spread=1.0)
-    tokens = sample(logits.expand(DRAWS, -1), [params] * DRAWS, range(DRAWS))
-    expected = warped(logits, params)[0].double().softmax(-1) * DRAWS
+    tokens = sample(logits.expand(NUM_SAMPLES, -1), [params] * NUM_SAMPLES, range(NUM_SAMPLES))
+    expected = warped(logits, params)[0].double().softmax(-1) * NUM_SAMPLES
     counts = torch.bincount(tokens, minlength=64).double()
     assert not counts[expected == 0].any()
     common = expected >= 5
@@ -72,13 +72,13 @@ def test_distribution(params: SamplingParams) -> None:
 
 
 def test_seeds_draw_independently() -> None:
-    """Pairs drawn with two seeds at the same positions fall as the product of the distributions."""
-    logits = logits_row(4, spread=1.0).expand(DRAWS, -1)
-    first, second = (sample(logits, [SamplingParams(seed=seed)] * DRAWS, range(DRAWS)) for seed in (7, 8))
-    expected = logits[0].double().softmax(-1).outer(logits[0].double().softmax(-1)).flatten() * DRAWS
+    """Pairs sampled with two seeds at the same positions fall as the product of the distributions."""
+    logits = logits_row(4, spread=1.0).expand(NUM_SAMPLES, -1)
+    first, second = (sample(logits, [SamplingParams(seed=seed)] * NUM_SAMPLES, range(NUM_SAMPLES)) for seed in (7, 8))
+    expected = logits[0].double().softmax(-1).outer(logits[0].double().softmax(-1)).flatten() * NUM_SAMPLES
     chi_square = ((torch.bincount(first * 4 + second, minlength=16) - expected).square() / expected).sum()
     assert abs(chi_square.item() - 15) < 5 * math.sqrt(30)
-    following = (sample(logits, [SamplingParams(seed=7)] * DRAWS, range(1, DRAWS + 1))).roll(1)
+    following = (sample(logits, [SamplingParams(seed=7)] * NUM_SAMPLES, range(1, NUM_SAMPLES + 1))).roll(1)
     assert torch.equal(first[1:], following[1:])
 
 
@@ -111,12 +111,12 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
 
 def test_seed_and_position_change_the_draw() -> None:
     logits = logits_row(5000, spread=0.1)[None]
-    draws = [
+    samples = [
         sample(logits, [SamplingParams(seed=seed)], [position]).item()
         for seed in (0, 1, 2**31, 2**32, 2**63, 2**64 - 1)
         for position in (0, 1, 2, 1000)
     ]
-    assert len(set(draws)) >= len(draws) - 1
+    assert len(set(samples)) >= len(samples) - 1
 
 
 @pytest.mark.parametrize("num_candidates", [filters.NUM_CANDIDATES, 8])
@@ -158,7 +158,7 @@ def test_ties_are_kept_together() -> None:
 
 
 def test_noise_is_pinned() -> None:
-    """The bits of the noise are a promise: a resumed request must draw what it would have drawn elsewhere."""
+    """The bits of the noise are fixed: a resumed request must sample what it would have sampled elsewhere."""
     ids = torch.tensor([[0, 1, 2, 49_151, 151_935]])
     noise = exponential_noise(ids, [_keys(0, 0), _keys(2**64 - 1, 123)])
     assert noise[0].tolist() == pytest.approx([1.19936085, 0.39770985, 0.15685970, 0.28319451, 1.08868730], rel=1e-6)

@@ -29,7 +29,7 @@ def make_processors(end_ids: Sequence[int] = (1,)) -> LogitsProcessors:
 
 
 def decode_step(sequence_id: int, history: Sequence[int], num_prompt: int) -> SequenceStep:
-    """The step that computes the last known token and draws the next."""
+    """The step that computes the last known token and samples the next."""
     return SequenceStep(
         sequence_id=sequence_id,
         token_ids=tuple(history[-1:]),
@@ -106,8 +106,8 @@ def test_mixed_batches_equal_transformers(dtype: torch.dtype) -> None:
         cases = [random_case(100 * batch + row) for row in range(40)]
         for row, (params, history, num_prompt) in enumerate(cases):
             processors.admit(decode_step(row, history, num_prompt), params)
-        drawn = torch.randint(0, 20, (3, 40), generator=torch.Generator().manual_seed(batch))
-        for tokens in (None, *drawn):
+        sampled = torch.randint(0, 20, (3, 40), generator=torch.Generator().manual_seed(batch))
+        for tokens in (None, *sampled):
             if tokens is not None:
                 processors.append(range(40), tokens)
                 for (_, history, _), token in zip(cases, tokens.tolist(), strict=True):
@@ -127,7 +127,7 @@ def test_mixed_batches_equal_transformers(dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 def test_sequences_come_and_go_and_come_anew() -> None:
-    """The memory of one that has gone is given to others, who find nothing of it."""
+    """A released sequence's memory is reused by others, without what it held."""
     processors = make_processors()
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, bad_words=((4, 5), (6,)))
     logits = torch.randn(1, VOCAB_SIZE)
