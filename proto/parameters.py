@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from . import limits
@@ -23,7 +24,7 @@ _NUMBERS: Final = ("int32", "uint32", "uint64", "float")
 _PARENTS: Final = ("", "sampling", "stopping", "beam_search")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parameter:
     """Describes one request parameter.
 
@@ -46,15 +47,22 @@ class Parameter:
     chat: tuple[str, ...] | None = None  # the same in /v1/chat/completions; None: as `completions`
     flag: str = ""  # of the command line, if it is not made of the name
 
-    @property
+    @cached_property
     def leaf(self) -> str:
         """The field's name in the message that holds it."""
         return self.field.rpartition(".")[2]
 
-    @property
+    @cached_property
     def client_name(self) -> str:
         """The name of the Python clients' option."""
         return self.name or self.leaf
+
+    @cached_property
+    def limits(self) -> tuple[float, float]:
+        """The bounds as the message holds them."""
+        if self.kind in ("float", "logit_bias"):
+            return float32(self.bounds[0]), float32(self.bounds[1])
+        return self.bounds
 
     @property
     def option(self) -> str:
@@ -66,7 +74,7 @@ class Parameter:
         own = self.chat if chat and self.chat is not None else self.completions
         return (self.client_name,) if own is None else own
 
-    @property
+    @cached_property
     def has_presence(self) -> bool:
         """Whether the message distinguishes an unset field from one of value 0."""
         return bool(self.default) or self.default is None
@@ -212,7 +220,7 @@ def parameters_of(parent: str) -> tuple[Parameter, ...]:
     return tuple(row for row in PARAMETERS if row.field.rpartition(".")[0] == parent)
 
 
-_BY_PARENT: Final = {parent: parameters_of(parent) for parent in _PARENTS}
+_CHECKED: Final = {parent: tuple(row for row in parameters_of(parent) if row.kind != "bool") for parent in _PARENTS}
 
 
 def value_of(message: Any, row: Parameter) -> Any:
@@ -231,7 +239,7 @@ def check_request(request: Any) -> None:
     """Checks each field of a GenerateRequest against its row, but for prompt and constraint.
 
     Raises InvalidArgument, which names the field and the bound."""
-    for parent, rows in _BY_PARENT.items():
+    for parent, rows in _CHECKED.items():
         if not parent or request.HasField(parent):
             check_message(getattr(request, parent) if parent else request, rows, f"{parent}." if parent else "")
 
@@ -283,7 +291,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, field: str) -> None:
 
 def _check_number(row: Parameter, value: float, field: str, minimum: float | None) -> None:
     """Compares so that NaN, for which every comparison is false, is refused."""
-    least, most = map(float32, row.bounds) if row.kind in ("float", "logit_bias") else row.bounds
+    least, most = row.limits
     least = least if minimum is None else minimum
     if row.excludes_minimum and not least < value <= most:
         raise InvalidArgument(f"must be greater than {least:.7g} and at most {most:.7g}", field)

@@ -1,1 +1,1 @@
-"""The control of one request: front doors, dispatcher, placement, tokenizer, clients."""
+"""Controls requests: API servers, preparation, scheduling, dispatch, output, clients."""

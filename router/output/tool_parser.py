@@ -66,6 +66,8 @@ class _Text:
 
 
 class _HermesParser:
+    """Parses calls between tags, among text."""
+
     def __init__(self) -> None:
         self._text = _Text()
         self._held = ""  # the beginning of a tag, or a call from its opening tag on
@@ -114,6 +116,8 @@ class _HermesParser:
 
 
 class _LlamaParser:
+    """Parses an answer that is JSON objects only."""
+
     def __init__(self) -> None:
         self._text = _Text()
         self._is_text = False  # no call follows any more

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.proto.parameters import PARAMETERS, ROWS, Parameter, check_value, float32, markdown, parameters_of
+from tandem.proto.parameters import PARAMETERS, ROWS, Parameter, check_value, markdown, parameters_of
 from tandem.router.client.types import Options
 from tandem.workers.engine.plan import SamplingParams
 
@@ -64,7 +64,7 @@ def test_a_row_has_the_type_and_the_presence_of_its_field(row: Parameter) -> Non
 
 @pytest.mark.parametrize("row", NUMBERS, ids=lambda row: row.field)
 def test_every_bound_is_the_last_good_value(row: Parameter) -> None:
-    least, most = map(float32, row.bounds) if row.kind == "float" else row.bounds
+    least, most = row.limits
     step = 1 if row.kind != "float" else 1e-6 * max(abs(least), abs(most))
     check_value(row, most, row.field)
     past = [most + step, least - step, *([math.nan, math.inf, -math.inf] if row.kind == "float" else [])]

@@ -170,7 +170,7 @@ async def test_choices_logprobs_and_usage(grpc_service: Service, stub: inference
     assert messages[-1].usage.completion_tokens == 5
 
 
-async def test_the_tenant_is_told_by_the_key(grpc_service: Service, stub: inference_pb2_grpc.InferenceStub) -> None:
+async def test_the_key_names_the_tenant(grpc_service: Service, stub: inference_pb2_grpc.InferenceStub) -> None:
     for metadata in ((("authorization", "Bearer sk-1"),), ()):
         async for _ in stub.Generate(request(), metadata=metadata):
             pass
@@ -335,7 +335,7 @@ async def test_reflection_behind_its_flag(grpc_service: Service, model: ServedMo
     await server.stop(0)
 
 
-async def test_not_serving_until_told(model: ServedModel) -> None:
+async def test_not_serving_until_set(model: ServedModel) -> None:
     server = GrpcServer(GenerationService([model], FakeTokenSource()), reflection=False)
     async with grpc.aio.insecure_channel(await server.start("127.0.0.1:0")) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())

@@ -67,7 +67,7 @@ def test_other_bodies_are_bounded_too() -> None:
         parse(DetokenizeBody, json.dumps({"tokens": [1] * (limits.MAX_TOKENS + 1)}).encode())
 
 
-def test_what_is_not_known_is_no_object() -> None:
+def test_unknown_fields_make_no_objects() -> None:
     """A million empty lists would be made for nothing, in one go."""
     parsed = parse(DetokenizeBody, b'{"tokens": [1], "more": null}')
     assert parsed.model_extra == {"more": None}
@@ -151,7 +151,7 @@ async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(ser
     assert (last["error"]["param"], last["error"]["message"]) == ("guided_regex", "guided_regex: cannot be followed")
 
 
-def test_what_demands_a_call_is_named_tools() -> None:
+def test_errors_of_a_demanded_call_name_tools() -> None:
     fields = {"messages": [MESSAGE], "tools": [TOOL], "tool_choice": "required"}
     assert parse_chat(json.dumps(fields).encode(), "id").field("constraint") == "tools"
     assert parse_chat(json.dumps(fields | {"guided_regex": "x"}).encode(), "id").field("constraint") == "guided_regex"

@@ -79,7 +79,7 @@ async def test_models_with_the_openai_client(client: openai.AsyncOpenAI) -> None
     assert [(model.id, model.owned_by) for model in models.data] == [("tiny", "tandem")]
 
 
-async def test_what_vllm_bench_serve_sends(service: Service, http: httpx.AsyncClient) -> None:
+async def test_requests_of_vllm_bench_serve(service: Service, http: httpx.AsyncClient) -> None:
     """The payload and the reading of `vllm bench serve --backend openai`, with sampling options and --ignore-eos."""
     service.source.answer = [104, EOS_ID, *range(97, 107)]
     payload = {
@@ -377,29 +377,3 @@ async def test_events_leave_at_once(model: ServedModel) -> None:
         transport = connection.transport
         assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     await server.stop(0)
-
-
-async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:
-    with pytest.raises(OSError, match="in use"):
-        await HttpServer(GenerationService([model], FakeTokenSource())).start(service.http)
-
-
-async def test_stop_lets_streams_end(model: ServedModel) -> None:
-    server = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
-    async with httpx.AsyncClient(base_url=f"http://{await server.start('127.0.0.1:0')}") as http:
-        async with http.stream("POST", TEXT, json=body(TEXT, stream=True)) as answer:
-            stopping = asyncio.create_task(server.stop(WAIT))
-            await answer.aread()
-        assert events(answer)[-1] == "[DONE]"
-        await asyncio.wait_for(stopping, WAIT)
-
-
-async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
-    source, stalled = FakeTokenSource(stall_after=1), body(TEXT, stream=True)
-    server = HttpServer(GenerationService([model], source))
-    address = await server.start("127.0.0.1:0")
-    async with httpx.AsyncClient() as http, http.stream("POST", f"http://{address}{TEXT}", json=stalled) as answer:
-        await asyncio.wait_for(server.stop(0.1), WAIT)
-        assert source.running == 0
-        with pytest.raises(httpx.RemoteProtocolError):  # cut, never a clean end
-            await answer.aread()

@@ -76,7 +76,7 @@ async def test_request_id_and_timeline(model: ServedModel) -> None:
     assert source.requests[0].request_id != "mine"  # unique, though clients' names are not
 
 
-async def test_a_refused_request_has_no_timeline_and_reaches_nobody(model: ServedModel) -> None:
+async def test_a_refused_request_has_no_timeline_and_reaches_no_worker(model: ServedModel) -> None:
     timeline, source = inference_pb2.Timeline(), FakeTokenSource()
     with pytest.raises(InvalidArgument):
         await collect(model, source, request(sampling={"temperature": -1}), timeline)
@@ -198,7 +198,7 @@ async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel
     assert admission.asked == [(101, "t", 4), (3, "", 0)]
 
 
-async def test_what_is_wrong_is_said_before_who_waits(model: ServedModel) -> None:
+async def test_invalid_requests_are_refused_before_admission(model: ServedModel) -> None:
     """A hint to try again would be a lie for a request that can never be taken, or is too late already."""
     admission = Full()
     service = GenerationService([model], FakeTokenSource(), admission)
@@ -247,7 +247,7 @@ async def test_models(model: ServedModel, tokenizer: Any) -> None:
     assert bytes(answer.token_ids) == b"xyz"
 
 
-async def test_tokenize_sees_what_generate_sees(model: ServedModel) -> None:
+async def test_tokenize_returns_the_tokens_of_generate(model: ServedModel) -> None:
     source = FakeTokenSource(answer=b"x")
     chat = {"chat": {"messages": [{"role": "user", "content": "hello"}]}}
     tokens = await GenerationService([model], source).tokenize(inference_pb2.TokenizeRequest(prompt=chat))

@@ -264,14 +264,14 @@ async def test_timeouts(grpc_service: Service) -> None:
     await asyncio.wait_for(grpc_service.source.wait_running(0), WAIT)
 
 
-async def test_nobody_there() -> None:
+async def test_an_unreachable_service() -> None:
     async with AsyncClient("127.0.0.1:1", max_retries=0) as client:
         assert await client.health() is False
         with pytest.raises(errors.Unavailable):
             await client.generate("hi")
 
 
-async def test_health_says_when_it_cannot_answer(grpc_service: Service) -> None:
+async def test_health_of_a_service_that_cannot_answer(grpc_service: Service) -> None:
     await grpc_service.servers.set_serving(False)
     async with AsyncClient(grpc_service.grpc) as client:
         assert await client.health() is False

@@ -1,17 +1,10 @@
-"""What the clients send and what they make of answers, against a server that only keeps and repeats."""
+"""The messages that the clients send, and the results that they make of responses."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 import tandem
 from tandem.proto import errors, inference_pb2
@@ -27,7 +20,7 @@ from tandem.router.client.types import (
     Tool,
     ToolCall,
 )
-from tandem.router.client.wire import to_error
+from tandem.tests.router.client.recording_server import LAST, RecordingServer
 
 CHAT = [{"role": "user", "content": "hello?"}]
 WEATHER = {
@@ -35,82 +28,52 @@ WEATHER = {
     "description": "The weather somewhere.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-LAST = inference_pb2.GenerateResponse(
-    request_id="r",
-    finish_reason=inference_pb2.FINISH_REASON_STOP,
-    usage=inference_pb2.Usage(prompt_tokens=3, completion_tokens=9, cached_tokens=2),
-)
 
 
-@dataclass
-class Server:
-    """Keeps what it gets; answers with `answers`, or with `status`."""
-
-    address: str = ""
-    answers: list[inference_pb2.GenerateResponse] = field(default_factory=lambda: [LAST])
-    status: Any = None
-    requests: list[Any] = field(default_factory=list)
-    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
-
-    async def generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        await self._keep(request, context)
-        for answer in self.answers:
-            yield answer
-
-    async def detokenize(self, request: inference_pb2.DetokenizeRequest, context: Any) -> Any:
-        await self._keep(request, context)
-        return inference_pb2.DetokenizeResponse(text="detokenized")
-
-    async def tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> Any:
-        await self._keep(request, context)
-        return inference_pb2.TokenizeResponse(token_ids=[1, 2])
-
-    async def _keep(self, request: Any, context: Any) -> None:
-        self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
-        if self.status is not None:
-            await context.abort_with_status(self.status)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    kept = Server()
-    methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "Generate": grpc.unary_stream_rpc_method_handler(
-            kept.generate, inference_pb2.GenerateRequest.FromString, lambda message: message.SerializeToString()
-        ),
-        "Tokenize": grpc.unary_unary_rpc_method_handler(
-            kept.tokenize, inference_pb2.TokenizeRequest.FromString, lambda message: message.SerializeToString()
-        ),
-        "Detokenize": grpc.unary_unary_rpc_method_handler(
-            kept.detokenize, inference_pb2.DetokenizeRequest.FromString, lambda message: message.SerializeToString()
-        ),
-    }
-    running = grpc.aio.server()
-    running.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.Inference", methods),))
-    kept.address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
-    await running.start()
-    yield kept
-    await running.stop(0)
-
-
-async def sent(server: Server, **options: Any) -> inference_pb2.GenerateRequest:
+async def sent(server: RecordingServer, **options: Any) -> inference_pb2.GenerateRequest:
     async with AsyncClient(server.address) as client:
         await client.generate("hi", **options)
     request: inference_pb2.GenerateRequest = server.requests[-1]
     return request
 
 
-async def test_every_option_has_its_field(server: Server) -> None:
-    options = Options(
-        model="m",
-        request_id="r",
-        priority=-7,
-        truncate_prompt=True,
-        n=2,
-        best_of=5,
+OPTIONS = Options(
+    model="m",
+    request_id="r",
+    priority=-7,
+    truncate_prompt=True,
+    n=2,
+    best_of=5,
+    temperature=0.0,
+    top_k=3,
+    top_p=0.5,
+    min_p=0.25,
+    typical_p=0.75,
+    repetition_penalty=1.5,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    logit_bias={7: -100.0, 9: 1.5},
+    bad_words=["worse", "worst"],
+    seed=2**64 - 1,
+    max_tokens=0,
+    min_tokens=1,
+    stop=["x", "y"],
+    stop_token_ids=[4, 5],
+    ignore_eos=True,
+    logprobs=0,
+    prompt_logprobs=4,
+    echo=True,
+    regex="a+",
+)
+EXPECTED = inference_pb2.GenerateRequest(
+    model="m",
+    prompt=inference_pb2.Prompt(text="hi"),
+    request_id="r",
+    priority=-7,
+    truncate_prompt=True,
+    n=2,
+    best_of=5,
+    sampling=inference_pb2.SamplingParams(
         temperature=0.0,
         top_k=3,
         top_p=0.5,
@@ -122,50 +85,23 @@ async def test_every_option_has_its_field(server: Server) -> None:
         logit_bias={7: -100.0, 9: 1.5},
         bad_words=["worse", "worst"],
         seed=2**64 - 1,
-        max_tokens=0,
-        min_tokens=1,
-        stop=["x", "y"],
-        stop_token_ids=[4, 5],
-        ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=4,
-        echo=True,
-        regex="a+",
-    )
-    expected = inference_pb2.GenerateRequest(
-        model="m",
-        prompt=inference_pb2.Prompt(text="hi"),
-        request_id="r",
-        priority=-7,
-        truncate_prompt=True,
-        n=2,
-        best_of=5,
-        sampling=inference_pb2.SamplingParams(
-            temperature=0.0,
-            top_k=3,
-            top_p=0.5,
-            min_p=0.25,
-            typical_p=0.75,
-            repetition_penalty=1.5,
-            presence_penalty=0.5,
-            frequency_penalty=-0.5,
-            logit_bias={7: -100.0, 9: 1.5},
-            bad_words=["worse", "worst"],
-            seed=2**64 - 1,
-        ),
-        stopping=inference_pb2.StoppingParams(
-            max_tokens=0, min_tokens=1, stop=["x", "y"], stop_token_ids=[4, 5], ignore_eos=True
-        ),
-        logprobs=0,
-        prompt_logprobs=4,
-        echo=True,
-        constraint=inference_pb2.Constraint(regex="a+"),
-    )
-    request = await sent(server, **options)
-    assert request == expected
+    ),
+    stopping=inference_pb2.StoppingParams(
+        max_tokens=0, min_tokens=1, stop=["x", "y"], stop_token_ids=[4, 5], ignore_eos=True
+    ),
+    logprobs=0,
+    prompt_logprobs=4,
+    echo=True,
+    constraint=inference_pb2.Constraint(regex="a+"),
+)
+
+
+async def test_every_option_has_its_field(server: RecordingServer) -> None:
+    request = await sent(server, **OPTIONS)
+    assert request == EXPECTED
     assert request.HasField("logprobs")  # 0 alternatives are not the same as none asked for
     used = {
-        *options,
+        *OPTIONS,
         "beam_width",
         "length_penalty",
         "early_stopping",
@@ -178,14 +114,14 @@ async def test_every_option_has_its_field(server: Server) -> None:
 
 
 @pytest.mark.parametrize("value", ["absent", None])
-async def test_what_is_not_given_is_not_set(server: Server, value: str | None) -> None:
+async def test_absent_options_set_no_field(server: RecordingServer, value: str | None) -> None:
     request = await sent(server, **({} if value else dict.fromkeys(Options.__annotations__)))
     assert request == inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text="hi"))
     for name in ("logprobs", "prompt_logprobs", "beam_search", "constraint"):
         assert not request.HasField(name), name
 
 
-async def test_beam_search(server: Server) -> None:
+async def test_beam_search(server: RecordingServer) -> None:
     request = await sent(server, beam_width=4, length_penalty=0.0, early_stopping=True, n=2)
     assert request.beam_search == inference_pb2.BeamSearch(width=4, length_penalty=0.0, early_stopping=True)
     assert request.beam_search.HasField("length_penalty")
@@ -202,7 +138,9 @@ async def test_beam_search(server: Server) -> None:
         ({"grammar": 'start: "a"'}, inference_pb2.Constraint(grammar='start: "a"')),
     ],
 )
-async def test_constraints(server: Server, options: dict[str, object], expected: inference_pb2.Constraint) -> None:
+async def test_constraints(
+    server: RecordingServer, options: dict[str, object], expected: inference_pb2.Constraint
+) -> None:
     assert (await sent(server, **options)).constraint == expected
 
 
@@ -226,8 +164,8 @@ async def test_constraints(server: Server, options: dict[str, object], expected:
         ({"tools": [WEATHER]}, "tools"),  # of chats
     ],
 )
-async def test_what_no_message_says_is_refused_with_the_option_named(
-    server: Server, options: dict[str, object], field: str
+async def test_values_that_no_field_holds_are_refused_by_option(
+    server: RecordingServer, options: dict[str, object], field: str
 ) -> None:
     async with AsyncClient(server.address) as client:
         with pytest.raises(errors.InvalidArgument) as caught:
@@ -236,7 +174,7 @@ async def test_what_no_message_says_is_refused_with_the_option_named(
     assert server.requests == []
 
 
-async def test_none_is_as_good_as_absent_in_a_chat_and_in_tokenize(server: Server) -> None:
+async def test_none_is_as_good_as_absent_in_a_chat_and_in_tokenize(server: RecordingServer) -> None:
     none: Any = dict.fromkeys(ChatOptions.__annotations__)
     template: Any = dict.fromkeys(TemplateOptions.__annotations__)
     async with AsyncClient(server.address) as client:
@@ -257,7 +195,7 @@ async def test_none_is_as_good_as_absent_in_a_chat_and_in_tokenize(server: Serve
 
 
 @pytest.mark.parametrize("tool", [tandem.Tool(**WEATHER), {"type": "function", "function": WEATHER}])  # type: ignore[arg-type]
-async def test_a_chat_with_tools(server: Server, tool: Any) -> None:
+async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
     call = ToolCall(id="c1", name="weather", arguments='{"city": "Rome"}')
     openai_call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     options = TemplateOptions(
@@ -300,14 +238,14 @@ async def test_a_chat_with_tools(server: Server, tool: Any) -> None:
         ("required", inference_pb2.ToolChoice.MODE_REQUIRED),
     ],
 )
-async def test_tool_choices(server: Server, choice: str, mode: "inference_pb2.ToolChoice.Mode") -> None:
+async def test_tool_choices(server: RecordingServer, choice: str, mode: "inference_pb2.ToolChoice.Mode") -> None:
     async with AsyncClient(server.address) as client:
         await client.chat(CHAT, tools=[Tool(name="f")], tool_choice=choice)
     assert server.requests[-1].prompt.chat.tool_choice == inference_pb2.ToolChoice(mode=mode)
     assert server.requests[-1].prompt.chat.tools[0].parameters == ""
 
 
-async def test_choices_are_sorted_out_of_a_mixed_stream(server: Server) -> None:
+async def test_choices_are_sorted_out_of_a_mixed_stream(server: RecordingServer) -> None:
     def scores(token_id: int) -> inference_pb2.TokenLogprobs:
         token = inference_pb2.Logprob(token_id=token_id, text=b"\xc3", logprob=-0.5)
         return inference_pb2.TokenLogprobs(token=token, top=[token, token])
@@ -355,7 +293,7 @@ async def test_choices_are_sorted_out_of_a_mixed_stream(server: Server) -> None:
 
 
 @pytest.mark.parametrize("missing", ["usage", "finish reason of choice 1"])
-async def test_a_stream_without_its_end_is_an_error(server: Server, missing: str) -> None:
+async def test_a_stream_without_its_end_is_an_error(server: RecordingServer, missing: str) -> None:
     half = inference_pb2.GenerateResponse(choice=1, text="x")
     server.answers = [half] if missing == "usage" else [half, LAST]
     async with AsyncClient(server.address) as client:
@@ -363,7 +301,7 @@ async def test_a_stream_without_its_end_is_an_error(server: Server, missing: str
             await client.generate("hi")
 
 
-async def test_the_key_goes_with_every_call(server: Server) -> None:
+async def test_the_key_goes_with_every_call(server: RecordingServer) -> None:
     async with AsyncClient(server.address, api_key="k-1", compression=True) as client:
         await client.generate("hi")
         assert await client.detokenize([1, 2], model="m") == "detokenized"
@@ -381,55 +319,14 @@ async def test_the_key_goes_with_every_call(server: Server) -> None:
     assert server.requests[1] == inference_pb2.DetokenizeRequest(model="m", token_ids=[1, 2])
 
 
-async def test_without_a_key_nothing_is_said_of_one(server: Server) -> None:
+async def test_without_a_key_no_metadata(server: RecordingServer) -> None:
     await sent(server)
     assert "authorization" not in server.metadata[0]
     with pytest.raises(errors.InvalidArgument, match="api_key"):
         Client(server.address, api_key="schlüssel")
 
 
-def rich(code: int, message: str, *details: Any) -> Any:
-    packed = []
-    for detail in details:
-        packed.append(any_pb2.Any())
-        packed[-1].Pack(detail)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=packed))
-
-
-async def test_details_of_errors(server: Server) -> None:
-    violations = error_details_pb2.BadRequest(
-        field_violations=[error_details_pb2.BadRequest.FieldViolation(field="n", description="at most 32")]
-    )
-    retry = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=2, nanos=500_000_000))
-    cases: list[tuple[Any, type[errors.TandemError], dict[str, object]]] = [
-        (
-            rich(code_pb2.INVALID_ARGUMENT, "n: at most 32", violations),
-            errors.InvalidArgument,
-            {"field": "n", "message": "n: at most 32"},
-        ),
-        (rich(code_pb2.RESOURCE_EXHAUSTED, "full", retry), errors.Overloaded, {"retry_after": 2.5}),
-        (rich(code_pb2.UNAVAILABLE, "draining", retry), errors.Unavailable, {"retry_after": 2.5}),
-        (rich(code_pb2.RESOURCE_EXHAUSTED, "large"), errors.TooLarge, {"message": "large"}),
-    ]
-    async with AsyncClient(server.address, max_retries=0) as client:
-        for status, kind, attributes in cases:
-            server.status = status
-            with pytest.raises(kind) as caught:
-                await client.generate("hi")
-            assert {name: getattr(caught.value, name) for name in attributes} == attributes
-            with pytest.raises(kind):
-                await client.detokenize([1])
-
-
-def test_details_that_cannot_be_read_leave_the_text() -> None:
-    found = to_error(
-        grpc.StatusCode.INVALID_ARGUMENT, "top_k: too large", (("grpc-status-details-bin", b"\xff\xff\xff"),)
-    )
-    assert isinstance(found, errors.InvalidArgument)
-    assert (found.field, found.message) == ("top_k", "top_k: too large")
-
-
-def test_the_package_names_what_callers_need() -> None:
+def test_the_package_exports_the_clients() -> None:
     assert tandem.errors.Overloaded is errors.Overloaded
     assert {name for name in tandem.__all__ if not hasattr(tandem, name)} == set()
     with pytest.raises(AttributeError, match="nothing"):

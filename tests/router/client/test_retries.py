@@ -43,7 +43,7 @@ async def generate(service: Service, blocking: bool, **options: float) -> str:
 
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("error", [errors.Overloaded("full", 0.05), errors.Unavailable("no worker", 0.05)])
-async def test_what_may_succeed_later_is_tried_again(
+async def test_errors_with_retry_after_are_retried(
     grpc_service: Service, blocking: bool, error: errors.TandemError
 ) -> None:
     expected = await generate(grpc_service, blocking)
@@ -66,7 +66,7 @@ async def test_what_may_succeed_later_is_tried_again(
         ([errors.Overloaded("full", 31.0)], 0, {}, 1),  # nobody waits for so long
     ],
 )
-async def test_all_else_is_raised_at_once(
+async def test_other_errors_are_raised_at_once(
     grpc_service: Service,
     blocking: bool,
     failures: list[errors.TandemError],

@@ -152,7 +152,7 @@ def test_chats_past_the_bounds_are_refused_by_field(bad: inference_pb2.Chat, fie
     assert said in caught.value.message
 
 
-def test_what_json_objects_are() -> None:
+def test_json_object_parses_objects_only() -> None:
     assert json_object('{"a": [1, "é"]}') == {"a": [1, "é"]}
     for text in ("", "1", "{", '{"a": Infinity}', '{"a": "\\udc00"}', "[" * 100_000, '{"a": ' + "9" * 5_000 + "}"):
         assert json_object(text) is None

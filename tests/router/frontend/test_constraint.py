@@ -76,7 +76,7 @@ SCHEMA = {
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-async def test_a_grammar_takes_what_the_constraint_says(
+async def test_a_grammar_accepts_the_texts_of_its_constraint(
     constraint: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     grammar = await grammar_of(**constraint)
@@ -149,7 +149,7 @@ EMOJI = "🦊" * 100_000
     ],
     ids=["choice", "control characters", "json_schema", "regex", "regex of control characters"],
 )
-async def test_workers_take_whatever_is_within_the_bounds(constraint: dict[str, Any]) -> None:
+async def test_grammars_within_the_bounds_fit_a_submit(constraint: dict[str, Any]) -> None:
     assert len(await grammar_of(**constraint)) <= MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
 
@@ -189,7 +189,7 @@ async def test_the_longest_unused_grammars_are_forgotten(monkeypatch: pytest.Mon
     assert await checks("abcd") == ["a", "b", "c", "d"]
 
 
-async def test_a_slow_grammar_blocks_nobody_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_grammar_does_not_block_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
 
     def validate_slowly(constraint: inference_pb2.Constraint) -> tuple[str, str]:

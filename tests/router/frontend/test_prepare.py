@@ -118,7 +118,7 @@ async def test_top_k_of_minus_one_keeps_all() -> None:
     assert (await prepared(request(sampling={"top_k": -1}))).sampling.top_k == 0
 
 
-async def test_requests_of_one_name_are_told_apart() -> None:
+async def test_requests_with_equal_ids_are_distinguished() -> None:
     first, second = [(await prepared(request(request_id="mine"))).request_id for _ in range(2)]
     assert first != second
     assert first.startswith("mine.")
@@ -167,7 +167,7 @@ async def test_fit(length: int, explicit: int | None, truncate: bool, expected: 
 
 
 @pytest.mark.parametrize(("length", "explicit"), [(64, None), (500, None), (64, 1), (60, 5)])
-async def test_what_does_not_fit_is_refused_with_the_numbers(length: int, explicit: int | None) -> None:
+async def test_prompts_that_do_not_fit_are_refused_with_the_numbers(length: int, explicit: int | None) -> None:
     error = await refused(request("x" * length, stopping={"max_tokens": explicit}))
     assert error.field == "prompt"
     assert f"{length} prompt tokens and {explicit or 1} to generate" in error.message
@@ -175,7 +175,7 @@ async def test_what_does_not_fit_is_refused_with_the_numbers(length: int, explic
 
 
 @pytest.mark.parametrize("truncate", [False, True])
-async def test_max_tokens_that_leave_no_room_are_refused(truncate: bool) -> None:
+async def test_max_tokens_as_long_as_the_context_are_refused(truncate: bool) -> None:
     error = await refused(request(stopping={"max_tokens": 64}, truncate_prompt=truncate))
     assert error.field == "stopping.max_tokens"
 

@@ -174,7 +174,7 @@ def test_no_parser_without_tools() -> None:
 
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA])
-def test_what_the_grammar_allows_is_read_as_calls(template: str) -> None:
+def test_texts_of_the_grammar_parse_as_calls(template: str) -> None:
     """Texts that the grammar takes to its end give calls that fit the schemas, others it refuses."""
     write = hermes if template == HERMES else llama
     between = "\n" if template == HERMES else "; "

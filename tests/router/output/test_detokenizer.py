@@ -138,7 +138,7 @@ LETTERS = st.text("ab", max_size=30)
 
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), CUTS)
 @settings(max_examples=400, deadline=None)
-def test_stop_strings_cut_where_the_whole_text_says(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_cut_as_in_the_whole_text(text: str, stops: list[str], cuts: list[int]) -> None:
     expected, found = cut_naively(text, stops)
     watcher, shown, stopped = StopStrings(stops), "", False
     for piece in pieces_of(list(text), cuts):

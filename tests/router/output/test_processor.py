@@ -61,7 +61,7 @@ async def test_echo_repeats_the_prompt_before_each_choice(model: ServedModel) ->
     assert [text(of_choice(messages, choice)) for choice in range(2)] == ["grüß ab", "grüß c"]
 
 
-async def test_echo_of_tokens_and_of_what_truncation_left(model: ServedModel) -> None:
+async def test_echo_of_tokens_and_of_a_truncated_prompt(model: ServedModel) -> None:
     source = FakeTokenSource(answer=b"x")
     tokens = {"token_ids": {"ids": [*b"abc", EOS_ID]}}
     assert text(await collect(model, source, request(prompt=tokens, echo=True))) == "abcx"
@@ -134,7 +134,7 @@ async def test_best_of_answers_the_likeliest(model: ServedModel) -> None:
     assert (source.requests[0].num_choices, source.requests[0].logprobs) == (5, 0)
 
 
-async def test_best_of_counts_what_was_answered_and_reports_logprobs(model: ServedModel) -> None:
+async def test_best_of_counts_all_tokens_and_reports_logprobs(model: ServedModel) -> None:
     source = FakeTokenSource(answers=[b"bSTOPzzzzzz", b"ccccc"])
     message = request(n=1, best_of=2, logprobs=1, stopping={"stop": ["ST"]})
     (only,) = await collect_all(model, source, message)

@@ -1,0 +1,41 @@
+"""Start and stop of the HTTP server."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tandem.router.api.openai.server import HttpServer
+from tandem.router.api.service import GenerationService
+from tandem.router.fake import FakeTokenSource
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.api.http_bodies import TEXT, body, events
+from tandem.tests.router.conftest import Service
+
+WAIT = 5.0
+
+
+async def test_a_taken_port_fails(service: Service, model: ServedModel) -> None:
+    with pytest.raises(OSError, match="in use"):
+        await HttpServer(GenerationService([model], FakeTokenSource())).start(service.http)
+
+
+async def test_stop_lets_streams_end(model: ServedModel) -> None:
+    server = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
+    async with httpx.AsyncClient(base_url=f"http://{await server.start('127.0.0.1:0')}") as http:
+        async with http.stream("POST", TEXT, json=body(TEXT, stream=True)) as answer:
+            stopping = asyncio.create_task(server.stop(WAIT))
+            await answer.aread()
+        assert events(answer)[-1] == "[DONE]"
+        await asyncio.wait_for(stopping, WAIT)
+
+
+async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
+    source, stalled = FakeTokenSource(stall_after=1), body(TEXT, stream=True)
+    server = HttpServer(GenerationService([model], source))
+    address = await server.start("127.0.0.1:0")
+    async with httpx.AsyncClient() as http, http.stream("POST", f"http://{address}{TEXT}", json=stalled) as answer:
+        await asyncio.wait_for(server.stop(0.1), WAIT)
+        assert source.running == 0
+        with pytest.raises(httpx.RemoteProtocolError):  # cut, never a clean end
+            await answer.aread()
