@@ -25,7 +25,7 @@ _PARENTS: Final = ("", "sampling", "stopping", "beam_search")
 
 
 @dataclass(frozen=True)
-class Parameter:
+class RequestParameter:
     """Describes one request parameter.
 
     `bounds` are those of a number, or each value of a map; `max_items` the entries of a list or map;
@@ -84,9 +84,9 @@ _CHOICES: Final = (0, limits.MAX_CHOICES)
 _LOGPROBS: Final = (0, limits.MAX_LOGPROBS)
 
 
-def _constraint(leaf: str, kind: Kind, meaning: str, *names: str) -> Parameter:
+def _constraint(leaf: str, kind: Kind, meaning: str, *names: str) -> RequestParameter:
     """Makes the row of a constraint, of which a request has at most one; `names` are those in HTTP bodies."""
-    return Parameter(
+    return RequestParameter(
         f"constraint.{leaf}",
         kind,
         meaning,
@@ -98,11 +98,17 @@ def _constraint(leaf: str, kind: Kind, meaning: str, *names: str) -> Parameter:
 
 
 PARAMETERS: Final = (
-    Parameter("model", "string", "One of the served names; may be absent if only one is served.", max_characters=256),
-    Parameter("request_id", "string", "Names the request in logs and timelines.", max_characters=128, completions=()),
-    Parameter("priority", "int32", "The greatest goes first; over HTTP, as in vLLM, the least.", bounds=(-100, 100)),
-    Parameter("truncate_prompt", "bool", "Keeps the end of a prompt that does not fit the context."),
-    Parameter(
+    RequestParameter(
+        "model", "string", "One of the served names; may be absent if only one is served.", max_characters=256
+    ),
+    RequestParameter(
+        "request_id", "string", "Names the request in logs and timelines.", max_characters=128, completions=()
+    ),
+    RequestParameter(
+        "priority", "int32", "The greatest goes first; over HTTP, as in vLLM, the least.", bounds=(-100, 100)
+    ),
+    RequestParameter("truncate_prompt", "bool", "Keeps the end of a prompt that does not fit the context."),
+    RequestParameter(
         "stopping.max_tokens",
         "int32",
         "Tokens to generate at most; 0 only with echo or prompt_logprobs. Unset: to the end of the context, in "
@@ -111,21 +117,23 @@ PARAMETERS: Final = (
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
     ),
-    Parameter("stopping.min_tokens", "int32", "No end before so many tokens.", bounds=(0, limits.MAX_TOKENS)),
-    Parameter(
+    RequestParameter("stopping.min_tokens", "int32", "No end before so many tokens.", bounds=(0, limits.MAX_TOKENS)),
+    RequestParameter(
         "stopping.stop", "strings", "Ends the text before the first of these.", max_items=16, max_characters=1_024
     ),
-    Parameter(
+    RequestParameter(
         "stopping.stop_token_ids",
         "token_ids",
         "Ends the completion at one of these tokens.",
         max_items=limits.MAX_STOP_TOKEN_IDS,
         flag="--stop-token-id",
     ),
-    Parameter("stopping.ignore_eos", "bool", "Goes on after an end-of-sequence token."),
-    Parameter("sampling.temperature", "float", "0 is greedy.", bounds=(0, 2), default=1),
-    Parameter("sampling.top_k", "int32", "Keeps the k most likely tokens; 0 or -1 keeps all.", bounds=(-1, 1_000_000)),
-    Parameter(
+    RequestParameter("stopping.ignore_eos", "bool", "Goes on after an end-of-sequence token."),
+    RequestParameter("sampling.temperature", "float", "0 is greedy.", bounds=(0, 2), default=1),
+    RequestParameter(
+        "sampling.top_k", "int32", "Keeps the k most likely tokens; 0 or -1 keeps all.", bounds=(-1, 1_000_000)
+    ),
+    RequestParameter(
         "sampling.top_p",
         "float",
         "Keeps the most likely tokens up to this probability.",
@@ -133,8 +141,10 @@ PARAMETERS: Final = (
         excludes_minimum=True,
         default=1,
     ),
-    Parameter("sampling.min_p", "float", "Keeps tokens so many times as likely as the likeliest.", bounds=(0, 1)),
-    Parameter(
+    RequestParameter(
+        "sampling.min_p", "float", "Keeps tokens so many times as likely as the likeliest.", bounds=(0, 1)
+    ),
+    RequestParameter(
         "sampling.typical_p",
         "float",
         "Keeps the most typical tokens up to this probability (Meister et al., 2022).",
@@ -142,21 +152,23 @@ PARAMETERS: Final = (
         excludes_minimum=True,
         default=1,
     ),
-    Parameter(
+    RequestParameter(
         "sampling.repetition_penalty",
         "float",
         "Divides the positive logits of tokens of prompt and completion (Keskar et al., 2019).",
         bounds=(0.01, 10),
         default=1,
     ),
-    Parameter("sampling.presence_penalty", "float", "Taken from the logits of generated tokens.", bounds=(-2, 2)),
-    Parameter(
+    RequestParameter(
+        "sampling.presence_penalty", "float", "Taken from the logits of generated tokens.", bounds=(-2, 2)
+    ),
+    RequestParameter(
         "sampling.frequency_penalty", "float", "Taken from the logit for each generated occurrence.", bounds=(-2, 2)
     ),
-    Parameter(
+    RequestParameter(
         "sampling.logit_bias", "logit_bias", "Added to logits, by token id.", bounds=(-100, 100), max_items=1_024
     ),
-    Parameter(
+    RequestParameter(
         "sampling.bad_words",
         "strings",
         f"Texts that are not generated; at most {limits.MAX_BAD_WORD_TOKENS} tokens each.",
@@ -164,33 +176,35 @@ PARAMETERS: Final = (
         max_characters=256,
         flag="--bad-word",
     ),
-    Parameter("sampling.seed", "uint64", "Same seed, same tokens. Unset: a random one.", default=None),
-    Parameter(
+    RequestParameter("sampling.seed", "uint64", "Same seed, same tokens. Unset: a random one.", default=None),
+    RequestParameter(
         "n",
         "uint32",
         "Completions of the prompt; 0 means 1. Choice i samples with seed + i.",
         bounds=_CHOICES,
         zero_is_unset=True,
     ),
-    Parameter(
+    RequestParameter(
         "best_of",
         "uint32",
         "Completions to generate, of which the n likeliest are returned; 0 means n.",
         bounds=_CHOICES,
         zero_is_unset=True,
     ),
-    Parameter(
+    RequestParameter(
         "beam_search.width",
         "uint32",
         "Searches with so many hypotheses instead of sampling.",
         bounds=(1, limits.MAX_BEAM_WIDTH),
         name="beam_width",
     ),
-    Parameter(
+    RequestParameter(
         "beam_search.length_penalty", "float", "Exponent of the length in beam scores.", bounds=(-10, 10), default=1
     ),
-    Parameter("beam_search.early_stopping", "bool", "Ends the beam search when `width` hypotheses are complete."),
-    Parameter(
+    RequestParameter(
+        "beam_search.early_stopping", "bool", "Ends the beam search when `width` hypotheses are complete."
+    ),
+    RequestParameter(
         "logprobs",
         "uint32",
         "Reports the log probability of each generated token and of so many alternatives.",
@@ -198,15 +212,15 @@ PARAMETERS: Final = (
         default=None,
         chat=("top_logprobs",),
     ),
-    Parameter("prompt_logprobs", "uint32", "The same for the prompt's tokens.", bounds=_LOGPROBS, default=None),
-    Parameter("echo", "bool", "Repeats the prompt before each completion; not in chats.", chat=()),
+    RequestParameter("prompt_logprobs", "uint32", "The same for the prompt's tokens.", bounds=_LOGPROBS, default=None),
+    RequestParameter("echo", "bool", "Repeats the prompt before each completion; not in chats.", chat=()),
     _constraint("json_schema", "json", "The completion is JSON of this schema.", "guided_json"),
     _constraint("json_object", "bool", "The completion is a JSON object."),
     _constraint("regex", "string", "The whole completion matches this regular expression.", "guided_regex"),
     _constraint("choice", "strings", "The completion is one of these texts.", "guided_choice"),
     _constraint("grammar", "string", "The completion matches this Lark grammar of llguidance.", "guided_grammar"),
 )
-ROWS: Final[Mapping[str, Parameter]] = {row.field: row for row in PARAMETERS}
+ROWS: Final[Mapping[str, RequestParameter]] = {row.field: row for row in PARAMETERS}
 """The rows by field."""
 
 
@@ -215,7 +229,7 @@ def float32(number: float) -> float:
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
-def parameters_of(parent: str) -> tuple[Parameter, ...]:
+def parameters_of(parent: str) -> tuple[RequestParameter, ...]:
     """Returns the rows whose fields lie in one message: "sampling", or "" for GenerateRequest itself."""
     return tuple(row for row in PARAMETERS if row.field.rpartition(".")[0] == parent)
 
@@ -223,12 +237,12 @@ def parameters_of(parent: str) -> tuple[Parameter, ...]:
 _CHECKED: Final = {parent: tuple(row for row in parameters_of(parent) if row.kind != "bool") for parent in _PARENTS}
 
 
-def value_of(message: Any, row: Parameter) -> Any:
+def value_of(message: Any, row: RequestParameter) -> Any:
     """Returns the value of the row's field in the message that holds it; the default if it is unset."""
     return row.default if row.has_presence and not message.HasField(row.leaf) else getattr(message, row.leaf)
 
 
-def set_value(request: Any, row: Parameter, value: Any) -> None:
+def set_value(request: Any, row: RequestParameter, value: Any) -> None:
     """Sets the row's field of a GenerateRequest. Raises TypeError or ValueError for a value that does not fit it."""
     parent, _, leaf = row.field.rpartition(".")
     message = getattr(request, parent) if parent else request
@@ -244,7 +258,7 @@ def check_request(request: Any) -> None:
             check_message(getattr(request, parent) if parent else request, rows, f"{parent}." if parent else "")
 
 
-def check_message(message: Any, rows: Iterable[Parameter], prefix: str = "") -> None:
+def check_message(message: Any, rows: Iterable[RequestParameter], prefix: str = "") -> None:
     """Checks the fields of a message that has them under the rows' last names; `prefix` is put before their names in
     errors. Raises InvalidArgument."""
     for row in rows:
@@ -253,7 +267,7 @@ def check_message(message: Any, rows: Iterable[Parameter], prefix: str = "") -> 
             check_value(row, value, prefix + row.leaf)
 
 
-def check_value(row: Parameter, value: Any, field: str, *, minimum: float | None = None) -> None:
+def check_value(row: RequestParameter, value: Any, field: str, *, minimum: float | None = None) -> None:
     """Checks a value against its row; `minimum` takes the place of the row's own.
 
     Raises InvalidArgument, which names `field` and the bound."""
@@ -289,7 +303,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, field: str) -> None:
         raise InvalidArgument(f"{max(ids)} is not a token id; the vocabulary has {vocab_size} tokens", field)
 
 
-def _check_number(row: Parameter, value: float, field: str, minimum: float | None) -> None:
+def _check_number(row: RequestParameter, value: float, field: str, minimum: float | None) -> None:
     """Compares so that NaN, for which every comparison is false, is refused."""
     least, most = row.limits
     least = least if minimum is None else minimum
@@ -307,7 +321,7 @@ def markdown() -> str:
     return f"# Request parameters\n\nPrinted by `python -m tandem.proto.parameters`; do not edit.\n\n{table}\n"
 
 
-def _cells(row: Parameter) -> Iterator[str]:
+def _cells(row: RequestParameter) -> Iterator[str]:
     yield f"`{row.field}`"
     yield row.kind.replace("_", " ")
     yield ", ".join(_bounds(row))
@@ -319,7 +333,7 @@ def _cells(row: Parameter) -> Iterator[str]:
     yield row.help
 
 
-def _bounds(row: Parameter) -> Iterator[str]:
+def _bounds(row: RequestParameter) -> Iterator[str]:
     if math.isfinite(row.bounds[1]):
         yield f"{'above ' if row.excludes_minimum else ''}{row.bounds[0]:g} to {row.bounds[1]:.7g}"
     if row.max_items:

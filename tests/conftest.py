@@ -18,15 +18,15 @@ import pytest
 
 TESTS: Final = Path(__file__).parent
 IO_PATHS: Final = (
-    *("e2e", "gpu", "matrix", "test_examples.py", "test_extending.py"),
+    *("e2e", "gpu", "matrix", "test_examples.py", "test_extending.py", "proto/test_new_parameter.py"),
     *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py"),
     *("cluster/cli/test_plan.py", "cluster/eval", "cluster/store", "cluster/test_app.py", "cluster/test_runtime.py"),
     *("router/api", "router/client", "router/dispatch/test_cancel.py", "router/dispatch/test_dispatcher.py"),
     *("router/dispatch/test_faults.py", "router/dispatch/test_rehand.py", "router/frontend/test_tokenizer.py"),
     *("workers/bench", "workers/model", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "kv_handle", "session", "worker")),
-    *(f"workers/transfer/test_{name}.py" for name in ("collective", "connect", "connections", "nixl", "pair")),
-    *(f"workers/transfer/test_{name}.py" for name in ("receiver", "second_fetch", "sender", "shared")),
+    *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair")),
+    *(f"workers/transfer/test_{name}.py" for name in ("receiver", "second_fetch", "sender")),
     *(f"workers/transfer/test_{name}.py" for name in ("shared_memory", "toy_transport", "unequal")),
 )
 """Files and folders of tests whose tests may use network, processes and models."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, cast, get_type_hints
 import typer
 
 from ...proto.errors import InvalidArgument
-from ...proto.parameters import PARAMETERS, Parameter
+from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
@@ -56,14 +56,14 @@ def request_options(*names: str, **defaults: object) -> Callable[[Callable[..., 
     return decorate
 
 
-def _parameter(row: Parameter, defaults: Mapping[str, object]) -> inspect.Parameter:
+def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect.RequestParameter:
     name = row.client_name
     note = " @FILE reads it from a file." if name in _READ_FROM_FILES else _NOTES.get(row.kind, "")
     option = typer.Option(row.option, help=row.help + note)
     default = defaults.get(name, False if row.kind == "bool" else None)
     kind: Any = _TYPES[row.kind]
     annotation = Annotated[kind, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.RequestParameter(name, inspect.RequestParameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:

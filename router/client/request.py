@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
-from ...proto.parameters import PARAMETERS, Parameter, parameters_of, set_value
+from ...proto.parameters import PARAMETERS, RequestParameter, parameters_of, set_value
 from .types import ChatOptions, Message, Options, TemplateOptions, Tool, ToolCall
 
 _NAMES: Final = frozenset(row.client_name for row in PARAMETERS)
@@ -66,12 +66,12 @@ def generate_request(prompt: inference_pb2.Prompt, given: Options | ChatOptions)
     return request
 
 
-def _field_value(row: Parameter, value: Any) -> Any:
+def _field_value(row: RequestParameter, value: Any) -> Any:
     if row.kind == "json" and not isinstance(value, str):
         return _as_json(row.leaf, value)
     if row.kind == "strings" and isinstance(value, str):
         value = (value,)
-    return inference_pb2.Choices(texts=value) if row.leaf == "choice" else value
+    return inference_pb2.StringChoices(texts=value) if row.leaf == "choice" else value
 
 
 def tokenize_request(

@@ -14,7 +14,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 FIELD: Final = "  float toy_scale = 99;\n"
-ROW: Final = '    Parameter("sampling.toy_scale", "float", "Scales the toy.", bounds=(-1, 1)),\n'
+ROW: Final = '    RequestParameter("sampling.toy_scale", "float", "Scales the toy.", bounds=(-1, 1)),\n'
 ENGINE: Final = "    toy_scale: float = 0.0\n"  # what the sampler computes with
 
 EDITS: Final = {

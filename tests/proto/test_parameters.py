@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.proto.parameters import PARAMETERS, ROWS, Parameter, check_value, markdown, parameters_of
+from tandem.proto.parameters import PARAMETERS, ROWS, RequestParameter, check_value, markdown, parameters_of
 from tandem.router.client.types import Options
 from tandem.workers.engine.plan import SamplingParams
 
@@ -45,7 +45,7 @@ def test_every_field_has_a_row_and_every_row_a_field() -> None:
 
 
 @pytest.mark.parametrize("row", PARAMETERS, ids=lambda row: row.field)
-def test_a_row_has_the_type_and_the_presence_of_its_field(row: Parameter) -> None:
+def test_a_row_has_the_type_and_the_presence_of_its_field(row: RequestParameter) -> None:
     field = PARENTS[row.field.rpartition(".")[0]].DESCRIPTOR.fields_by_name[row.leaf]
     default = getattr(field.message_type or field, "name", "") if field.message_type else field.type
     names: dict[Any, set[str]] = {
@@ -56,14 +56,14 @@ def test_a_row_has_the_type_and_the_presence_of_its_field(row: Parameter) -> Non
         field.TYPE_FLOAT: {"float"},
         field.TYPE_STRING: {"strings"} if field.is_repeated else {"string", "json"},
         "LogitBiasEntry": {"logit_bias"},
-        "Choices": {"strings"},
+        "StringChoices": {"strings"},
     }
     assert row.kind in names[default]
     assert row.has_presence == field.has_presence
 
 
 @pytest.mark.parametrize("row", NUMBERS, ids=lambda row: row.field)
-def test_every_bound_is_the_last_good_value(row: Parameter) -> None:
+def test_every_bound_is_the_last_good_value(row: RequestParameter) -> None:
     least, most = row.limits
     step = 1 if row.kind != "float" else 1e-6 * max(abs(least), abs(most))
     check_value(row, most, row.field)

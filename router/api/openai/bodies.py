@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Ty
 from pydantic_core import PydanticCustomError, core_schema
 
 from ....proto import limits
-from ....proto.parameters import PARAMETERS, Parameter
+from ....proto.parameters import PARAMETERS, RequestParameter
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=BaseModel)
@@ -265,7 +265,7 @@ def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M
     return create_model(name, __base__=kind, **fields)
 
 
-def _field(row: Parameter) -> Any:
+def _field(row: RequestParameter) -> Any:
     description = Field(None, description=row.help)
     if row.kind == "strings":
         return _strings_type(row), description
@@ -275,7 +275,7 @@ def _field(row: Parameter) -> Any:
     return kind | None, Field(None, description=row.help, json_schema_extra=_bounds(row))
 
 
-def _strings_type(row: Parameter) -> Any:
+def _strings_type(row: RequestParameter) -> Any:
     item = {"type": "string", "minLength": 1, "maxLength": row.max_characters}
     schema = {"anyOf": [{"type": "array", "items": item, "maxItems": row.max_items}, {"type": "null"}]}
     length = Field(max_length=row.max_items)
@@ -285,7 +285,7 @@ def _strings_type(row: Parameter) -> Any:
     return Annotated[list[str] | None, length, FailFast(), BeforeValidator(_strings), WithJsonSchema(schema)]
 
 
-def _bounds(row: Parameter) -> Callable[[dict[str, Any]], None]:
+def _bounds(row: RequestParameter) -> Callable[[dict[str, Any]], None]:
     least, most = row.bounds
     minimum = "exclusiveMinimum" if row.excludes_minimum else "minimum"
     found = {minimum: max(least, int(row.zero_is_unset)), "maximum": most}

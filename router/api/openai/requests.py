@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
-from ....proto.parameters import PARAMETERS, ROWS, Parameter, parameters_of
+from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of
 from ...frontend.chat import must_call
 from .bodies import (
     Body,
@@ -169,7 +169,7 @@ def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str
     return request, names
 
 
-def _given_parameters(body: Body) -> Iterator[tuple[Parameter, str, Any]]:
+def _given_parameters(body: Body) -> Iterator[tuple[RequestParameter, str, Any]]:
     """Yields the parameters that a body has, but for constraints: the row, its name there, the value for its field."""
     given = body.model_fields_set
     for row, names in _BODY_NAMES[isinstance(body, ChatFields)]:
@@ -227,7 +227,7 @@ def _other_constraints(body: Body) -> Iterator[tuple[inference_pb2.Constraint, s
             if row.kind == "json" and not isinstance(value, str):
                 value = json_text(value, field)
             elif row.kind == "strings":
-                value = inference_pb2.Choices(texts=value)
+                value = inference_pb2.StringChoices(texts=value)
             found: dict[str, Any] = {row.leaf: value}
             yield inference_pb2.Constraint(**found), field
 

@@ -130,7 +130,7 @@ def test_constraints_and_beam_search(service: StubService, tmp_path: Path) -> No
     grammar = tmp_path / "x.lark"
     grammar.write_text('start: "x"')
     ways = [
-        (("--choice", "yes", "--choice", "no"), inference_pb2.Choices(texts=["yes", "no"]), "choice"),
+        (("--choice", "yes", "--choice", "no"), inference_pb2.StringChoices(texts=["yes", "no"]), "choice"),
         (("--regex", "a+"), "a+", "regex"),
         (("--json-object",), True, "json_object"),
         (("--grammar", f"@{grammar}"), 'start: "x"', "grammar"),

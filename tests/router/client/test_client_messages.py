@@ -134,7 +134,7 @@ async def test_beam_search(server: RecordingServer) -> None:
         ({"json_schema": {"type": "object"}}, inference_pb2.Constraint(json_schema='{"type": "object"}')),
         ({"json_schema": '{"type":"null"}'}, inference_pb2.Constraint(json_schema='{"type":"null"}')),
         ({"json_object": True}, inference_pb2.Constraint(json_object=True)),
-        ({"choice": ["yes", "no"]}, inference_pb2.Constraint(choice=inference_pb2.Choices(texts=["yes", "no"]))),
+        ({"choice": ["yes", "no"]}, inference_pb2.Constraint(choice=inference_pb2.StringChoices(texts=["yes", "no"]))),
         ({"grammar": 'start: "a"'}, inference_pb2.Constraint(grammar='start: "a"')),
     ],
 )
