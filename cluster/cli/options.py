@@ -56,14 +56,14 @@ def request_options(*names: str, **defaults: object) -> Callable[[Callable[..., 
     return decorate
 
 
-def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect.RequestParameter:
+def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect.Parameter:
     name = row.client_name
     note = " @FILE reads it from a file." if name in _READ_FROM_FILES else _NOTES.get(row.kind, "")
     option = typer.Option(row.option, help=row.help + note)
     default = defaults.get(name, False if row.kind == "bool" else None)
     kind: Any = _TYPES[row.kind]
     annotation = Annotated[kind, option]
-    return inspect.RequestParameter(name, inspect.RequestParameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:
