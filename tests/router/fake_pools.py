@@ -112,6 +112,7 @@ class Submitted:
     submit: worker_pb2.Submit
     client: FakeClient
     outputs: Iterator[worker_pb2.Output]
+    begun: bool = False  # the prompt is computed, or the KV cache received
 
 
 @dataclass
@@ -192,6 +193,7 @@ class FakePools:
                 return
             if output.HasField("kv_received") and not self._receives_kv(one):
                 return
+            one.begun |= output.WhichOneof("event") in ("tokens", "kv_received")
             one.client.receive(output)
 
     def _receives_kv(self, one: Submitted) -> bool:
@@ -229,6 +231,11 @@ class FakePools:
                 self.fail(one, worker_pb2.FAILURE_KIND_FULL)
                 self.running.remove(one)
             case "preempt":
+                # A prefill with its first token is leased, and a decode without its KV cache has not begun.
+                if one.submit.task != worker_pb2.TASK_WHOLE and one.begun == (
+                    one.submit.task == worker_pb2.TASK_PREFILL
+                ):
+                    return
                 first = one.submit.first_choice
                 choice = self.chance.randrange(first, first + one.submit.num_choices)
                 self.fail(one, worker_pb2.FAILURE_KIND_PREEMPTED, choice)
