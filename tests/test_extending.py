@@ -43,3 +43,21 @@ def test_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with stub_service(lambda request: []) as service:
         found = CliRunner().invoke(app, ["four", "--target", service.address])
     assert (found.exit_code, found.output) == (0, "5\n")  # the stub begins with a special token
+
+
+TOYS: Final = {
+    "A model family": "workers/model/test_extension.py",
+    "A linear method": "workers/model/test_extension.py",
+    "A sampling parameter": "proto/test_new_parameter.py",
+    "A transport": "workers/transfer/test_toy_transport.py",
+}
+
+
+@pytest.mark.parametrize("title", TOYS)
+def test_a_recipe_shows_the_code_of_its_toy(title: str) -> None:
+    """The tests of these files carry the recipes out."""
+
+    def lines(text: str) -> str:
+        return "\n".join(line.strip() for line in text.splitlines())
+
+    assert lines(recipe(title)).strip() in lines((Path(__file__).parent / TOYS[title]).read_text())
