@@ -26,11 +26,12 @@ class TandemError(Exception):
 
     code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
+    default_retry_after: ClassVar[float | None] = None
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.retry_after = retry_after
+        self.retry_after = self.default_retry_after if retry_after is None else retry_after
 
 
 class InvalidArgument(TandemError):
@@ -63,10 +64,8 @@ class Overloaded(TandemError):
 
     code = "RESOURCE_EXHAUSTED"
     http_status = 429
+    default_retry_after = 1.0
     retry_after: float  # seconds
-
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message, retry_after)
 
 
 class Unavailable(TandemError):
@@ -74,10 +73,8 @@ class Unavailable(TandemError):
 
     code = "UNAVAILABLE"
     http_status = 503
+    default_retry_after = 1.0
     retry_after: float  # seconds
-
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message, retry_after)
 
 
 class DeadlineExceeded(TandemError):

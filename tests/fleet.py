@@ -15,6 +15,7 @@ from tandem.proto.channel import peer_channel
 from tandem.proto.worker_pb2_grpc import WorkerStub
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenRequest
+from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.worker_config import worker_config
 from tandem.workers.engine.fake import FakeExecutor
@@ -162,11 +163,19 @@ async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: A
         await asyncio.gather(*(rank.stop() for rank in ranks))
 
 
+class Unlimited(Admission):
+    """Admits every request at once, so that workers get more than they can hold."""
+
+    @asynccontextmanager
+    async def slot(self, request: TokenRequest) -> AsyncIterator[None]:
+        yield
+
+
 @asynccontextmanager
 async def _running(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
     registry = WorkerRegistry()
     registry.update(worker.info() for worker in workers)
-    running = Fleet(list(workers), registry, Dispatcher(registry), list(ranks))
+    running = Fleet(list(workers), registry, Dispatcher(registry, Unlimited(registry)), list(ranks))
     try:
         yield running
         await running.check_idle()

@@ -18,9 +18,9 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = ("README.md", "docs/clients.md")

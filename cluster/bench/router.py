@@ -27,8 +27,8 @@ from ...router.api.servers import ApiServers
 from ...router.api.service import GenerationService
 from ...router.client.types import GENERATE
 from ...router.dispatch.dispatcher import Dispatcher
-from ...router.fake import byte_tokenizer
 from ...router.frontend.prepare import ServedModel
+from ...router.frontend.tokenizer import byte_tokenizer
 from ...router.scheduling.registry import WorkerRegistry
 from ...workers.engine.config import Budgets
 from ...workers.engine.null import NullExecutor

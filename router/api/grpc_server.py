@@ -3,6 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
+from operator import methodcaller
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -11,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument, TandemError
@@ -30,6 +31,7 @@ _PROMPT_LOGPROBS_PER_MESSAGE = 2_048  # with 20 alternatives each 1 MB
 
 _Context = grpc.aio.ServicerContext[bytes, Any]
 _M = TypeVar("_M", bound=Message)
+_serialize: Callable[[Message], bytes] = methodcaller("SerializeToString")
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -59,7 +61,8 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if reflection:
-            _reflect(self._server)
+            names = (SERVICE, health.SERVICE_NAME, reflection_service.SERVICE_NAME)
+            reflection_service.enable_server_reflection(names, self._server)
 
     async def start(self, address: str) -> str:
         """Listens on HOST:PORT (port 0: a free one); returns the address with the real port.
@@ -189,12 +192,3 @@ def _parse(kind: type[_M], body: bytes) -> _M:
         return kind.FromString(body)
     except DecodeError:
         raise InvalidArgument(f"the body is not a {kind.DESCRIPTOR.full_name}") from None
-
-
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-def _reflect(server: grpc.aio.Server) -> None:
-    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)

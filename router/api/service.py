@@ -48,12 +48,9 @@ class GenerationService:
         """`models`: at least one; all are names of what `source` generates with. `admission`, the dispatcher's, refuses
         requests before tokenization that it would refuse after it."""
         self._models = {model.name: model for model in models}
+        self.models = tuple(self._models.values())
         self._source = source
         self._admission = admission
-
-    @property
-    def models(self) -> tuple[ServedModel, ...]:
-        return tuple(self._models.values())
 
     async def accept(
         self,

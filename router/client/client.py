@@ -17,7 +17,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 import grpc
@@ -34,7 +33,10 @@ from .types import ChatOptions, Completion, Delta, Message, ModelInfo, Options, 
 
 _R = TypeVar("_R", bound=ProtobufMessage)
 _S = TypeVar("_S")
-_StartCall = Callable[[float | None], Any]
+Seconds = float | None
+TextOrIds = str | Sequence[int]
+Messages = Sequence[Message]
+_StartCall = Callable[[Seconds], Any]
 """Starts a call of grpc with so many seconds to its deadline."""
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
@@ -96,9 +98,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.cancel()
 
 
@@ -161,34 +161,33 @@ class AsyncStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         self.cancel()
 
 
 class _BaseClient(Generic[_S]):
     """Starts streams on a channel, in the same way for both clients."""
 
-    def __init__(
-        self, stream: Callable[[_StartCall, wire.Retries], _S], channel: Any, api_key: str, retries: int
-    ) -> None:
-        self._make_stream = stream
-        self._channel = channel
-        self._metadata = wire.credentials(api_key)
-        self._max_retries = retries
+    _channels: Any  # the module of grpc that makes them
+    _make_stream: Callable[[_StartCall, wire.Retries], _S]
 
-    def stream(self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]) -> _S:
+    def __init__(self, address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> None:
+        """`address`: HOST:PORT of the gRPC server. `compression`: gzip requests, for slow networks. `max_retries`: of
+        one request; 0 raises every error at once."""
+        encoding = grpc.Compression.Gzip if compression else grpc.Compression.NoCompression
+        self._metadata = wire.credentials(api_key)
+        self._max_retries = max_retries
+        self._channel = self._channels.insecure_channel(address, wire.CHANNEL_OPTIONS, encoding)
+
+    def stream(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> _S:
         """Continues a text or token ids; the stream yields the completion piece by piece."""
         return self._generate(text_prompt(prompt), options, timeout)
 
-    def stream_chat(
-        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
-    ) -> _S:
+    def stream_chat(self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]) -> _S:
         """Answers a chat; the stream yields the assistant's answer piece by piece."""
         return self._generate(chat_prompt(messages, options), options, timeout)
 
-    def _generate(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: float | None) -> _S:
+    def _generate(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: Seconds) -> _S:
         request = generate_request(prompt, options)
         method = self._channel.unary_stream(types.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
         return self._make_stream(
@@ -204,49 +203,37 @@ class _BaseClient(Generic[_S]):
 class Client(_BaseClient[Stream]):
     """Blocks in its calls. Thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> None:
-        """`address`: HOST:PORT of the gRPC server. `compression`: gzip requests, for slow networks. `max_retries`: of
-        one request; 0 raises every error at once."""
-        channel = grpc.insecure_channel(address, wire.CHANNEL_OPTIONS, wire.compression(compression))
-        super().__init__(Stream, channel, api_key, max_retries)
+    _channels = grpc
+    _make_stream = Stream
 
-    def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Completion:
+    def generate(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> Completion:
         """Continues a text or token ids."""
         with self.stream(prompt, timeout=timeout, **options) as stream:
             return stream.completion()
 
-    def chat(
-        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
-    ) -> Completion:
+    def chat(self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]) -> Completion:
         """Returns the assistant's answer to a chat."""
         with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return stream.completion()
 
     def tokenize(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        model: str = "",
-        timeout: float | None = None,
-        **options: Unpack[TemplateOptions],
+        self, prompt: str | Messages, *, model: str = "", timeout: Seconds = None, **options: Unpack[TemplateOptions]
     ) -> list[int]:
         """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
         request = tokenize_request(prompt, model, options)
         return list(self._call(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout).token_ids)
 
-    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
         return self._call(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout).text
 
-    def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
+    def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
         return list(self._call(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout).models)
 
-    def health(self, *, timeout: float | None = None) -> bool:
+    def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
         start = self._unary(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse)
         try:
@@ -261,12 +248,10 @@ class Client(_BaseClient[Stream]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: float | None) -> _R:
+    def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: Seconds) -> _R:
         answer: _R = wire.call(self._unary(method, request, kind), wire.Retries(self._max_retries, timeout))
         return answer
 
@@ -274,49 +259,37 @@ class Client(_BaseClient[Stream]):
 class AsyncClient(_BaseClient[AsyncStream]):
     """Awaits in its calls. Make it and use it in one event loop; close it, or use it as a context manager."""
 
-    def __init__(self, address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> None:
-        """`address`: HOST:PORT of the gRPC server. `compression`: gzip requests, for slow networks. `max_retries`: of
-        one request; 0 raises every error at once."""
-        channel = grpc.aio.insecure_channel(address, wire.CHANNEL_OPTIONS, wire.compression(compression))
-        super().__init__(AsyncStream, channel, api_key, max_retries)
+    _channels = grpc.aio
+    _make_stream = AsyncStream
 
-    async def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Completion:
+    async def generate(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> Completion:
         """Continues a text or token ids."""
         async with self.stream(prompt, timeout=timeout, **options) as stream:
             return await stream.completion()
 
-    async def chat(
-        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[ChatOptions]
-    ) -> Completion:
+    async def chat(self, messages: Messages, *, timeout: Seconds = None, **options: Unpack[ChatOptions]) -> Completion:
         """Returns the assistant's answer to a chat."""
         async with self.stream_chat(messages, timeout=timeout, **options) as stream:
             return await stream.completion()
 
     async def tokenize(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        model: str = "",
-        timeout: float | None = None,
-        **options: Unpack[TemplateOptions],
+        self, prompt: str | Messages, *, model: str = "", timeout: Seconds = None, **options: Unpack[TemplateOptions]
     ) -> list[int]:
         """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
         request = tokenize_request(prompt, model, options)
         return list((await self._call(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout)).token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
         return (await self._call(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout)).text
 
-    async def list_models(self, *, timeout: float | None = None) -> list[ModelInfo]:
+    async def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
         return list((await self._call(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout)).models)
 
-    async def health(self, *, timeout: float | None = None) -> bool:
+    async def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
         start = self._unary(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse)
         try:
@@ -331,12 +304,10 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: float | None) -> _R:
+    async def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: Seconds) -> _R:
         start = self._unary(method, request, kind)
         answer: _R = await wire.call_async(start, wire.Retries(self._max_retries, timeout))
         return answer

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterable
+from operator import methodcaller
 from typing import Any, Final
 
 import grpc
@@ -83,12 +84,7 @@ def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def compression(compressed: bool) -> grpc.Compression:
-    return grpc.Compression.Gzip if compressed else grpc.Compression.NoCompression
-
-
-def serialize(message: Message) -> bytes:
-    return message.SerializeToString()
+serialize: Final[Callable[[Message], bytes]] = methodcaller("SerializeToString")
 
 
 def error_of(call: Any) -> errors.TandemError:
@@ -104,19 +100,13 @@ def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> 
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.TooLarge(details) if retry_after is None else errors.Overloaded(details, retry_after)
     if code is grpc.StatusCode.UNAVAILABLE:  # without a hint the router could not be reached
-        return errors.Unavailable(details, 1.0 if retry_after is None else retry_after)
+        return errors.Unavailable(details, retry_after)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid(status, details)
     return _BY_CODE.get(code, errors.InternalError)(details)
 
 
-_BY_CODE: Final[dict[grpc.StatusCode, type[errors.TandemError]]] = {
-    grpc.StatusCode.NOT_FOUND: errors.NotFound,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
-}
+_BY_CODE: Final = {grpc.StatusCode[kind.code]: kind for kind in errors.TandemError.__subclasses__()}
 
 
 def _status(packed: str | bytes | None) -> status_pb2.Status:

@@ -47,13 +47,9 @@ class Cause(Enum):
     TRANSFER = ("transfer", False, False)  # the KV cache could not be fetched; which side failed is not known
     PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
 
-    @property
-    def avoids_worker(self) -> bool:
-        return self.value[1]
-
-    @property
-    def blames_request(self) -> bool:
-        return self.value[2]
+    def __init__(self, _name: str, avoids_worker: bool, blames_request: bool) -> None:
+        self.avoids_worker = avoids_worker
+        self.blames_request = blames_request
 
 
 _CAUSES: Final = {
@@ -205,8 +201,9 @@ class Attempt:
                 self._admitted(stream, output)
             elif kind == "kv_received":
                 self._kv_received(output)
-            else:
-                self._preempted(stream, output)
+            else:  # one choice, or before the first token all, were preempted
+                choices = frozenset({output.choice}) if self._begun else None
+                self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
             if not self._states:
                 return
         if stream.failure is not None and (stream is self._decoder or self._needs_opener):
@@ -263,10 +260,6 @@ class Attempt:
             self._registry.record_transfer(
                 self.placement.prefill, self.placement.decode, received.transfer_bytes, received.transfer_active_seconds
             )
-
-    def _preempted(self, stream: WorkerStream, output: worker_pb2.Output) -> None:
-        choices = frozenset({output.choice}) if self._begun else None
-        self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
 
     def _failed(self, stream: WorkerStream, failure: worker_pb2.Failure) -> None:
         cause = _CAUSES.get(failure.kind)

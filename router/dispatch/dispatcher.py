@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from ...proto import inference_pb2, worker_pb2
-from ...proto.errors import Overloaded, Unavailable
+from ...proto.errors import Unavailable
 from ..deadline import before, deadline_passed
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
@@ -24,21 +24,13 @@ class Dispatcher:
     router's; request ids only have to be unique within a router.
     """
 
-    def __init__(
-        self, registry: WorkerRegistry, admission: Admission | None = None, *, max_requests: int = 4096
-    ) -> None:
-        """`admission` decides when a request may start; without it at most `max_requests` run and none waits."""
+    def __init__(self, registry: WorkerRegistry, admission: Admission | None = None) -> None:
+        """`admission` decides when a request may start; None: one with the default bounds."""
+        self.num_requests = 0  # in progress, those that wait for admission too
         self._registry = registry
-        self._admission = admission
-        self._max_requests = max_requests
+        self._admission = admission or Admission(registry)
         self._clients: dict[WorkerKey, WorkerClient] = {}
-        self._executions: set[RequestExecution] = set()
         self._closed = False
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in progress, those that wait for admission too."""
-        return len(self._executions)
 
     async def generate(
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
@@ -57,12 +49,9 @@ class Dispatcher:
         )
         async with AsyncExitStack() as scope:
             scope.callback(timer.stop)
-            if self._admission is None and len(self._executions) >= self._max_requests:
-                raise Overloaded(f"{self._max_requests} requests are in progress")
-            self._executions.add(execution)
-            scope.callback(self._executions.discard, execution)
-            if self._admission is not None:
-                await before(request.deadline, scope.enter_async_context(self._admission.slot(request)))
+            self.num_requests += 1
+            scope.callback(self._forget)
+            await before(request.deadline, scope.enter_async_context(self._admission.slot(request)))
             scope.callback(execution.end)
             if request.deadline is not None:  # one timer for a request costs less than one for each token
                 delay = request.deadline - time.monotonic()
@@ -83,6 +72,9 @@ class Dispatcher:
         self._closed = True
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
+
+    def _forget(self) -> None:
+        self.num_requests -= 1
 
     def _send(self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit) -> WorkerStream | None:
         """Submits over the session with the worker, opening one if there is none. Returns None if the worker has left

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 WorkerKey = tuple[str, int]  # worker id, epoch
 AttemptKey = tuple[str, int]  # request id, number of the attempt
+_Call = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
 class WorkerStream:
@@ -109,23 +110,18 @@ class WorkerClient:
     ) -> None:
         """`on_message` gets every message of the worker before the streams do; `on_break` is called once."""
         self.worker = worker
+        self.broken = False  # the session has ended
         self._on_message = on_message
         self._on_break = on_break
         self._streams: dict[AttemptKey, WorkerStream] = {}
-        self._broken = False
         self._commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         self._channel = peer_channel(address)
         self._task = asyncio.create_task(self._run())
 
-    @property
-    def broken(self) -> bool:
-        """Whether the session has ended."""
-        return self._broken
-
     def submit(self, submit: worker_pb2.Submit, wake: asyncio.Event) -> WorkerStream:
         """Sends a submit and returns the stream of its outputs, which sets `wake` when there is something to take."""
         stream = self._streams[submit.request_id, submit.attempt] = WorkerStream(self, submit, wake)
-        if self._broken:
+        if self.broken:
             stream.fail()
         self._commands.put_nowait(worker_pb2.SessionRequest(submit=submit))
         return stream
@@ -147,7 +143,7 @@ class WorkerClient:
 
     async def _run(self) -> None:
         stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
-        call: grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse] = stub.Session()
+        call: _Call = stub.Session()
         writer = asyncio.create_task(self._write(call))
         try:
             while isinstance(response := await call.read(), worker_pb2.SessionResponse):
@@ -161,9 +157,7 @@ class WorkerClient:
             await asyncio.gather(writer, return_exceptions=True)
             await self._channel.close()
 
-    async def _write(
-        self, call: grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
-    ) -> None:
+    async def _write(self, call: _Call) -> None:
         """Sends the commands. A write that fails ends the call, which `_run` then sees."""
         while True:
             await call.write(await self._commands.get())
@@ -178,8 +172,8 @@ class WorkerClient:
                 del self._streams[output.request_id, output.attempt]
 
     def _break(self) -> None:
-        if not self._broken:
-            self._broken = True
+        if not self.broken:
+            self.broken = True
             self._on_break()
         for stream in self._streams.values():
             stream.fail()

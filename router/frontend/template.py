@@ -7,7 +7,7 @@ messages. The bounds do not hold against a template written to break them: one s
 that share their entries, can run without end. Knows nothing of tokens or messages.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -20,36 +20,26 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from .template_bounds import (
-    TemplateTooLong,
-    TemplateTooSlow,
     bounded,
     bounded_filters,
     check_operation,
-    check_size,
     check_time,
     checked_arguments,
     concatenated,
+    joined,
     text_size,
     watched,
 )
-
-__all__ = ["TemplateTooLong", "TemplateTooSlow", "global_names", "render"]
 
 
 def render(source: str, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
     """Renders the template `source`. `variables` are plain JSON values.
 
-    Raises TemplateTooLong, TemplateTooSlow, jinja2.TemplateError with the text of the template where it calls
-    raise_exception(), and, for a template is a program, any other exception."""
+    Raises TemplateBoundExceeded, jinja2.TemplateError with the text of the template where it calls raise_exception(),
+    and, for a template is a program, any other exception."""
     template = _compiled(source)
-    parts, size = [], 0
     with bounded(max_characters, seconds):
-        for part in template.generate(**variables):
-            size += len(part)
-            check_size(size)
-            check_time()
-            parts.append(part)
-    return "".join(parts)
+        return joined(template.generate(**variables))
 
 
 def global_names() -> frozenset[str]:
@@ -116,27 +106,22 @@ def _environment() -> _Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        finalize=_finalized,
+        finalize=_at_run_time(_checked),
     )
-    environment.filters = bounded_filters() | {"watched": _watched, "concatenated": _concatenated}
+    own = {"watched": _at_run_time(watched), "concatenated": _at_run_time(concatenated)}
+    environment.filters = bounded_filters() | own
     environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
     del environment.globals["lipsum"]
     return environment
 
 
-@jinja2.pass_context  # keeps Jinja from folding it into a constant
-def _watched(_context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
-    return watched(iterable)
+def _at_run_time(function: Callable[[Any], Any]) -> Callable[[Context, Any], Any]:
+    """Returns a filter of the same effect, which Jinja does not fold into a constant."""
+    return jinja2.pass_context(lambda _context, value: function(value))
 
 
-@jinja2.pass_context
-def _concatenated(_context: Context, parts: list[Any]) -> str:
-    return concatenated(parts)
-
-
-@jinja2.pass_context
-def _finalized(_context: Context, value: Any) -> Any:
-    """Checks each value before it is written."""
+def _checked(value: Any) -> Any:
+    """Returns a value that is to be written, after a check of its size."""
     text_size(value)
     return value
 

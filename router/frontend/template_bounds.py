@@ -4,6 +4,7 @@ Sizes are characters of texts and entries of lists. Knows Jinja's filters and Py
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,45 +22,42 @@ _MAX_INTEGER_BITS: Final = 4_096
 _MAX_DIGITS: Final = 1_000
 """To round to."""
 
-_deadline: ContextVar[float] = ContextVar("_deadline", default=float("inf"))  # of the rendering in this thread
-_max_size: ContextVar[int] = ContextVar("_max_size", default=0)
+# Of the rendering in this thread: size, seconds, deadline.
+_bounds: ContextVar[tuple[float, float, float]] = ContextVar("_bounds", default=(0, math.inf, math.inf))
 
 
-class TemplateTooLong(Exception):
-    """Reports that a value of the template has more characters than allowed."""
-
-
-class TemplateTooSlow(Exception):
-    """Reports that the template did not end in time."""
+class TemplateBoundExceeded(Exception):
+    """Reports that a value of the template is too large, or that the template did not end in time; names the bound."""
 
 
 @contextmanager
 def bounded(max_size: int, seconds: float) -> Iterator[None]:
     """Sets the bounds of the rendering inside."""
-    deadline, limit = _deadline.set(time.monotonic() + seconds), _max_size.set(max_size)
+    token = _bounds.set((max_size, seconds, time.monotonic() + seconds))
     try:
         yield
     finally:
-        _deadline.reset(deadline)
-        _max_size.reset(limit)
+        _bounds.reset(token)
 
 
 def check_time() -> None:
-    """Raises TemplateTooSlow."""
-    if time.monotonic() > _deadline.get():
-        raise TemplateTooSlow
+    """Raises TemplateBoundExceeded after the deadline."""
+    _, seconds, deadline = _bounds.get()
+    if time.monotonic() > deadline:
+        raise TemplateBoundExceeded(f"takes more than {seconds:g} seconds")
 
 
-def check_size(size: int) -> None:
-    """Raises TemplateTooLong."""
-    if size > _max_size.get():
-        raise TemplateTooLong
+def check_size(size: float) -> None:
+    """Raises TemplateBoundExceeded if a value has more characters than allowed."""
+    max_size, _, _ = _bounds.get()
+    if size > max_size:
+        raise TemplateBoundExceeded(f"renders more than {max_size} characters")
 
 
 def text_size(*values: object) -> int:
     """Estimates the characters of all values as text: a list may have the same long text a thousand times.
 
-    Raises TemplateTooLong as soon as they are too many, so that the count itself is short."""
+    Raises TemplateBoundExceeded as soon as they are too many, so that the count itself is short."""
     size, waiting = 0, list(values)
     while waiting:
         value = waiting.pop()
@@ -81,7 +79,7 @@ def text_size(*values: object) -> int:
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
-    """Raises TemplateTooLong if `left operator right` is too large."""
+    """Raises TemplateBoundExceeded if `left operator right` is too large."""
     if operator == "%" and isinstance(left, str | bytes):
         check_size(_format_size(left, (right,)))
     elif isinstance(left, int) and isinstance(right, int):
@@ -97,8 +95,8 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def checked_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the arguments for a method of a text, iterators as lists. Raises TemplateTooLong if the result would be
-    too large."""
+    """Returns the arguments for a method of a text, iterators as lists. Raises TemplateBoundExceeded for a result that
+    is too large."""
     method = getattr(function, "__wrapped__", function)  # Jinja wraps `format`
     text = getattr(method, "__self__", None)
     if not isinstance(text, str | bytes):
@@ -112,10 +110,21 @@ def checked_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def concatenated(parts: Iterable[Any]) -> str:
-    """Joins the texts of all parts. Raises TemplateTooLong."""
+    """Joins the texts of all parts. Raises TemplateBoundExceeded."""
     parts = list(parts)
     text_size(*parts)
     return "".join(map(str, parts))
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Joins texts as they are made. Raises TemplateBoundExceeded."""
+    found, size = [], 0
+    for part in parts:
+        size += len(part)
+        check_size(size)
+        check_time()
+        found.append(part)
+    return "".join(found)
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
@@ -125,7 +134,7 @@ def bounded_filters() -> dict[str, Callable[..., Any]]:
 
 
 def watched(iterable: Iterable[Any]) -> Iterator[Any]:
-    """Yields the same items; raises TemplateTooSlow after the deadline."""
+    """Yields the same items; raises TemplateBoundExceeded after the deadline."""
     for item in iterable:
         check_time()
         yield item
@@ -169,13 +178,7 @@ def _tojson(
         return encoder.encode(value)
     if isinstance(indent, int):
         check_size(indent)
-    parts, size = [], 0
-    for part in encoder.iterencode(value):
-        size += len(part)
-        check_size(size)
-        check_time()
-        parts.append(part)
-    return "".join(parts)
+    return joined(encoder.iterencode(value))
 
 
 def _format_size(form: str | bytes, values: Iterable[Any]) -> int:
@@ -184,14 +187,11 @@ def _format_size(form: str | bytes, values: Iterable[Any]) -> int:
     text = form if isinstance(form, str) else form.decode("latin-1")
     widths = [int(digits[:10]) for digits in re.findall(r"[0-9]+", text)]
     if "*" in text or re.search(r"\{[^{}]*\{", text):  # widths that are values
-        widths += [abs(each) for value in values for each in _numbers(value)]
+        flat = [each for value in values for each in (value if isinstance(value, list | tuple) else (value,))]
+        flat += [each for value in values if isinstance(value, Mapping) for each in value.values()]
+        widths += [abs(each) for each in flat if isinstance(each, int)]
     num_fields = text.count("%") + text.count("{")
     return len(text) + num_fields * (text_size(*values) + max(widths, default=0))
-
-
-def _numbers(value: object) -> Iterable[int]:
-    found = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
-    return [each for each in found if isinstance(each, int)]
 
 
 def _replaced(text: Any, old: Any, new: Any, count: Any = None) -> int:
@@ -216,23 +216,13 @@ def _width(width: Any) -> int:
     return len(width) if isinstance(width, str) else int(width)
 
 
-def _wrapped(text: Any, width: Any = 79, words: bool = True, wrapstring: Any = None, hyphens: bool = True) -> int:
-    return len(_text(text)) * (1 + len(wrapstring or "\n"))
-
-
-def _linked(text: Any, *args: Any, **kwargs: Any) -> int:
-    return len(_text(text)) * (40 + text_size(*args, kwargs))
-
-
 def _summed(values: Any, attribute: Any = None, start: Any = 0) -> int:
     items = [start, *values] if isinstance(values, list | tuple) else [start]
     return sum(len(item) for item in items if isinstance(item, list | tuple))
 
 
-def _rounded(value: Any, precision: Any = 0, method: str = "common") -> int:
-    if isinstance(precision, int) and abs(precision) > _MAX_DIGITS:
-        raise TemplateTooLong
-    return 0
+def _rounded(value: Any, precision: Any = 0, method: str = "common") -> float:
+    return math.inf if isinstance(precision, int) and abs(precision) > _MAX_DIGITS else 0
 
 
 def _same(*args: Any, **kwargs: Any) -> int:
@@ -254,7 +244,7 @@ _METHODS: Final[Mapping[str, Callable[..., int]]] = {
     **dict.fromkeys(("ljust", "rjust", "center", "zfill"), _filled),
 }
 
-_FILTERS: Final[Mapping[str, Callable[..., int]]] = {
+_FILTERS: Final[Mapping[str, Callable[..., float]]] = {
     "batch": lambda items, linecount, fill_with=None: linecount,
     "slice": lambda items, slices, fill_with=None: slices,
     "center": _filled,
@@ -263,8 +253,10 @@ _FILTERS: Final[Mapping[str, Callable[..., int]]] = {
     "replace": _replaced,
     "round": _rounded,
     "sum": _summed,
-    "urlize": _linked,
-    "wordwrap": _wrapped,
+    "urlize": lambda text, *args, **kwargs: len(_text(text)) * (40 + text_size(*args, kwargs)),
+    "wordwrap": lambda text, width=79, words=True, wrapstring=None, hyphens=True: (
+        len(_text(text)) * (1 + len(wrapstring or "\n"))
+    ),
     **dict.fromkeys(
         (
             *("capitalize", "e", "escape", "forceescape", "lower", "pprint", "string", "striptags", "title", "trim"),

@@ -8,9 +8,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jinja2
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 # Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same tokenizer.json.
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
@@ -19,7 +21,8 @@ from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, cut_after_final_message, template_variables
-from .template import TemplateTooLong, TemplateTooSlow, render
+from .template import render
+from .template_bounds import TemplateBoundExceeded
 
 _THREAD_FROM_CHARACTERS = 4_096
 """Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
@@ -41,7 +44,7 @@ def _byte_of_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
 
 
-BYTE_OF_CHARACTER: Final = _byte_of_characters()
+_BYTE_OF_CHARACTER: Final = _byte_of_characters()
 
 
 class Tokenizer:
@@ -63,9 +66,9 @@ class Tokenizer:
             token for token in special if self._added.get(token) not in CALL_MARKUP
         )
         """Tokens without a text of their own."""
-        self.eos_token_id: int | None = tokenizer.eos_token_id
         self.vocab_size: int = vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-        self._byte_level = _is_byte_level(self._backend.decoder)
+        decoder = self._backend.decoder
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()  # JSON, of sequences too
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -81,13 +84,9 @@ class Tokenizer:
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {reason}") from error
         return cls(tokenizer, _vocab_size(folder / "config.json"))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template.chat_template is not None
-
     def chat_template(self, tools: bool) -> str:
         """Returns the source of the chat template, of that for tools where the model has a separate one; "" if none."""
-        if not self.has_chat_template:
+        if self._template.chat_template is None:
             return ""
         try:
             return str(self._template.get_chat_template(None, [{}] if tools else None))
@@ -123,7 +122,7 @@ class Tokenizer:
         if piece is None:
             return b""
         if self._byte_level:
-            return b"".join(bytes((BYTE_OF_CHARACTER[c],)) if c in BYTE_OF_CHARACTER else c.encode() for c in piece)
+            return b"".join(bytes((_BYTE_OF_CHARACTER[c],)) if c in _BYTE_OF_CHARACTER else c.encode() for c in piece)
         if byte := _BYTE_PIECE.fullmatch(piece):
             return bytes((int(byte[1], 16),))
         return piece.replace(_WORD_START, " ").encode()
@@ -145,10 +144,8 @@ class Tokenizer:
         variables = {**self._template.special_tokens_map, **template_variables(chat)}
         try:
             return render(source, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
-        except TemplateTooLong:
-            reason = f"renders more than {MAX_PROMPT_CHARACTERS} characters for these messages"
-        except TemplateTooSlow:
-            reason = f"takes more than {_TEMPLATE_SECONDS:g} seconds for these messages"
+        except TemplateBoundExceeded as error:
+            reason = f"{error} for these messages"
         except Exception as error:  # a template is a program: it can raise anything
             reason = "refuses these messages"
             if type(error) is jinja2.TemplateError:  # raised by the template itself, with a text for users
@@ -156,10 +153,16 @@ class Tokenizer:
         raise InvalidArgument(f"the model's chat template {reason}", "prompt.chat")
 
 
-def _is_byte_level(decoder: Any) -> bool:
-    if decoder is None:
-        return False
-    return b'"ByteLevel"' in decoder.__getstate__()  # its JSON, also of those in a sequence
+def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
+    """Returns a tokenizer for benchmarks and tests: token ids are bytes, 256 ends a sequence and 257 begins one."""
+    backend = Backend(models.BPE(vocab=_BYTE_OF_CHARACTER, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)])
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token="<|end|>", bos_token="<|begin|>", chat_template=chat_template
+    )
+    return Tokenizer(fast)
 
 
 def _vocab_size(config: Path) -> int | None:

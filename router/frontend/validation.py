@@ -4,13 +4,15 @@ Knows nothing of tokens but the size of the vocabulary.
 """
 
 import secrets
+from collections.abc import Iterable
 from typing import Any, Final
 
 from ...proto import inference_pb2, parameters
 from ...proto.errors import InvalidArgument
-from ...proto.parameters import ROWS, check_token_ids, check_value, parameters_of, value_of
+from ...proto.parameters import ROWS, RequestParameter, check_token_ids, check_value, parameters_of, value_of
 
 _SAMPLING: Final = parameters_of("sampling")
+_BEAM_SEARCH: Final = parameters_of("beam_search")
 
 
 def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) -> None:
@@ -49,10 +51,8 @@ def num_generated(request: inference_pb2.GenerateRequest) -> int:
 
 def complete_sampling(given: inference_pb2.SamplingParams) -> inference_pb2.SamplingParams:
     """Returns a copy of checked parameters with every field set, the seed too, but without bad_words."""
-    values: dict[str, Any] = {row.leaf: value_of(given, row) for row in _SAMPLING if row.leaf != "bad_words"}
-    for row in _SAMPLING:
-        if row.kind == "float":
-            values[row.leaf] += 0.0  # -0.0 becomes 0.0
+    values = _complete(given, _SAMPLING)
+    del values["bad_words"]
     values["top_k"] = max(values["top_k"], 0)
     if values["seed"] is None:
         values["seed"] = secrets.randbits(64)
@@ -63,9 +63,12 @@ def complete_beam_search(request: inference_pb2.GenerateRequest) -> inference_pb
     """Returns a copy of the checked parameters with every field set; None if the request does not search."""
     if not request.HasField("beam_search"):
         return None
-    given = request.beam_search
-    penalty = value_of(given, ROWS["beam_search.length_penalty"]) + 0.0
-    return inference_pb2.BeamSearch(width=given.width, length_penalty=penalty, early_stopping=given.early_stopping)
+    return inference_pb2.BeamSearch(**_complete(request.beam_search, _BEAM_SEARCH))
+
+
+def _complete(given: Any, rows: Iterable[RequestParameter]) -> dict[str, Any]:
+    """Returns the values of all fields, those that are set or their defaults; -0.0 becomes 0.0."""
+    return {row.leaf: value_of(given, row) + 0.0 if row.kind == "float" else value_of(given, row) for row in rows}
 
 
 def _check_beam_search(request: inference_pb2.GenerateRequest) -> None:

@@ -68,13 +68,10 @@ class OutputProcessor:
     def best(self, messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
         """Ranks completions by the mean log probability of their tokens and returns the best of them, one message each,
         numbered from the best. `messages`: all of all completions."""
-        parts: dict[int, list[inference_pb2.GenerateResponse]] = {}
-        for message in messages:
-            parts.setdefault(message.choice, []).append(message)
-        ranked = sorted(parts, key=lambda choice: (-self._choices[choice].mean_logprob, choice))
-        answers = [
-            join_messages(parts[choice], number) for number, choice in enumerate(ranked[: self._request.num_answers])
-        ]
+        ranked = sorted(join_choices(messages), key=lambda one: (-self._choices[one.choice].mean_logprob, one.choice))
+        answers = ranked[: self._request.num_answers]
+        for number, answer in enumerate(answers):
+            answer.choice = number
         answers[0].prompt_logprobs.extend(entry for message in messages for entry in message.prompt_logprobs)
         return answers
 
@@ -158,17 +155,23 @@ class _ChoiceOutput:
             response.logprobs.extend(_token_logprobs(tokenizer, token, scores) for token, scores in counted)
 
 
-def join_messages(parts: Sequence[inference_pb2.GenerateResponse], number: int) -> inference_pb2.GenerateResponse:
-    """Joins all messages of one completion, but for the prompt's log probabilities."""
-    return inference_pb2.GenerateResponse(
-        request_id=parts[0].request_id,
-        text="".join(part.text for part in parts),
-        token_ids=[token for part in parts for token in part.token_ids],
-        finish_reason=parts[-1].finish_reason,
-        choice=number,
-        logprobs=[entry for part in parts for entry in part.logprobs],
-        tool_calls=[call for part in parts for call in part.tool_calls],
-    )
+def join_choices(messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+    """Joins the messages of each completion, but for the prompt's log probabilities; in the order of the choices."""
+    choices: dict[int, list[inference_pb2.GenerateResponse]] = {}
+    for message in messages:
+        choices.setdefault(message.choice, []).append(message)
+    return [
+        inference_pb2.GenerateResponse(
+            request_id=parts[0].request_id,
+            text="".join(part.text for part in parts),
+            token_ids=[token for part in parts for token in part.token_ids],
+            finish_reason=parts[-1].finish_reason,
+            choice=number,
+            logprobs=[entry for part in parts for entry in part.logprobs],
+            tool_calls=[call for part in parts for call in part.tool_calls],
+        )
+        for number, parts in sorted(choices.items())
+    ]
 
 
 def _prompt_logprobs(

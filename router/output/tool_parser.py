@@ -2,7 +2,8 @@
 
 import json
 import secrets
-from typing import Final, Protocol
+from abc import ABC, abstractmethod
+from typing import Final
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools, json_object
@@ -14,19 +15,42 @@ _BETWEEN: Final = ";,"  # what Llama models write between two calls
 _SPACE: Final = " \t\r\n"
 
 
-class ToolParser(Protocol):
+class ToolParser(ABC):
     """Separates tool calls from a text that arrives in pieces; the result does not depend on how it is cut."""
 
+    def __init__(self) -> None:
+        self._held = ""  # text that may belong to a call
+        self._space = ""  # white space of which it is not known yet whether text or a call follows
+        self._is_empty = True  # no text outside of calls was returned
+        self._called = False
+        self._after_call = False
+
+    @abstractmethod
     def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
         """Takes the next piece; returns the text outside of calls, and the calls that are complete now.
 
         Text that may belong to a call is held back, and returned unchanged if no valid call comes of it. White space
         before the first text and after the last is dropped next to a call."""
-        ...
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
         """Ends the text; returns what was held back."""
-        ...
+        held, self._held = self._held, ""
+        return self._show(held) + ("" if self._after_call else self._space), []
+
+    def _show(self, text: str) -> str:
+        text = self._space + text
+        if self._is_empty and self._called:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._is_empty = self._after_call = False
+        return shown
+
+    def _note_call(self) -> None:
+        self._called = self._after_call = True
+        if self._is_empty:
+            self._space = ""
 
 
 def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | None:
@@ -36,42 +60,10 @@ def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | N
     return _HermesParser() if format_of(tokenizer.chat_template(tools=True)) == "hermes" else _LlamaParser()
 
 
-class _Text:
-    """Passes on the text outside of calls; holds back white space until it is known whether text or a call follows."""
+class _HermesParser(ToolParser):
+    """Parses calls between tags, among text. Holds the beginning of a tag, or a call from its opening tag on."""
 
-    def __init__(self) -> None:
-        self._space = ""
-        self._empty = True
-        self._called = False
-        self._after_call = False
-
-    def push(self, text: str) -> str:
-        text = self._space + text
-        if self._empty and self._called:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self._empty = self._after_call = False
-        return shown
-
-    def call(self) -> None:
-        """Notes that a call stands here."""
-        self._called = self._after_call = True
-        if self._empty:
-            self._space = ""
-
-    def finish(self) -> str:
-        return "" if self._after_call else self._space
-
-
-class _HermesParser:
-    """Parses calls between tags, among text."""
-
-    def __init__(self) -> None:
-        self._text = _Text()
-        self._held = ""  # the beginning of a tag, or a call from its opening tag on
-        self._from = 0  # where in it the search goes on
+    _from = 0  # where in what is held the search goes on
 
     def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
         self._held += text
@@ -82,18 +74,15 @@ class _HermesParser:
         return "".join(shown), calls
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
-        held, self._held = self._held, ""
-        call = _call(held.removeprefix(_OPEN), default={}) if held.startswith(_OPEN) else None
-        if call:  # the closing tag alone is missing
-            return "", [call]
-        return self._text.push(held) + self._text.finish(), []
+        call = _call(self._held.removeprefix(_OPEN), default={}) if self._held.startswith(_OPEN) else None
+        return ("", [call]) if call else super().finish()  # of a call the closing tag alone is missing
 
     def _step(self, shown: list[str], calls: list[inference_pb2.ToolCall]) -> bool:
         """Takes one text or call from what is held; False if the rest has to wait."""
         if not self._held.startswith(_OPEN):
             start = self._held.find(_OPEN)
             end = start if start >= 0 else len(self._held) - _overlap(self._held, _OPEN)
-            shown.append(self._text.push(self._held[:end]))
+            shown.append(self._show(self._held[:end]))
             self._held, self._from = self._held[end:], len(_OPEN)
             return start >= 0
         end = self._held.find(_CLOSE, self._from)
@@ -107,23 +96,21 @@ class _HermesParser:
             return True
         end += len(_CLOSE)
         if call:
-            self._text.call()
+            self._note_call()
             calls.append(call)
         else:
-            shown.append(self._text.push(self._held[:end]))
+            shown.append(self._show(self._held[:end]))
         self._held = self._held[end:]
         return True
 
 
-class _LlamaParser:
-    """Parses an answer that is JSON objects only."""
+class _LlamaParser(ToolParser):
+    """Parses an answer that is JSON objects only. Holds the text from the end of the last call on."""
 
     def __init__(self) -> None:
-        self._text = _Text()
+        super().__init__()
         self._is_text = False  # no call follows any more
-        self._called = False
-        self._held = ""  # from the end of the last call on
-        self._start = -1  # where in it an object begins, -1 if none does
+        self._start = -1  # where in what is held an object begins, -1 if none does
         self._at = 0  # up to where it was scanned
         self._depth, self._in_string, self._escaped = 0, False, False
 
@@ -134,13 +121,12 @@ class _LlamaParser:
             while self._step(calls):
                 pass
             text, self._held = (self._held, "") if self._is_text else ("", self._held)
-        return self._text.push(text), calls
+        return self._show(text), calls
 
     def finish(self) -> tuple[str, list[inference_pb2.ToolCall]]:
-        held, self._held = self._held, ""
-        if self._called and not held.strip(_SPACE + _BETWEEN):
-            held = ""
-        return self._text.push(held) + self._text.finish(), []
+        if self._called and not self._held.strip(_SPACE + _BETWEEN):
+            self._held = ""
+        return super().finish()
 
     def _step(self, calls: list[inference_pb2.ToolCall]) -> bool:
         """Takes one call from what is held; False if the rest has to wait or is text."""
@@ -154,8 +140,8 @@ class _LlamaParser:
             self._is_text = True
             return False
         calls.append(call)
-        self._text.call()
-        self._called, self._held, self._start, self._at = True, self._held[end:], -1, 0
+        self._note_call()
+        self._held, self._start, self._at = self._held[end:], -1, 0
         return True
 
     def _find_start(self) -> bool:
@@ -201,10 +187,8 @@ def _call(text: str, default: object) -> inference_pb2.ToolCall | None:
 def _ends_in_string(text: str) -> bool:
     try:
         json.loads(text)
-    except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated string")
-    except RecursionError:
-        return False
+    except (json.JSONDecodeError, RecursionError) as error:
+        return str(error).startswith("Unterminated string")
     return False
 
 

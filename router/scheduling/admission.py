@@ -59,37 +59,22 @@ class Admission:
     ) -> None:
         """`max_queued_tokens` counts prompts and what they are expected to generate. `max_queue_seconds`: see
         QUEUE_SECONDS_HELP."""
+        self.num_active = 0  # requests that hold a slot
+        self.queue: FairQueue[_Waiting] = FairQueue(max_tokens=max_queued_tokens, max_requests=max_queued_requests)
         self._registry = registry
         self._max_queue_seconds = max_queue_seconds
         self._clock = clock
-        self._queue: FairQueue[_Waiting] = FairQueue(max_tokens=max_queued_tokens, max_requests=max_queued_requests)
         self._drain = DrainRate(clock)
-        self._num_active = 0
         registry.subscribe(self._admit_waiting)
-
-    @property
-    def num_active(self) -> int:
-        """Requests that hold a slot."""
-        return self._num_active
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return len(self._queue)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens of the requests that wait: prompts, and what they are expected to generate."""
-        return self._queue.num_tokens
 
     def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
         """Raises Overloaded if a request of about so many tokens would be refused now; costs microseconds, so that it
         can be asked before a prompt is tokenized."""
-        if self._queue:
+        if self.queue:
             entry = QueueEntry(tenant=tenant, priority=priority, num_tokens=max(estimated_tokens, 1))
             self._check_wait(entry, deadline)
-            if self._queue.displaced_by(entry) is None:
-                raise self._queue_full(entry)
+            if self.queue.displaced_by(entry) is None:
+                raise self._overloaded("the queue is full", entry)
 
     @asynccontextmanager
     async def slot(self, request: TokenRequest) -> AsyncIterator[None]:
@@ -101,7 +86,7 @@ class Admission:
         the queue."""
         required = required_capacity(request)
         needed = self._limit_to_worker(required)
-        if self._queue or not self._fits(needed):
+        if self.queue or not self._fits(needed):
             entry = _Waiting(
                 tenant=request.tenant,
                 priority=request.priority,
@@ -124,13 +109,13 @@ class Admission:
         """Returns with a slot taken."""
         deadline = entry.request.deadline
         self._check_wait(entry, deadline)
-        displaced = self._queue.push(entry)
+        displaced = self.queue.push(entry)
         if displaced is None:
-            raise self._queue_full(entry)
+            raise self._overloaded("the queue is full", entry)
         self._drain.fill()
         for other in displaced:
             if not other.admitted.done():
-                other.admitted.set_exception(self._queue_full(other))
+                other.admitted.set_exception(self._overloaded("the queue is full", other))
         longest = min(WAIT_TOLERANCE * self._max_queue_seconds, self._slack(deadline))
         timer = asyncio.get_running_loop().call_later(longest, self._expire, entry)
         self._admit_waiting()
@@ -147,21 +132,21 @@ class Admission:
 
     def _expire(self, entry: _Waiting) -> None:
         if not entry.admitted.done():
-            entry.admitted.set_exception(Overloaded("the request waited too long", self._retry_after(entry)))
+            entry.admitted.set_exception(self._overloaded("the request waited too long", entry))
             self._remove(entry)
 
     def _remove(self, entry: _Waiting) -> None:
         """Removes a request from the queue without a slot; a later one may fit."""
-        self._queue.remove(entry)
+        self.queue.remove(entry)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         """Gives slots to the requests that are next while they fit."""
-        while (entry := self._queue.first()) is not None:
+        while (entry := self.queue.first()) is not None:
             if entry.admitted.cancelled():  # its task has not run since
-                self._queue.remove(entry)
+                self.queue.remove(entry)
             elif self._fits(entry.needed):
-                self._queue.pop()
+                self.queue.pop()
                 self._take(entry.request, entry.num_tokens)
                 self._drain.depart(entry.num_tokens)
                 entry.admitted.set_result(None)
@@ -170,19 +155,19 @@ class Admission:
         self._drain.clear()
 
     def _take(self, request: TokenRequest, num_tokens: int) -> None:
-        self._num_active += 1
+        self.num_active += 1
         self._drain.begin(num_tokens)
         self._registry.reserve(request)
 
     def _give_back(self, request: TokenRequest) -> None:
-        self._num_active -= 1
+        self.num_active -= 1
         self._registry.release(request.request_id)
         self._admit_waiting()
 
     def _fits(self, needed: Capacity) -> bool:
         """Without a decode worker there is nothing to wait for: the placement of the request fails at once."""
         free = self._registry.free()
-        if not self._num_active or free is None:
+        if not self.num_active or free is None:
             return True
         return needed.sequences <= free.sequences and needed.kv_tokens <= free.kv_tokens and free.prompt_tokens > 0
 
@@ -198,18 +183,15 @@ class Admission:
 
     def _check_wait(self, entry: QueueEntry, deadline: float | None) -> None:
         """Raises Overloaded if the entry is predicted to wait longer than it may."""
-        predicted = self._drain.seconds(self._queue.tokens_ahead(entry))
+        predicted = self._drain.seconds(self.queue.tokens_ahead(entry))
         slack = self._slack(deadline)
         if predicted > min(self._max_queue_seconds, slack) or slack <= 0:
-            raise Overloaded(f"the queue is about {predicted:.1f} seconds long", self._retry_after(entry))
+            raise self._overloaded(f"the queue is about {predicted:.1f} seconds long", entry)
 
     def _slack(self, deadline: float | None) -> float:
         """Returns the seconds after which even a request that is next would miss its deadline."""
         return math.inf if deadline is None else deadline - self._clock() - self._registry.least_prefill_seconds()
 
-    def _queue_full(self, entry: QueueEntry) -> Overloaded:
-        return Overloaded("the queue is full", self._retry_after(entry))
-
-    def _retry_after(self, entry: QueueEntry) -> float:
-        predicted = self._drain.seconds(self._queue.tokens_ahead(entry))
-        return min(max(predicted, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+    def _overloaded(self, message: str, entry: QueueEntry) -> Overloaded:
+        predicted = self._drain.seconds(self.queue.tokens_ahead(entry))
+        return Overloaded(message, min(max(predicted, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS))

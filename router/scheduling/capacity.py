@@ -41,15 +41,11 @@ class Capacity(NamedTuple):
 NO_CAPACITY: Final = Capacity()
 
 
-def num_sequences(request: TokenRequest) -> int:
-    """Returns how many sequences a request decodes at once."""
-    return max(request.num_choices, request.beam_search.width if request.beam_search is not None else 1)
-
-
 def required_capacity(request: TokenRequest) -> Capacity:
     """Returns what a request needs of the pools if nothing of its prompt is cached. `kv_tokens`, the prompt and the
     tokens that it is expected to generate, also measure its work."""
-    sequences, num_tokens = num_sequences(request), len(request.prompt)
+    num_tokens, beam = len(request.prompt), request.beam_search
+    sequences = max(request.num_choices, beam.width if beam is not None else 1)
     return Capacity(
         sequences=sequences,
         prompt_tokens=num_tokens,

@@ -69,8 +69,8 @@ class FairQueue(Generic[T]):
     def __init__(self, *, max_tokens: int, max_requests: int) -> None:
         self._max_tokens = max_tokens
         self._max_requests = max_requests
+        self.num_tokens = 0  # of all entries
         self._num_requests = 0
-        self._num_tokens = 0
         self._backlogs: dict[_Backlog, OrderedDict[T, None]] = {}  # none is empty
         self._backlog_tokens: Counter[_Backlog] = Counter()
         self._turns: Ranking[_Backlog] = Ranking()  # the highest priority first, then the least tag
@@ -88,16 +88,11 @@ class FairQueue(Generic[T]):
         """Yields all entries, in no particular order."""
         return (entry for backlog in self._backlogs.values() for entry in backlog)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all entries."""
-        return self._num_tokens
-
     def displaced_by(self, entry: QueueEntry) -> list[T] | None:
         """Returns the entries that `push` would remove for it: the last ones of the longest backlog of the lowest
         priority, as many as the bounds ask for. None if it has no place: they would not be enough, or their tenant
         would then have less than that of an entry of the same priority."""
-        excess_tokens = self._num_tokens + entry.num_tokens - self._max_tokens
+        excess_tokens = self.num_tokens + entry.num_tokens - self._max_tokens
         excess_requests = self._num_requests + 1 - self._max_requests
         longest = self._longest.first()
         if longest is None or (excess_tokens <= 0 and excess_requests <= 0):
@@ -197,7 +192,7 @@ class FairQueue(Generic[T]):
     def _count(self, entry: T, sign: int) -> None:
         key, num_tokens = self._key(entry), sign * entry.num_tokens
         self._num_requests += sign
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
         self._tokens[entry.priority] += num_tokens
         self._backlog_tokens[key] += num_tokens
         self._longest.put(key, entry.priority, -self._share(key))

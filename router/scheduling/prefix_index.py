@@ -4,8 +4,10 @@ Blocks are identified by their hashes (proto/hashing.py), at each worker's own b
 time.
 """
 
+import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from ...proto.hashing import hash_chain
@@ -18,16 +20,8 @@ class Prefix:
     """Holds a prompt's hash chains, one for each block size, each computed once."""
 
     def __init__(self, tokens: Sequence[int], salt: bytes = b"") -> None:
-        self._tokens = tokens
-        self._salt = salt
-        self._chains: dict[int, list[bytes]] = {}
-
-    def chain(self, block_size: int) -> list[bytes]:
-        """Returns the hashes of the prompt's full blocks."""
-        found = self._chains.get(block_size)
-        if found is None:
-            found = self._chains[block_size] = hash_chain(self._tokens, block_size, self._salt)
-        return found
+        self.chain: Callable[[int], list[bytes]] = functools.cache(partial(hash_chain, tokens, salt=salt))
+        """Returns the hashes of the prompt's full blocks of so many tokens."""
 
 
 class _Cache:

@@ -49,8 +49,6 @@ class WorkerRegistry:
         self._looked_up: tuple[TokenRequest, Prefix, dict[str, int]] | None = None
         self._on_free: Callable[[], object] = lambda: None
 
-    # --- what the directory and the workers report --------------------------------------------------------------------
-
     def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Takes over the directory's whole snapshot. A worker of a new epoch starts empty."""
         listed = {info.worker_id: info for info in workers if info.role in self._free}
@@ -107,8 +105,6 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         return worker.info if worker else None
 
-    # --- attempts of requests -----------------------------------------------------------------------------------------
-
     def place(
         self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None
     ) -> Placement | None:
@@ -154,8 +150,6 @@ class WorkerRegistry:
             self._prefixes.settle(worker_id, prefix)
             self._recount(worker)
 
-    # --- free capacity, for admission ---------------------------------------------------------------------------------
-
     def free(self) -> Capacity | None:
         """Returns what all workers have free, less what is reserved. None without a decode worker that takes requests.
         Without a prefill worker the decode workers compute the prompts."""
@@ -194,8 +188,6 @@ class WorkerRegistry:
         """Returns how long the fastest worker takes for the shortest prompt; 0 before anything was measured."""
         rates = self._prefill_rates[_PREFILL]
         return rates.best().seconds(1) if rates.known else 0.0
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _remove(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)

@@ -36,7 +36,7 @@ from tandem.proto.parameters import markdown
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
-from tandem.router.fake import FakeTokenSource, byte_tokenizer
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.router.frontend.prepare import ServedModel
 from tandem.workers.submit import WorkerLimits, parse_submit
 
@@ -92,6 +92,8 @@ def test_a_parameter_is_a_row_a_field_and_the_code_that_uses_it(tmp_path: Path) 
     package = tmp_path / "tandem"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs", "build", "k8s")
     shutil.copytree(ROOT, package, ignore=ignored)
+    (package / "tests" / "router").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "router" / "fake_source.py", package / "tests" / "router")
     for name, (place, added) in EDITS.items():
         text = (package / name).read_text()
         (package / name).write_text(re.sub(place, lambda found, added=added: found[0] + added, text, count=1))  # type: ignore[misc]

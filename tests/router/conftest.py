@@ -9,9 +9,9 @@ import pytest
 from tandem.router.api.grpc_server import GrpcServer
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
-from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
 CONTEXT_TOKENS = 512
 

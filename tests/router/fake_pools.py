@@ -42,7 +42,7 @@ class FakeClient(WorkerClient):
     def __init__(self, worker_id: str, epoch: int) -> None:
         self.worker = (worker_id, epoch)
         self._streams = {}
-        self._broken = False
+        self.broken = False
         self._commands = asyncio.Queue()
         self._on_message = lambda message: None
         self._on_break = lambda: None

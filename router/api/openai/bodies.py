@@ -10,7 +10,17 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, WithJsonSchema, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetPydanticSchema,
+    TypeAdapter,
+    WithJsonSchema,
+    create_model,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 from ....proto import limits
@@ -93,15 +103,9 @@ _TYPES: Final = {
 }
 
 
-class _Given:
-    """Validates anything but null to True, without making objects of it."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> core_schema.CoreSchema:
-        return core_schema.with_default_schema(core_schema.none_schema(), default=True, on_error="default")
-
-
-Given = Annotated[Literal[True] | None, _Given]
+_GIVEN: Final = core_schema.with_default_schema(core_schema.none_schema(), default=True, on_error="default")
+Given = Annotated[Literal[True] | None, GetPydanticSchema(lambda _source, _handler: _GIVEN)]
+"""Anything but null, validated to True without making objects of it."""
 
 
 class OpenModel(BaseModel):

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument, TandemError
-from ...output.processor import join_messages
+from ...output.processor import join_choices
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
 from .requests import OpenAIRequest
@@ -26,10 +26,8 @@ MAX_PROMPT_LOGPROBS: Final = 2**19
 """Of all prompts, with alternatives and for each choice, in one response: about 40 MB of JSON."""
 
 _REASONS = {
-    inference_pb2.FINISH_REASON_UNSPECIFIED: None,
-    inference_pb2.FINISH_REASON_STOP: "stop",
-    inference_pb2.FINISH_REASON_LENGTH: "length",
-    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    number: name.removeprefix("FINISH_REASON_").lower() if number else None
+    for name, number in inference_pb2.FinishReason.items()
 }
 
 
@@ -101,13 +99,9 @@ class ResponseWriter:
         for prompt, messages in enumerate(answers):
             self._prompt_logprobs[prompt] = [entry for message in messages for entry in message.prompt_logprobs]
             report = self._prompt_report(prompt)
-            by_choice: dict[int, list[inference_pb2.GenerateResponse]] = {}
-            for message in messages:
-                by_choice.setdefault(message.choice, []).append(message)
-            for number in sorted(by_choice):
-                message = join_messages(by_choice[number], number)
+            for message in join_choices(messages):
                 if self._request.is_chat:
-                    choices.append(self._chat_choice(number, message, is_delta=False))
+                    choices.append(self._chat_choice(message.choice, message, is_delta=False))
                 else:
                     choices.append(self._text_choice(prompt, message, report))
         usage = json.dumps(_usage([messages[-1].usage for messages in answers]))

@@ -12,6 +12,7 @@ from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...frontend.prepare import PreparedRequest, RequestContext
 from ..service import GenerationService, tandem_errors_only
+from .openapi import REQUEST_ID
 from .requests import OpenAIRequest
 from .responses import DONE, ResponseWriter, check_prompt_logprobs, error_event, error_response
 
@@ -38,27 +39,20 @@ class GenerationResponse(Response):
         await _until_disconnect(receive, work)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events()) as events:
-            try:
-                event: bytes | None = await anext(events)
-            except TandemError as error:
+        has_started, last = False, b""
+        try:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    if not has_started:
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        has_started = True
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except TandemError as error:
+            if not has_started:
                 await self._send_other(error_response(error, self._request.field), scope, receive, send)
                 return
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while event is not None:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-                try:
-                    event = await anext(events, None)
-                except TandemError as error:
-                    await send(
-                        {
-                            "type": "http.response.body",
-                            "body": error_event(error, self._request.field),
-                            "more_body": True,
-                        }
-                    )
-                    break
-            await send({"type": "http.response.body", "body": b""})
+            last = error_event(error, self._request.field)
+        await send({"type": "http.response.body", "body": last})
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._request.prompts]
@@ -110,7 +104,7 @@ class GenerationResponse(Response):
         return ResponseWriter(self._request, model, sum(len(each.tokens.prompt) for each in accepted))
 
     async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-        response.headers.update({name: self.headers[name] for name in ("x-request-id",) if name in self.headers})
+        response.headers[REQUEST_ID] = self.headers[REQUEST_ID]
         await response(scope, receive, send)
 
 

@@ -22,8 +22,8 @@ from tandem.cluster.bench.workload import arrival_offsets
 from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.api.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
-from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

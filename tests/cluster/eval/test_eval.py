@@ -28,11 +28,11 @@ from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.client.client import AsyncClient
-from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests import demo_model
 from tandem.tests.fleet import fleet
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, stub_service
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]

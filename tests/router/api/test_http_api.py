@@ -10,10 +10,10 @@ from tokenizers import processors
 
 import tandem
 from tandem.proto import limits
-from tandem.router.fake import EOS_ID
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID
 
 
 @pytest.fixture

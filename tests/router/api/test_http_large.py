@@ -19,10 +19,10 @@ from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
 from tandem.router.api.openai.server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.fake import FakeTokenSource
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body, events
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import FakeTokenSource
 
 MESSAGE = {"role": "user", "content": ""}
 CALL = {"id": "", "function": {"name": "f", "arguments": ""}}

@@ -7,10 +7,10 @@ import pytest
 
 from tandem.router.api.openai.server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.fake import FakeTokenSource
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body, events
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import FakeTokenSource
 
 WAIT = 5.0
 

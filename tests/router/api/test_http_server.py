@@ -12,10 +12,10 @@ import pytest
 from tandem.proto import errors, limits
 from tandem.router.api.openai.server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.fake import EOS_ID, FakeTokenSource
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events, streamed_text
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 
 WAIT = 5.0
 

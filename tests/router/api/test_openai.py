@@ -11,9 +11,9 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 from pydantic import BaseModel
 
 from tandem.proto import errors
-from tandem.router.fake import EOS_ID, byte_tokenizer
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
 
 HERMES = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}"

@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import (
 
 from tandem.router.api.openai.server import HttpServer
 from tandem.router.api.service import GenerationService
-from tandem.router.fake import FakeTokenSource, byte_tokenizer
 from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
 EXAMPLES = 300
 

@@ -9,11 +9,11 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
 from tandem.router.api.service import GenerationService, tandem_errors_only
-from tandem.router.fake import EOS_ID, FakeTokenSource
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenDelta, TokenRequest, tenant_of
 from tandem.router.scheduling.admission import Admission
 from tandem.tests.router.api.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])

@@ -8,8 +8,8 @@ from tandem.proto import errors
 from tandem.router.client.client import AsyncClient, Client, connect
 from tandem.router.client.types import Options
 from tandem.router.client.wire import to_error
-from tandem.router.fake import EOS_ID
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID
 
 WAIT = 5.0
 CHAT = [{"role": "user", "content": "hello?"}]

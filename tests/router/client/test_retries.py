@@ -10,9 +10,9 @@ import pytest
 from tandem.proto import errors
 from tandem.router.client.client import AsyncClient, Client
 from tandem.router.client.wire import Retries
-from tandem.router.fake import FakeTokenSource
 from tandem.router.request import TokenDelta
 from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import FakeTokenSource
 
 
 def fail(source: FakeTokenSource, failures: list[errors.TandemError], after: int = 0) -> None:

@@ -196,7 +196,7 @@ class OneAtATime(Admission):
 async def test_admission_decides_when_a_request_starts() -> None:
     async with fleet(0, 1) as running:
         admission = OneAtATime()
-        running.dispatcher = Dispatcher(running.registry, admission, max_requests=0)
+        running.dispatcher = Dispatcher(running.registry, admission)
         with pytest.raises(Overloaded, match="not you"):
             await running.generate(token_request(range(20), 4, tenant="refused"))
         first = running.dispatcher.generate(token_request(range(20), 4, name="first"), inference_pb2.Timeline())
@@ -213,17 +213,6 @@ async def test_admission_decides_when_a_request_starts() -> None:
         tokens, _ = await second
         assert tokens == expected_tokens(range(20), 4, VOCAB)
         assert running.dispatcher.num_requests == 0
-
-
-async def test_without_admission_there_is_a_bound() -> None:
-    async with fleet(0, 1) as running:
-        bounded = Dispatcher(running.registry, max_requests=1)
-        first = bounded.generate(token_request(range(20), 4), inference_pb2.Timeline())
-        await anext(first)
-        with pytest.raises(Overloaded, match="1 requests are in progress"):
-            await anext(bounded.generate(token_request(range(20), 4), inference_pb2.Timeline()))
-        await first.aclose()
-        await bounded.close()
 
 
 async def test_routers_share_workers_without_knowing_of_each_other() -> None:

@@ -5,10 +5,10 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.router.fake import byte_tokenizer
 from tandem.router.frontend.prepare import RequestContext, ServedModel, prepare
 from tandem.router.request import TokenRequest
 from tandem.tests.router.api.bounds import ALLOWED, CHAT, REFUSED, TOOL_CHAT
+from tandem.tests.router.fake_source import byte_tokenizer
 
 CONTEXT = RequestContext(arrived=1.0, deadline=9.0)
 

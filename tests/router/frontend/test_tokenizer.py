@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.router.fake import byte_tokenizer
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.tiny import make_tokenizer
 
 TEXTS = (
@@ -98,7 +98,6 @@ async def test_special_tokens_that_are_not_wanted(loaded: Tokenizer, folder: Pat
 
 
 def test_ids_and_sizes(loaded: Tokenizer, reference: PreTrainedTokenizerFast) -> None:
-    assert loaded.eos_token_id == reference.eos_token_id
     assert loaded.special_ids == set(reference.all_special_ids)
     assert loaded.vocab_size == 640  # of config.json: the embedding may have more rows than the tokenizer has tokens
     assert byte_tokenizer().vocab_size == 258

@@ -10,10 +10,10 @@ from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
-from tandem.router.fake import byte_tokenizer
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.frontend.tools import format_of, tool_call_constraint
 from tandem.router.output.tool_parser import parser_for
+from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.tiny import make_tokenizer
 
 MODES = inference_pb2.ToolChoice

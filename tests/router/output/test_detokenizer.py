@@ -9,9 +9,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tandem.router.fake import BOS_ID, EOS_ID, byte_tokenizer
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.output.detokenizer import CompletionText, Detokenizer, StopStrings
+from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
 from tandem.tests.tiny import make_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.proto import inference_pb2
-from tandem.router.fake import EOS_ID, FakeTokenSource
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.answers import LENGTH, STOP, collect, collect_all, ids, of_choice, request, text
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 
 
 async def test_choices_end_each_for_itself(model: ServedModel) -> None:

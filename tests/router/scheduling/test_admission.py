@@ -81,8 +81,8 @@ async def test_as_many_run_as_fit_and_the_rest_follows_in_order() -> None:
     requests = AdmittedRequests(max_sequences=2)
     for n in range(5):
         await requests.ask(request([n] * 10, str(n)))
-    assert (requests.order, requests.admission.num_active, requests.admission.num_waiting) == (["0", "1"], 2, 3)
-    assert requests.admission.waiting_tokens == 3 * 18
+    assert (requests.order, requests.admission.num_active, len(requests.admission.queue)) == (["0", "1"], 2, 3)
+    assert requests.admission.queue.num_tokens == 3 * 18
     await requests.finish("1")
     assert requests.order == ["0", "1", "2"]
     await requests.cancel("3")
@@ -90,7 +90,7 @@ async def test_as_many_run_as_fit_and_the_rest_follows_in_order() -> None:
     assert requests.order == ["0", "1", "2", "4"]
     await requests.cancel("2")
     await requests.finish("4")
-    assert requests.admission.num_active == requests.admission.num_waiting == 0
+    assert requests.admission.num_active == len(requests.admission.queue) == 0
 
 
 async def test_choices_take_a_sequence_each() -> None:
@@ -211,7 +211,7 @@ async def test_a_full_queue_refuses_at_once_and_before_tokenization() -> None:
     requests.admission.check_early(10, "", priority=1)
     await requests.ask(request([7] * 10, "other", tenant="another"))
     assert isinstance(requests.tasks["2"].exception(), Overloaded)
-    assert requests.admission.num_waiting == 2
+    assert len(requests.admission.queue) == 2
     for name in ("1", "other"):
         await requests.cancel(name)
     await requests.finish("0")
@@ -226,7 +226,7 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> N
     for name in names[:10]:
         clock.now += 0.5
         await requests.finish(name)
-    assert requests.admission.num_waiting == 19  # about 9.5 seconds
+    assert len(requests.admission.queue) == 19  # about 9.5 seconds
     with pytest.raises(Overloaded, match=r"about 9\.5 seconds long") as caught:
         await (await requests.ask(request([1] * 92, "hasty", deadline=clock.now + 9)))
     assert caught.value.retry_after == pytest.approx(9.5, rel=0.02)
@@ -236,9 +236,9 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> N
     assert not patient.done()
     for n in range(40):
         await requests.ask(request([1] * 92, f"more {n}"))
-    assert 38 <= requests.admission.num_waiting <= 41  # twenty seconds of work
+    assert 38 <= len(requests.admission.queue) <= 41  # twenty seconds of work
     await requests.cancel_all()
-    assert requests.admission.num_active == requests.admission.num_waiting == 0
+    assert requests.admission.num_active == len(requests.admission.queue) == 0
 
 
 async def test_a_request_that_waited_too_long_is_refused_and_lets_the_next_in() -> None:
@@ -291,7 +291,7 @@ async def test_the_slot_of_a_request_cancelled_at_its_admission_goes_to_the_next
     requests.tasks["0"].cancel()
     await asyncio.sleep(0)  # the slot is handed to 1, whose task has not run yet
     assert requests.admission.num_active == 1
-    assert requests.admission.num_waiting == 1
+    assert len(requests.admission.queue) == 1
     requests.tasks["1"].cancel()
     await settle()
     assert requests.order == ["0", "2"]
@@ -306,7 +306,7 @@ async def test_a_flood_of_one_tenant_leaves_the_other_half_of_the_service() -> N
     rest = {"flood": 0, "calm": 0}
     for _ in range(200):
         for tenant, wanted in (("flood", 60), ("calm", 2)):
-            waiting = Counter(t.tenant for t in requests.admission._queue)
+            waiting = Counter(t.tenant for t in requests.admission.queue)
             for _ in range(wanted - waiting[tenant]):
                 await requests.ask(request([1] * 30, f"{tenant} {next(number)}", tenant=tenant))
         name = requests.order[-1]
@@ -324,7 +324,7 @@ async def test_refusing_is_quick_at_overload() -> None:
         asked = request([1] * rng.randint(1, 50), str(n), tenant=f"tenant {n % 500}", priority=n % 3)
         requests.tasks[str(n)] = asyncio.create_task(requests._hold(asked))
     await settle()
-    assert requests.admission.num_waiting == 4096
+    assert len(requests.admission.queue) == 4096
     took = []
     for n in range(1000):
         begin = time.perf_counter()
@@ -379,7 +379,7 @@ async def _play(operations: list[tuple[object, ...]]) -> None:
     while requests.active:
         await requests.finish(requests.active[0].request_id)
         _check(requests)
-    assert requests.admission.num_waiting == requests.admission.num_active == 0
+    assert len(requests.admission.queue) == requests.admission.num_active == 0
     assert all(task.done() for task in requests.tasks.values())
     assert requests.registry._reserved == {}
     await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
@@ -389,9 +389,9 @@ def _check(requests: AdmittedRequests) -> None:
     admission = requests.admission
     assert admission.num_active == len(requests.active)
     assert sum(one.num_choices for one in requests.active) <= 4 or len(requests.active) == 1
-    assert admission.num_waiting <= 6
-    assert admission.waiting_tokens <= 3000 or admission.num_waiting == 1
-    first = admission._queue.first()
+    assert len(admission.queue) <= 6
+    assert admission.queue.num_tokens <= 3000 or len(admission.queue) == 1
+    first = admission.queue.first()
     assert first is None or not admission._fits(first.needed)
 
 

@@ -6,15 +6,12 @@ import zlib
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
-from ..proto import inference_pb2, worker_pb2
-from ..proto.errors import TandemError
-from .deadline import before
-from .frontend.tokenizer import BYTE_OF_CHARACTER, Tokenizer
-from .request import TokenDelta, TokenRequest
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.errors import TandemError
+from tandem.router.deadline import before
+from tandem.router.frontend import tokenizer
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.router.request import TokenDelta, TokenRequest
 
 EOS_ID = 256
 BOS_ID = 257
@@ -29,14 +26,7 @@ _CHAT_TEMPLATE = (
 
 def byte_tokenizer(chat_template: str | None = _CHAT_TEMPLATE) -> Tokenizer:
     """Returns a tokenizer with one token per byte, whose id is the byte, and the special tokens EOS_ID and BOS_ID."""
-    backend = Backend(models.BPE(vocab=BYTE_OF_CHARACTER, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|begin|>", special=True)])
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, eos_token="<|end|>", bos_token="<|begin|>", chat_template=chat_template
-    )
-    return Tokenizer(fast)
+    return tokenizer.byte_tokenizer(chat_template)
 
 
 @dataclass(kw_only=True)
