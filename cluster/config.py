@@ -19,6 +19,7 @@ MAX_FILE_BYTES: Final = 1024 * 1024
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
 Transports = Annotated[tuple[Literal["shared", "gloo", "nccl", "nixl"], ...], Field(max_length=4), Strict(False)]
+PoolRole = Literal["prefill", "decode"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 
 
@@ -118,7 +119,7 @@ class TandemConfig(_Section):
         return self.served_model_name or PurePath(self.model).name
 
     @property
-    def pools(self) -> dict[Literal["prefill", "decode"], PoolConfig]:
+    def pools(self) -> dict[PoolRole, PoolConfig]:
         return {"prefill": self.prefill, "decode": self.decode}
 
     @property
