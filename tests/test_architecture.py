@@ -66,9 +66,11 @@ ARROWS: dict[str, set[str]] = {
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
     "cluster.store": set(),
-    "cluster.cli.options": {"router.client"},
-    "cluster.eval": {"router.client"},
-    "cluster.bench": {"router.client"},
+    "cluster.tables": set(),
+    "cluster.text_files": set(),
+    "cluster.cli.options": {"router.client", "cluster.text_files"},
+    "cluster.eval": {"router.client", "cluster.text_files"},
+    "cluster.bench": {"router.client", "cluster.tables", "cluster.text_files"},
 }
 ARROWS["router.api.servers"] = {"router.api", "router.api.openai"}
 MODEL = {name for name in ARROWS if name.startswith("workers.model.")}

@@ -1,7 +1,7 @@
 """Holds the options of `tandem bench` and checks their bounds. Does not know how the load is sent."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -60,8 +60,7 @@ class LoadOptions:
 class BenchOptions:
     """Holds all options of one benchmark. `check_options` checks them."""
 
-    address: ServerAddress
-    peer: ServerAddress | None = None
+    addresses: Sequence[ServerAddress]  # one, or two to compare
     workload: Workload
     load: LoadOptions
     rounds: int = 1  # of each server

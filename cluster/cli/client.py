@@ -13,6 +13,7 @@ from rich.table import Table
 from ...proto.errors import InvalidArgument, Unavailable
 from ...router.client.client import Client
 from ...router.client.types import Options
+from ..text_files import read_text
 from . import options as o
 from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
 
@@ -68,7 +69,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
             raise InvalidArgument("must not be given together with another prompt", "file")
-        return o.read_text(file, "file")
+        return read_text(file, "file")
     if prompt is None and sys.stdin.isatty():
         raise InvalidArgument("missing; give a text, --file, or - to type one", "prompt")
     return sys.stdin.read() if prompt in (None, "-") else prompt

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tandem.cluster.cli import main
-from tandem.cluster.eval.generate import parse_cases
+from tandem.cluster.eval.generate import Case
 from tandem.cluster.eval.perplexity import measure_perplexity, sliding_windows, tokenize_long
 from tandem.cluster.eval.scores import exact_match, normalise_answer, score_texts, word_f1
+from tandem.cluster.text_files import parse_lines
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.api.servers import ApiServers
@@ -272,7 +273,7 @@ def test_bad_cases_are_named_by_their_line(tmp_path: Path, line: str, words: str
     path = tmp_path / "cases.jsonl"
     path.write_text(f'{{"prompt": "a", "reference": "b"}}\n{line}\n')
     with pytest.raises(InvalidArgument, match=words) as caught:
-        parse_cases(path.read_text(), path)
+        parse_lines(path.read_text(), path, Case)
     assert caught.value.field == f"{path}:2"
 
 
