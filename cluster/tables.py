@@ -10,9 +10,12 @@ from rich.table import Column, Table
 _CHARACTERS: Final = 150  # of a line where there is no terminal to fit into
 
 
-def make_table(*texts: str, numbers: Iterable[str] = (), title: str | None = None, boxed: bool = True) -> Table:
-    """Returns a table without rows that has columns of `texts`, then right-justified ones of `numbers`."""
-    columns = [Column(name, justify="right", no_wrap=True) for name in numbers]
+def make_table(
+    *texts: str | Column, numbers: Iterable[str] = (), title: str | None = None, boxed: bool = True
+) -> Table:
+    """Returns a table without rows that has columns of `texts`, then right-justified ones of `numbers`, which a narrow
+    terminal may fold if there is no box."""
+    columns = [Column(name, justify="right", no_wrap=boxed) for name in numbers]
     table = Table(*texts, *columns, title=title, title_justify="left", header_style="bold", pad_edge=boxed)
     if not boxed:
         table.box = None

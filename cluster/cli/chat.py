@@ -15,8 +15,9 @@ from rich.table import Table
 from ...proto.errors import InvalidArgument, TandemError
 from ...router.client.client import Client
 from ...router.client.types import ChatOptions, Timeline
+from ..tables import table_console
 from . import options as o
-from .answers import error_console, print_timeline
+from .answers import print_timeline
 from .conversation import Conversation, read_question
 from .keyboard import open_keyboard
 
@@ -43,7 +44,7 @@ def chat(
     """Chat with the model, which sees the whole conversation. /help lists the commands. Ctrl-C cuts an answer short,
     Ctrl-D ends the chat. In a pipe each line is a question, and the first error ends the chat."""
     options = cast(ChatOptions, o.given_options(context.params))
-    console = error_console()
+    console = table_console(stderr=True)
     interactive = sys.stdin.isatty()
     with Client(target, api_key=api_key) as client, open_keyboard() as read_line:
         session = ChatSession(client, options, console, Conversation(system), always_timeline=timeline)

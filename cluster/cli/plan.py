@@ -1,12 +1,10 @@
 """`tandem plan memory`: computes what a model takes on each rank, before anything is started. Imports no Ray."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ...proto.errors import InvalidArgument
@@ -14,7 +12,7 @@ from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import ModelConfig
 from ...workers.model.footprint import check_config_split, kv_bytes_per_token
 from ..store.store import resolve_model
-from .timeline import TABLE_CHARACTERS
+from ..tables import make_table, table_console
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 GIB: Final = 1024**3
@@ -100,9 +98,8 @@ def memory_command(
         context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)
         num_bytes = int(gpu_memory_gb * GIB * utilization)
         budget = MemoryBudget(num_bytes=num_bytes, block_size=block_size, context_tokens=context)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
     typer.echo(f"{model}, {dtype}: {_heads(config)}; on each rank:")
-    console.print(memory_table(rows, budget))
+    table_console().print(memory_table(rows, budget))
     for row in rows:
         if budget and row.kv_cache(budget) < 0:
             typer.echo(f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit {_size(budget.num_bytes)}")
@@ -110,12 +107,10 @@ def memory_command(
 
 def memory_table(rows: Sequence[RankMemory], budget: MemoryBudget | None) -> Table:
     """Returns one line for each number of ranks; what fits is shown if there is a budget."""
-    table = Table(header_style="bold")
     columns = ["tp", "weights", "KV a token", "on all ranks", "copies of KV"]
     if budget:
         columns += ["for KV cache", "tokens", f"sequences of {budget.context_tokens:,}"]
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table(numbers=columns)
     for row in rows:
         cells = [str(row.tp), _size(row.weights), f"{row.kv_per_token:,} B", f"{row.kv_per_token * row.tp:,} B"]
         cells.append(str(row.num_copies))
