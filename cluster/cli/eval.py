@@ -17,7 +17,7 @@ from ...router.client.client import AsyncClient
 from ...router.client.types import Completion, Options
 from ..eval.generate import Case, complete_cases, write_completions
 from ..eval.perplexity import Perplexity, measure_perplexity
-from ..eval.scores import check_libraries, score_texts
+from ..eval.scores import import_libraries, score_texts
 from ..text_files import parse_lines, read_text
 from . import options as o
 
@@ -77,7 +77,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer the prompts of FILE and compare with the references: BLEU, chrF, ROUGE, exact match, F1."""
-    check_libraries()  # before the model has worked for minutes
+    import_libraries()  # before the model has worked for minutes
     cases = parse_lines(read_text(file, "file"), file, Case)
     options: Options = o.given_options(context.params)
 

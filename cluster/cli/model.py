@@ -29,9 +29,9 @@ def get_command(name: Annotated[str, typer.Argument(help="A name that `tandem mo
 def list_command() -> None:
     """List the built-in models with their folders, as far as they have been fetched."""
     table = make_table("NAME", "SIZE", Column("FOLDER", overflow="fold"), boxed=False)
-    for model in list_models():
-        where = str(model.folder) if model.present else "not fetched"
-        table.add_row(model.name, decimal(model.num_bytes) if model.present else "-", where)
+    for folder, num_bytes in list_models().items():
+        cells = ("-", "not fetched") if num_bytes is None else (decimal(num_bytes), str(folder))
+        table.add_row(folder.name, *cells)
     console = Console()
     if not console.is_terminal:
         console.width = 4096  # do not wrap lines in a pipe
