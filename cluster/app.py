@@ -25,7 +25,7 @@ from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, PoolRole, TandemConfig, nodes_offering, ranks_per_node
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryUnavailable, DirectoryWatcher, RouterInfo
-from .ranks import node_host, rank_addresses, rank_threads, start_ranks
+from .ranks import node_host, rank_threads, start_ranks
 from .status import describe_workers
 
 if TYPE_CHECKING:
@@ -107,9 +107,8 @@ class WorkerPool(Replica):
             environment=_environment(pool),
             gpu=config.device == "cuda",
         )
-        self._worker = worker = await Worker.start(
-            worker_config, worker_id=self._member_id, role=role, ranks=await rank_addresses(self._ranks)
-        )
+        addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
+        self._worker = worker = await Worker.start(worker_config, worker_id=self._member_id, role=role, ranks=addresses)
         self._run(worker.stop, self._exit_on_failure(worker), self._heartbeat(worker))
 
     def check_health(self) -> None:

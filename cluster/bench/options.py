@@ -25,10 +25,6 @@ class ServerAddress:
     url: str  # grpc://HOST:PORT, or http(s)://HOST:PORT without /v1
     model: str = ""  # empty: the first one it serves
 
-    @property
-    def is_grpc(self) -> bool:
-        return self.url.startswith("grpc://")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

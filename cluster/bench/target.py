@@ -27,7 +27,7 @@ of prompt tokens and output tokens as the server counts them. Raises RequestFail
 @asynccontextmanager
 async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncIterator[StreamCompletion]:
     """Connects to a server. Raises Unavailable if it must be asked for its model and does not answer."""
-    if address.is_grpc:
+    if address.url.startswith("grpc://"):
         async with AsyncClient(address.url.removeprefix("grpc://"), max_retries=0) as client:
             yield _stream_over_grpc(client, address.model, ignore_eos)
         return

@@ -107,7 +107,8 @@ def _serve_and_ask(console: Console, folder: str) -> int:
         with screen:
             completions = asyncio.run(_ask_all(service.grpc_address, screen))
         console.print()
-        report(console, completions)
+        rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
+        console.print(timeline_table(rows))
         problems = verify(completions)
         console.print("Stopping ...")
     for problem in problems:
@@ -127,12 +128,6 @@ async def _ask(client: AsyncClient, request: int, screen: Screen) -> Completion:
         async for delta in stream:
             screen.add(request, delta.text)
         return await stream.completion()
-
-
-def report(console: Console, completions: Sequence[Completion]) -> None:
-    """Prints the timelines, one line for each request."""
-    rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
-    console.print(timeline_table(rows))
 
 
 def verify(completions: Sequence[Completion]) -> list[str]:

