@@ -8,11 +8,12 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ray import serve
 from starlette.requests import Request
@@ -22,15 +23,16 @@ from ..proto import worker_pb2
 from ..workers.engine.config import Budgets
 from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
-from .config import PoolConfig, TandemConfig, nodes_offering, ranks_per_node
+from .config import PoolConfig, PoolRole, TandemConfig, nodes_offering, ranks_per_node
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryUnavailable, DirectoryWatcher, RouterInfo
-from .ranks import node_host, rank_addresses, rank_threads, start_ranks
+from .ranks import node_host, rank_threads, start_ranks
 from .status import describe_workers
+
+if TYPE_CHECKING:
+    from .runtime import RouterRuntime
 
 log = logging.getLogger(__name__)
 
-PREFILL: Final = worker_pb2.Role.ROLE_PREFILL
-DECODE: Final = worker_pb2.Role.ROLE_DECODE
 STOP_MARGIN_SECONDS: Final = 2.0
 _LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
 
@@ -41,19 +43,61 @@ _LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
 _PREFILL_NICE: Final = 10
 
 
-class WorkerPool:
-    """Runs one worker of a pool: starts it, keeps it registered in the directory, stops it."""
+class Replica:
+    """Holds what all deployments share: a member of the directory, and the background tasks that it cannot do without.
 
-    role: ClassVar[Literal["prefill", "decode"]]
-    _worker: Worker | None = None  # until the start has succeeded
+    `_stop_server` is set once the start has succeeded: it stops what the replica runs within so many seconds."""
+
+    _stop_server: Callable[[float], Awaitable[None]] | None = None
     _tasks: Sequence[asyncio.Task[None]] = ()
 
-    async def __init__(self, config: TandemConfig, folder: str, ranks_per_node: int) -> None:  # type: ignore[misc]
-        pool = config.pools[self.role]
+    def __init__(self, config: TandemConfig, kind: str) -> None:
         self._config = config
         self._directory = DirectoryClient(config.name)
+        self._label = f"tandem {kind} {config.served_name}"
+        self._member_id = f"{kind}-{serve.get_replica_context().replica_id.unique_id}"
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def check_health(self) -> None:
+        """Raises if a background task has ended; Serve then replaces the replica."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError("a background task has ended")
+
+    async def __del__(self) -> None:
+        """Stops the replica; Serve awaits this at a graceful stop, and also after a start that has failed."""
+        for task in self._tasks:
+            task.cancel()
+        if self._stop_server is None:
+            return
+        try:
+            await self._directory.remove(self._member_id)
+        except DirectoryUnavailable as error:  # it drops silent members by itself
+            log.warning("not removed from the directory: %s", error)
+        await self._stop_server(self._config.grace_seconds)
+
+    def _run(self, stop: Callable[[float], Awaitable[None]], *tasks: Coroutine[Any, Any, None]) -> None:
+        """Ends a start that has succeeded. Exempts what was imported and loaded from garbage collection: a full
+        collection stops every stream for 0.1 s."""
+        gc.collect()
+        gc.freeze()
+        self._stop_server = stop
+        self._tasks = [asyncio.create_task(task) for task in tasks]
+
+
+class WorkerPool(Replica):
+    """Runs one worker of a pool: starts it, keeps it registered in the directory, stops it."""
+
+    _worker: Worker | None = None  # until the start has succeeded
+
+    async def __init__(self, config: TandemConfig, folder: str, role: PoolRole, ranks_per_node: int) -> None:  # type: ignore[misc]
+        super().__init__(config, role)
+        pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
-        worker_config = _worker_config(config, self.role, folder, threads())
+        worker_config = _worker_config(config, role, folder, threads())
         self._ranks = start_ranks(
             worker_config.rank,
             pool.tp,
@@ -63,38 +107,15 @@ class WorkerPool:
             environment=_environment(pool),
             gpu=config.device == "cuda",
         )
-        self._worker = await Worker.start(
-            worker_config,
-            worker_id=f"{self.role}-{serve.get_replica_context().replica_id.unique_id}",
-            role=self.role,
-            ranks=await rank_addresses(self._ranks),
-        )
-        _freeze()
-        self._tasks = [
-            asyncio.create_task(self._exit_on_failure(self._worker)),
-            asyncio.create_task(self._heartbeat(self._worker)),
-        ]
-
-    def __repr__(self) -> str:
-        return f"tandem {self.role} {self._config.served_name}"
+        addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
+        self._worker = worker = await Worker.start(worker_config, worker_id=self._member_id, role=role, ranks=addresses)
+        self._run(worker.stop, self._exit_on_failure(worker), self._heartbeat(worker))
 
     def check_health(self) -> None:
         """Raises if the worker can serve no more; Serve then replaces the replica."""
-        _raise_if_ended(self._tasks)
+        super().check_health()
         if self._worker is not None:
             self._worker.check_health()
-
-    async def __del__(self) -> None:
-        """Stops the worker; Serve awaits this at a graceful stop, and also after a start that has failed."""
-        for task in self._tasks:
-            task.cancel()
-        if self._worker is None:
-            return
-        try:
-            await self._directory.remove(self._worker.worker_id)
-        except DirectoryUnavailable as error:
-            log.warning("not removed from the directory: %s", error)
-        await self._worker.stop(grace=self._config.grace_seconds)
 
     async def _exit_on_failure(self, worker: Worker) -> None:
         """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve starts another."""
@@ -113,41 +134,18 @@ class WorkerPool:
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
-class PrefillPool(WorkerPool):
-    role = "prefill"
-
-
-class DecodePool(WorkerPool):
-    role = "decode"
-
-
-class Router:
+class Router(Replica):
     """Runs one router, and answers the status page behind Serve's HTTP proxy."""
-
-    _runtime: Any = None  # a RouterRuntime, once the start has succeeded
-    _tasks: Sequence[asyncio.Task[None]] = ()
 
     async def __init__(self, config: TandemConfig, folder: str, replicas: int, *pools: object) -> None:  # type: ignore[misc]
         from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
 
-        self._config = config
-        self._directory = DirectoryClient(config.name)
-        self._router_id = f"router-{serve.get_replica_context().replica_id.unique_id}"
+        super().__init__(config, "router")
         self._workers: list[worker_pb2.WorkerInfo] = []
         self._routers: tuple[RouterInfo, ...] = ()
         self._changed = asyncio.Condition()
-        self._runtime = await RouterRuntime.start(
-            config, Path(folder), node_host(config.host), take_free_ports=replicas > 1
-        )
-        _freeze()
-        self._tasks = [asyncio.create_task(self._watch())]
-
-    def __repr__(self) -> str:
-        return f"tandem router {self._config.served_name}"
-
-    def check_health(self) -> None:
-        """Raises if the router no longer watches the directory; Serve then replaces the replica."""
-        _raise_if_ended(self._tasks)
+        runtime = await RouterRuntime.start(config, Path(folder), node_host(config.host), take_free_ports=replicas > 1)
+        self._run(runtime.stop, self._watch(runtime))
 
     async def __call__(self, request: Request) -> JSONResponse:
         return JSONResponse(await self.status())
@@ -170,7 +168,8 @@ class Router:
         many workers. Raises TimeoutError."""
 
         def complete() -> bool:
-            if self._count(PREFILL) < num_prefill or self._count(DECODE) < num_decode:
+            counts = Counter(worker.role for worker in self._workers if not worker.draining)
+            if counts[worker_pb2.ROLE_PREFILL] < num_prefill or counts[worker_pb2.ROLE_DECODE] < num_decode:
                 return False
             return sum(each.num_workers >= num_prefill + num_decode for each in self._routers) >= num_routers
 
@@ -178,24 +177,14 @@ class Router:
             await self._changed.wait_for(complete)
         return [each.grpc_address for each in self._routers], [each.http_address for each in self._routers]
 
-    async def __del__(self) -> None:
-        """Stops the router; Serve awaits this at a graceful stop, and also after a start that has failed."""
-        for task in self._tasks:
-            task.cancel()
-        if self._runtime is None:
-            return
-        with suppress(DirectoryUnavailable):  # it drops the router a few seconds later by itself
-            await self._directory.remove(self._router_id)
-        await self._runtime.stop(self._config.grace_seconds)
-
-    async def _watch(self) -> None:
+    async def _watch(self, runtime: "RouterRuntime") -> None:
         """Keeps the router's list of workers as the directory has it; while that is unavailable, the last one stays."""
         watcher = DirectoryWatcher()
         while True:
             me = RouterInfo(
-                router_id=self._router_id,
-                grpc_address=self._runtime.grpc_address,
-                http_address=self._runtime.http_address,
+                router_id=self._member_id,
+                grpc_address=runtime.grpc_address,
+                http_address=runtime.http_address,
                 num_workers=len(self._workers),
             )
             try:
@@ -206,11 +195,8 @@ class Router:
                 continue
             async with self._changed:
                 self._workers, self._routers = workers, watcher.routers
-                await self._runtime.update(workers)
+                await runtime.update(workers)
                 self._changed.notify_all()
-
-    def _count(self, role: worker_pb2.Role) -> int:
-        return sum(worker.role == role and not worker.draining for worker in self._workers)
 
 
 def build_app(
@@ -220,9 +206,7 @@ def build_app(
 
     `nodes`: the resources that each node of the cluster offers. Workers without a thread count of their own share the
     cores of their nodes."""
-    pools = [_bind_pool(DecodePool, config, folder, nodes)]
-    if config.prefill.replicas:
-        pools.append(_bind_pool(PrefillPool, config, folder, nodes))
+    pools = [_bind_pool(role, config, folder, nodes) for role, pool in config.pools.items() if pool.replicas]
     environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     options = _options(config, num_routers, config.router.num_cpus, config.router.resources, environment)
     if config.router.replicas is None and num_routers > 1:
@@ -237,9 +221,9 @@ def count_routers(config: TandemConfig, nodes: Sequence[Mapping[str, float]]) ->
 
 
 def _bind_pool(
-    pool_class: type[WorkerPool], config: TandemConfig, folder: str, nodes: Sequence[Mapping[str, float]]
+    role: PoolRole, config: TandemConfig, folder: str, nodes: Sequence[Mapping[str, float]]
 ) -> serve.Application:
-    pool = config.pools[pool_class.role]
+    pool = config.pools[role]
     options = _options(config, pool.replicas, pool.num_cpus, pool.resources, _environment(pool))
     gpus = {"GPU": 1.0} if config.device == "cuda" else {}
     if gpus:
@@ -248,13 +232,11 @@ def _bind_pool(
         bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
         options["placement_group_bundles"] = [bundle] * pool.tp
         options["placement_group_strategy"] = pool.placement
-    deployment: Any = serve.deployment(pool_class, **options)
-    return cast(serve.Application, deployment.bind(config, folder, ranks_per_node(config, pool, nodes)))
+    deployment: Any = serve.deployment(WorkerPool, name=f"{role.title()}Pool", **options)
+    return cast(serve.Application, deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes)))
 
 
-def _worker_config(
-    config: TandemConfig, role: Literal["prefill", "decode"], folder: str, num_threads: int
-) -> WorkerConfig:
+def _worker_config(config: TandemConfig, role: PoolRole, folder: str, num_threads: int) -> WorkerConfig:
     pool = config.pools[role]
     rank = RankConfig(
         model=folder,
@@ -305,16 +287,3 @@ def _options(
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": config.grace_seconds + STOP_MARGIN_SECONDS,
     }
-
-
-def _freeze() -> None:
-    """Exempts what was imported and loaded from garbage collection: a full collection stops every stream for 0.1 s."""
-    gc.collect()
-    gc.freeze()
-
-
-def _raise_if_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        if task.done():
-            task.result()
-            raise RuntimeError("a background task has ended")

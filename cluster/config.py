@@ -4,6 +4,7 @@ Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) r
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast
@@ -19,6 +20,7 @@ MAX_FILE_BYTES: Final = 1024 * 1024
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
 Transports = Annotated[tuple[Literal["shared", "gloo", "nccl", "nixl"], ...], Field(max_length=4), Strict(False)]
+PoolRole = Literal["prefill", "decode"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 
 
@@ -118,7 +120,7 @@ class TandemConfig(_Section):
         return self.served_model_name or PurePath(self.model).name
 
     @property
-    def pools(self) -> dict[Literal["prefill", "decode"], PoolConfig]:
+    def pools(self) -> dict[PoolRole, PoolConfig]:
         return {"prefill": self.prefill, "decode": self.decode}
 
     @property
@@ -203,33 +205,21 @@ def _put(tree: dict[str, Any], key: str, value: object) -> None:
 
 def _line(entry: Mapping[str, Any]) -> str:
     """Returns one validation error as "dotted.key: what is wrong"."""
-    path, context = tuple(entry["loc"]), entry.get("ctx", {})
-    key = ".".join(str(part) for part in path)
-    kind, got = entry["type"], f", got {_shorten(entry['input'])}"
-    if kind == "extra_forbidden":
-        return f"{key}: unknown key{_suggestion(path)}"
-    if kind == "value_error":
-        return str(context["error"])
-    bounds = {
-        "missing": "missing",
-        "greater_than_equal": f"must be at least {context.get('ge')}{got}",
-        "greater_than": f"must be greater than {context.get('gt')}{got}",
-        "less_than_equal": f"must be at most {context.get('le')}{got}",
-        "finite_number": "must be a finite number",
-        "literal_error": f"must be one of {context.get('expected')}{got}",
-        "string_too_short": f"must have at least {context.get('min_length')} character(s)",
-        "string_too_long": f"must have at most {context.get('max_length')} characters",
-        "string_pattern_mismatch": f"must match {context.get('pattern')}{got}",
-        "too_long": f"must have at most {context.get('max_length')} entries",
-        "int_type": f"must be a whole number{got}",
-        "float_type": f"must be a number{got}",
-        "bool_type": f"must be true or false{got}",
-        "string_type": f"must be text{got}",
-        "dict_type": f"must hold keys and values{got}",
-        "tuple_type": f"must be a list{got}",
-        "model_type": f"must hold keys and values{got}",
-    }
-    return f"{key}: {bounds.get(kind, 'is not valid')}"
+    path = tuple(entry["loc"])
+    match entry["type"]:
+        case "value_error":
+            return str(entry["ctx"]["error"])
+        case "missing":
+            text = "missing"
+        case "extra_forbidden":
+            text = f"unknown key{_suggestion(path)}"
+        case "dict_type" | "model_type":
+            text = f"must hold keys and values, got {_shorten(entry['input'])}"
+        case "tuple_type":
+            text = f"must be a list, got {_shorten(entry['input'])}"
+        case _:  # pydantic's "Input should be ..." or "String should have ...", with the bound
+            text = f"{re.sub(r'^[A-Z][a-z]+ should', 'must', entry['msg'])}, got {_shorten(entry['input'])}"
+    return f"{'.'.join(map(str, path))}: {text}"
 
 
 def _shorten(value: object) -> str:

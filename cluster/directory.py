@@ -44,13 +44,6 @@ class Snapshot:
     routers: tuple[RouterInfo, ...] = ()  # sorted by router id
 
 
-@dataclass(slots=True)
-class _Entry:
-    info: bytes | RouterInfo
-    epoch: int
-    seen: float  # by the directory's clock
-
-
 class Directory:
     """Registers workers and routers, and serves snapshots of them. Not thread-safe: one event loop makes all calls."""
 
@@ -60,7 +53,8 @@ class Directory:
         self._started = self._awake = clock()
         self._incarnation = uuid.uuid4().hex
         self._version = 0
-        self._entries: dict[str, _Entry] = {}  # by worker id or router id
+        # By worker id or router id: what it has registered, its epoch, and when, by the directory's clock.
+        self._entries: dict[str, tuple[bytes | RouterInfo, int, float]] = {}
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -79,7 +73,7 @@ class Directory:
     async def snapshot(self) -> Snapshot:
         """Returns the current members."""
         self._expire()
-        members = [entry.info for _, entry in sorted(self._entries.items())]
+        members = [info for _, (info, _, _) in sorted(self._entries.items())]
         return Snapshot(
             incarnation=self._incarnation,
             version=self._version,
@@ -109,12 +103,12 @@ class Directory:
 
     def _refresh(self, member_id: str, info: bytes | RouterInfo, epoch: int = 0) -> None:
         self._expire()
-        known = self._entries.get(member_id)
-        if known is not None and known.epoch > epoch:
+        known, known_epoch, _ = self._entries.get(member_id, (None, epoch, 0.0))
+        if known_epoch > epoch:
             return
-        if known is None or known.info != info:
+        if known != info:
             self._bump()
-        self._entries[member_id] = _Entry(info, epoch, self._clock())
+        self._entries[member_id] = info, epoch, self._clock()
 
     def _bump(self) -> None:
         self._version += 1
@@ -125,10 +119,9 @@ class Directory:
         now = self._clock()
         if now - self._awake > self._expiry / 2:
             # No call for so long: this process was frozen, not every member silent. All of them get a fresh term.
-            for entry in self._entries.values():
-                entry.seen = now
+            self._entries = {member_id: (*entry[:2], now) for member_id, entry in self._entries.items()}
         self._awake = now
-        silent = [member_id for member_id, entry in self._entries.items() if now - entry.seen >= self._expiry]
+        silent = [member_id for member_id, (*_, seen) in self._entries.items() if now - seen >= self._expiry]
         for member_id in silent:
             del self._entries[member_id]
         if silent:

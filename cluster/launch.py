@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -59,10 +58,6 @@ class Service:
         return self.grpc_addresses[0]
 
     @property
-    def http_address(self) -> str:
-        return self.http_addresses[0]
-
-    @property
     def addresses(self) -> str:
         """Returns all addresses as `tandem serve` prints them."""
         return f"grpc={','.join(self.grpc_addresses)} http={','.join(self.http_addresses)}"
@@ -93,17 +88,13 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
 
 @contextmanager
 def _local_ray(config: TandemConfig) -> Iterator[None]:
-    scratch = tempfile.mkdtemp(prefix="tandem-")
-    options = _local_resources(config) | {
-        "object_store_memory": OBJECT_STORE_BYTES,
-        "include_dashboard": config.dashboard,
-        "_temp_dir": scratch,
-    }
-    try:
-        with _ray(address="local", **options):
-            yield
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
+    options |= _local_resources(config)
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as scratch,
+        _ray(address="local", _temp_dir=scratch, **options),
+    ):
+        yield
 
 
 def _local_resources(config: TandemConfig) -> dict[str, Any]:
@@ -220,15 +211,14 @@ def _wait(
     )
     while time.monotonic() < deadline:
         try:
-            grpc_addresses, http_addresses = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
+            addresses: tuple[list[str], list[str]] = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
+            return addresses
         except TimeoutError:
             status = serve.status().applications[config.name]
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise LaunchError(_reason(status)) from None
         except ray.exceptions.RayActorError:
             raise LaunchError("the router died while it started") from None
-        else:
-            return grpc_addresses, http_addresses
     raise LaunchError(f"not ready after {config.start_seconds:g} seconds (start_seconds)")
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +62,8 @@ def start_ranks(
     environment: dict[str, str],
     gpu: bool,
 ) -> list[Any]:
-    """Returns the actor handles of ranks 1 to size - 1. Called by the actor of rank 0, with which they end. `host` is
-    the interface that all of them bind, None is each one's node address."""
+    """Returns the actor handles of ranks 1 to size - 1, whose `start` returns an address. Called by the actor of rank
+    0, with which they end. `host` is the interface that all of them bind, None is each one's node address."""
     if size == 1:
         return []
     group = get_current_placement_group()
@@ -80,8 +80,3 @@ def start_ranks(
         ).remote(config, host, f"{label} rank {rank} of {size}", threads)
         for rank in range(1, size)
     ]
-
-
-async def rank_addresses(ranks: Sequence[Any]) -> list[str]:
-    """Returns the address of each rank, HOST:PORT, in order."""
-    return list(await asyncio.gather(*(rank.start.remote() for rank in ranks)))

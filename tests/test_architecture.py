@@ -66,9 +66,11 @@ ARROWS: dict[str, set[str]] = {
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
     "cluster.store": set(),
-    "cluster.cli.options": {"router.client"},
-    "cluster.eval": {"router.client"},
-    "cluster.bench": {"router.client"},
+    "cluster.tables": set(),
+    "cluster.text_files": set(),
+    "cluster.cli.options": {"router.client", "cluster.text_files"},
+    "cluster.eval": {"router.client", "cluster.text_files"},
+    "cluster.bench": {"router.client", "cluster.tables", "cluster.text_files"},
 }
 ARROWS["router.api.servers"] = {"router.api", "router.api.openai"}
 MODEL = {name for name in ARROWS if name.startswith("workers.model.")}
@@ -221,7 +223,8 @@ def test_the_package_keeps_the_rule(rule: Rule) -> None:
 def test_the_scan_sees_the_package() -> None:
     names = {module.name for module in package_modules()}
     assert {"tandem", "tandem.proto.errors", "tandem.workers.engine.plan", "tandem.cluster.store.store"} <= names
-    assert edges(package_modules())["tandem.cluster.cli.model"] == {"tandem.cluster.store.store", "tandem.proto.errors"}
+    imported = {"tandem.cluster.store.store", "tandem.cluster.tables", "tandem.proto.errors"}
+    assert edges(package_modules())["tandem.cluster.cli.model"] == imported
 
 
 def test_proto_is_a_namespace_folder() -> None:

@@ -3,36 +3,29 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
 from ...proto.errors import Unavailable
-from .metrics import FailureReason, RequestRecord, Summary, summarize
+from .metrics import RequestFailed, RequestRecord, Summary, summarize
 from .options import BenchOptions, LoadOptions, ServerAddress
-from .target import RequestFailed, StreamCompletion, open_target
-from .workload import BenchPrompt, Prompts, arrival_offsets, load_prompts
+from .target import StreamCompletion, open_target
+from .workload import BenchPrompt, Prompts, arrival_offsets
 
 _WARMUP_CONCURRENCY = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerRounds:
-    """Holds the summaries of one server's rounds."""
+async def run_bench(
+    options: BenchOptions, report: Callable[[ServerAddress, int, Summary], None]
+) -> list[list[Summary]]:
+    """Measures the servers in turn; returns the rounds of each.
 
-    address: ServerAddress
-    rounds: tuple[Summary, ...]
-
-
-async def run_bench(options: BenchOptions, report: Callable[[ServerAddress, int, Summary], None]) -> list[ServerRounds]:
-    """Measures the server, and the peer in turn with it if there is one.
-
-    Both get the same arrival times and prompts of the same lengths, but never the same random prompts: if the two URLs
+    All get the same arrival times and prompts of the same lengths, but never the same random prompts: if two URLs
     belong to one service, its prefix cache would favour the second.
 
     `report` is called after each round. Raises InvalidArgument for a bad file, and Unavailable if a server answers no
     warm-up request."""
-    prompts = load_prompts(options.workload)
-    addresses = [options.address, *([options.peer] if options.peer else [])]
+    prompts, addresses = Prompts(options.workload), options.addresses
     async with AsyncExitStack() as stack:
         targets = [
             await stack.enter_async_context(open_target(address, ignore_eos=options.workload.ignore_eos))
@@ -47,7 +40,7 @@ async def run_bench(options: BenchOptions, report: Callable[[ServerAddress, int,
                 records = await send_load(target, own, options.load, options.workload.seed + number)
                 summaries.append(summarize(records, options.slo))
                 report(address, number, summaries[-1])
-    return [ServerRounds(address=each, rounds=tuple(found)) for each, found in zip(addresses, rounds, strict=True)]
+    return rounds
 
 
 async def send_load(
@@ -100,17 +93,16 @@ async def _open_loop(
 
 async def _measure(target: StreamCompletion, prompt: BenchPrompt, timeout: float) -> RequestRecord:
     chunk_times: list[float] = []
-    counts, failure = (0, 0), None
+    counts = 0, 0
+    failure: RequestFailed | None = None
     started = perf_counter()
     try:
         async with asyncio.timeout(timeout):
             counts = await target(prompt, chunk_times)
     except RequestFailed as error:
-        failure = error.failure
+        failure = error
     except TimeoutError:
-        failure = FailureReason(
-            kind="timeout", detail=f"not complete after {timeout:g} s, {len(chunk_times)} chunks came"
-        )
+        failure = RequestFailed("timeout", f"not complete after {timeout:g} s, {len(chunk_times)} chunks came")
     return RequestRecord(
         started=started,
         ended=perf_counter(),

@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -18,15 +19,18 @@ REFUSALS: Final = ("RESOURCE_EXHAUSTED", "HTTP 429")
 """Kinds of failure that mean overload."""
 RATES: Final = ("request_throughput", "output_throughput", "total_throughput", "goodput", "slo_attainment")
 _QUANTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+_MAX_DETAIL: Final = 200  # characters of a server's error text
 _TAIL: Final = {"p99.9": 99.9}  # of gaps alone: there are enough of them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureReason:
-    """Says why a request did not complete."""
+class RequestFailed(Exception):
+    """Says why a request did not complete: `kind` in a few words, the same for every failure of the kind, and `detail`,
+    what the server said in one line."""
 
-    kind: str  # a few words, the same for every failure of the kind
-    detail: str = ""  # what the server said
+    def __init__(self, kind: str, detail: object = "") -> None:
+        super().__init__(kind)
+        self.kind = kind
+        self.detail = " ".join(str(detail).split())[:_MAX_DETAIL]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class RequestRecord:
     chunk_times: Sequence[float]  # arrival of each chunk that bears tokens; not empty if it completed
     prompt_tokens: int
     output_tokens: int
-    failure: FailureReason | None = None
+    failure: RequestFailed | None = None
     late: float = 0.0  # seconds that it was sent after the time that an open loop had planned
 
     @property
@@ -59,7 +63,7 @@ class RequestRecord:
     @property
     def gaps(self) -> list[float]:
         """Returns the seconds between successive chunks."""
-        return [after - before for before, after in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.chunk_times)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,15 @@ def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Sum
         good = sum(meets(record, slo) for record in records)
         figures |= {"goodput": good / duration, "slo_attainment": good / len(records)}
     refusals = [each.ended - each.started for each in records if each.failure and each.failure.kind in REFUSALS]
-    figures |= _latencies(completed) | distribution("refusal", refusals)
+    values = {
+        "ttft": [record.ttft for record in completed],
+        "tpot": [tpot for record in completed if (tpot := record.tpot) is not None],
+        "itl": [gap for record in completed for gap in record.gaps],
+        "e2e": [record.e2e for record in completed],
+        "refusal": refusals,
+    }
+    for name, seconds in values.items():
+        figures |= distribution(name, seconds)
     return Summary(
         duration=duration,
         num_requests=len(records),
@@ -124,8 +136,8 @@ def meets(record: RequestRecord, slo: Mapping[str, float]) -> bool:
     return all(1000 * found[name] <= limit for name, limit in slo.items())
 
 
-def count_failures(failures: Iterable[FailureReason | None]) -> tuple[FailureCount, ...]:
-    """Returns the failures by kind, the most frequent first."""
+def count_failures(failures: Iterable[RequestFailed | None]) -> tuple[FailureCount, ...]:
+    """Returns the failures by kind, the most frequent first; the example is the first one's detail."""
     found = [failure for failure in failures if failure is not None]
     examples = {failure.kind: failure.detail for failure in reversed(found)}
     counts = Counter(failure.kind for failure in found).most_common()
@@ -152,13 +164,3 @@ def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
     points = dict(zip(quantiles, np.percentile(ms, list(quantiles.values())), strict=True))
     found = {"mean": ms.mean(), **points, "max": ms.max()}
     return {f"{statistic}_{name}_ms": float(value) for statistic, value in found.items()}
-
-
-def _latencies(completed: Sequence[RequestRecord]) -> dict[str, float]:
-    values = {
-        "ttft": [record.ttft for record in completed],
-        "tpot": [tpot for record in completed if (tpot := record.tpot) is not None],
-        "itl": [gap for record in completed for gap in record.gaps],
-        "e2e": [record.e2e for record in completed],
-    }
-    return {key: figure for name in values for key, figure in distribution(name, values[name]).items()}

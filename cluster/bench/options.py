@@ -1,7 +1,7 @@
 """Holds the options of `tandem bench` and checks their bounds. Does not know how the load is sent."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,10 +24,6 @@ class ServerAddress:
 
     url: str  # grpc://HOST:PORT, or http(s)://HOST:PORT without /v1
     model: str = ""  # empty: the first one it serves
-
-    @property
-    def is_grpc(self) -> bool:
-        return self.url.startswith("grpc://")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +56,7 @@ class LoadOptions:
 class BenchOptions:
     """Holds all options of one benchmark. `check_options` checks them."""
 
-    address: ServerAddress
-    peer: ServerAddress | None = None
+    addresses: Sequence[ServerAddress]  # one, or two to compare
     workload: Workload
     load: LoadOptions
     rounds: int = 1  # of each server

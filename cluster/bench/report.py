@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from .load import ServerRounds
+from ..tables import make_table
 from .metrics import LATENCIES, RATES, Summary, medians, ratios
-from .options import BenchOptions
+from .options import BenchOptions, ServerAddress
 
 STATISTICS: Final = ("mean", "p50", "p90", "p99", "p99.9", "max")
 _UNITS: Final = {
@@ -21,24 +21,17 @@ _UNITS: Final = {
 _TITLES: Final = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end", "refusal": "refusal"}
 
 
-def to_json(options: BenchOptions, servers: Sequence[ServerRounds]) -> dict[str, Any]:
+def to_json(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> dict[str, Any]:
     """Returns the options, each round, the median of each figure, and the ratios to the peer if there is one."""
-    workload = asdict(options.workload) | {"file": str(options.workload.file) if options.workload.file else None}
-    middles = [medians(server.rounds) for server in servers]
-    found = [
-        {
-            "url": server.address.url,
-            "model": server.address.model,
-            "rounds": [asdict(each) for each in server.rounds],
-            "median": median,
-        }
-        for server, median in zip(servers, middles, strict=True)
-    ]
+    middles = [medians(rounds) for rounds in measured]
     return {
-        "workload": workload,
+        "workload": asdict(options.workload) | {"file": str(options.workload.file) if options.workload.file else None},
         "load": asdict(options.load),
         "slo_ms": dict(options.slo),
-        "servers": found,
+        "servers": [
+            {"url": address.url, "model": address.model, "rounds": list(map(asdict, rounds)), "median": median}
+            for address, rounds, median in zip(options.addresses, measured, middles, strict=True)
+        ],
         "ratios": ratios(middles[0], middles[1]) if len(middles) > 1 else None,
     }
 
@@ -54,76 +47,53 @@ def round_line(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def report(servers: Sequence[ServerRounds], slo: Mapping[str, float]) -> list[Table | str]:
+def report(options: BenchOptions, measured: Sequence[Sequence[Summary]]) -> list[Table | str]:
     """Returns what to print: rates and latencies of one server, or of two beside each other with ratios; failures."""
-    shown: list[Table | str] = [_completed(server) for server in servers]
-    if len(servers) == 1:
-        figures = medians(servers[0].rounds)
-        shown += [_rate_table(figures, slo), _latency_table(figures)]
-    else:
-        shown.append(_comparison(servers[0], servers[1]))
-    if any(each.failures for server in servers for each in server.rounds):
-        shown.append(_failure_table(servers))
-    return shown
+    shown: list[Table | str] = [_completed(*each) for each in zip(options.addresses, measured, strict=True)]
+    figures = [medians(rounds) for rounds in measured]
+    shown += [_comparison(*figures)] if len(figures) > 1 else [_rates(figures[0], options.slo), _latencies(figures[0])]
+    failures = make_table("server", "round", "kind", "requests", "for example", title="Failures")
+    for address, rounds in zip(options.addresses, measured, strict=True):
+        for number, summary in enumerate(rounds, 1):
+            for each in summary.failures:
+                failures.add_row(address.url, str(number), each.kind, str(each.count), each.example)
+    return [*shown, failures] if failures.rows else shown
 
 
-def _rate_table(figures: Mapping[str, float], slo: Mapping[str, float]) -> Table:
-    table = _table("Rates", "", "value")
+def _completed(address: ServerAddress, rounds: Sequence[Summary]) -> str:
+    completed = sum(each.num_completed for each in rounds)
+    requests = sum(each.num_requests for each in rounds)
+    times = f"{len(rounds)} round{'s' if len(rounds) > 1 else ''}"
+    return f"{address.url}: {completed} of {requests} requests completed in {times}"
+
+
+def _rates(figures: Mapping[str, float], slo: Mapping[str, float]) -> Table:
+    table = make_table("", numbers=["value"], title="Rates")
+    limits = {"goodput": f" ({', '.join(f'{key} <= {limit:g} ms' for key, limit in slo.items())})"}
     for name in RATES:
         if name in figures:
-            limits = (
-                f" ({', '.join(f'{key} <= {limit:g} ms' for key, limit in slo.items())})" if name == "goodput" else ""
-            )
-            table.add_row(f"{_UNITS[name]}{limits}", _number(figures[name]))
+            table.add_row(_UNITS[name] + limits.get(name, ""), _number(figures[name]))
     if figures["late_ms"]:
         table.add_row("latest send after its planned time, ms", _number(figures["late_ms"]))
     return table
 
 
-def _latency_table(figures: Mapping[str, float]) -> Table:
-    table = _table("Latencies (ms)", "", *STATISTICS)
+def _latencies(figures: Mapping[str, float]) -> Table:
+    table = make_table("", numbers=STATISTICS, title="Latencies (ms)")
     for name in LATENCIES:
-        if name == "refusal" and "mean_refusal_ms" not in figures:
-            continue
-        table.add_row(_TITLES[name], *(_number(figures.get(f"{each}_{name}_ms")) for each in STATISTICS))
+        if name != "refusal" or "mean_refusal_ms" in figures:
+            table.add_row(_TITLES[name], *(_number(figures.get(f"{each}_{name}_ms")) for each in STATISTICS))
     return table
 
 
-def _comparison(ours: ServerRounds, peer: ServerRounds) -> Table:
-    table = _table("Medians of the rounds", "", "server", "peer", "ratio")
-    own, peers = medians(ours.rounds), medians(peer.rounds)
-    quotients = ratios(own, peers)
+def _comparison(own: Mapping[str, float], peers: Mapping[str, float]) -> Table:
+    table = make_table("", numbers=["server", "peer", "ratio"], title="Medians of the rounds")
     names = {name: _UNITS[name] for name in RATES}
     names |= {f"{each}_{name}_ms": f"{each} {_TITLES[name]} ms" for name in LATENCIES for each in STATISTICS}
+    quotients = ratios(own, peers)
     for name, title in names.items():
         if name in own or name in peers:
             table.add_row(title, *(_number(each.get(name)) for each in (own, peers, quotients)))
-    return table
-
-
-def _failure_table(servers: Sequence[ServerRounds]) -> Table:
-    table = Table(title="Failures", title_justify="left", header_style="bold")
-    for name in ("server", "round", "kind", "requests", "for example"):
-        table.add_column(name)
-    for server in servers:
-        for number, summary in enumerate(server.rounds, 1):
-            for each in summary.failures:
-                table.add_row(server.address.url, str(number), each.kind, str(each.count), each.example)
-    return table
-
-
-def _completed(server: ServerRounds) -> str:
-    completed = sum(each.num_completed for each in server.rounds)
-    requests = sum(each.num_requests for each in server.rounds)
-    rounds = f"{len(server.rounds)} round{'s' if len(server.rounds) > 1 else ''}"
-    return f"{server.address.url}: {completed} of {requests} requests completed in {rounds}"
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -11,15 +11,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Annotated, Any, Final
 
 import aiohttp
 import grpc.aio
 import psutil
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from ...proto.channel import peer_channel
@@ -34,6 +32,7 @@ from ...workers.engine.config import Budgets
 from ...workers.engine.null import NullExecutor
 from ...workers.tp.rank import Rank, RankConfig
 from ...workers.worker import Worker, WorkerConfig
+from ..tables import make_table, table_console
 
 _CONTEXT_TOKENS: Final = 4096
 _VOCAB_SIZE: Final = 128  # of the byte tokenizer's: whole characters
@@ -41,22 +40,8 @@ _BLOCKS: Final = 65_536
 _MAX_STREAMS: Final = 4096
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
-_TABLE_CHARACTERS: Final = 120
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterCost:
-    """Holds the figures of one round."""
-
-    api: str  # grpc or http
-    num_streams: int
-    tokens_per_second: float
-    tokens_per_message: float  # tokens that wait for the client are merged
-    router_us: float  # CPU microseconds a token
-    worker_us: float
-    client_us: float
 
 
 @app.command("run")
@@ -76,22 +61,20 @@ def main(
         costs = [
             max(
                 (asyncio.run(_measure(api, router, worker, number, tokens)) for _ in range(rounds)),
-                key=lambda cost: cost.tokens_per_second,
+                key=itemgetter("tokens_per_second"),
             )
             for api in ("grpc", "http")
             for number in streams
         ]
     if as_json:
-        typer.echo(json.dumps([vars(cost) for cost in costs], indent=2))
+        typer.echo(json.dumps(costs, indent=2))
         return
-    table = Table("API", box=None, header_style="bold")
-    for name in ("streams", "tokens/s", "tokens/message", "router us/token", "worker us/token", "client us/token"):
-        table.add_column(name, justify="right")
+    numbers = ("streams", "tokens/s", "tokens/message", "router us/token", "worker us/token", "client us/token")
+    table = make_table("API", numbers=numbers, boxed=False)
     for cost in costs:
-        rates = (f"{cost.tokens_per_second:,.0f}", f"{cost.tokens_per_message:.1f}")
-        used = (cost.router_us, cost.worker_us, cost.client_us)
-        table.add_row(cost.api, str(cost.num_streams), *rates, *(f"{number:.1f}" for number in used))
-    Console(highlight=False, width=_TABLE_CHARACTERS).print(table)
+        api, num_streams, per_second, *others = cost.values()
+        table.add_row(api, str(num_streams), f"{per_second:,.0f}", *(f"{number:.1f}" for number in others))
+    table_console().print(table)
 
 
 @app.command(hidden=True)
@@ -163,7 +146,9 @@ async def _until_stdin_ends(addresses: str) -> None:
 
 async def _measure(
     api: str, router: ChildProcess, worker: ChildProcess, num_streams: int, num_tokens: int
-) -> RouterCost:
+) -> dict[str, Any]:
+    """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a token. Tokens that
+    wait for the client are merged into one message."""
     grpc_address, http_address = router[1].split()
     processes = (router[0], worker[0], psutil.Process())
     opened = _open_grpc(grpc_address, num_tokens) if api == "grpc" else _open_http(http_address, num_tokens)
@@ -183,15 +168,9 @@ async def _measure(
         after = list(map(_cpu_seconds, processes))
     total = num_streams * num_tokens
     used = [1e6 * (end - start) / total for start, end in zip(before, after, strict=True)]
-    return RouterCost(
-        api=api,
-        num_streams=num_streams,
-        tokens_per_second=total / seconds,
-        tokens_per_message=total / num_messages,
-        router_us=used[0],
-        worker_us=used[1],
-        client_us=used[2],
-    )
+    rates = {"tokens_per_second": total / seconds, "tokens_per_message": total / num_messages}
+    times = dict(zip(("router_us", "worker_us", "client_us"), used, strict=True))
+    return {"api": api, "num_streams": num_streams} | rates | times
 
 
 def _cpu_seconds(process: psutil.Process) -> float:

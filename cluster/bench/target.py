@@ -11,12 +11,11 @@ import aiohttp
 from ...proto.errors import TandemError, Unavailable
 from ...router.client.client import AsyncClient
 from ...router.client.types import Options
-from .metrics import FailureReason
+from .metrics import RequestFailed
 from .options import ServerAddress
 from .workload import BenchPrompt
 
 _LIST_SECONDS: Final = 10.0
-_MAX_DETAIL: Final = 200  # characters of a server's error text
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 _MAX_BODY_BYTES: Final = 64 * 1024
 
@@ -25,18 +24,10 @@ StreamCompletion = Callable[[BenchPrompt, list[float]], Awaitable[tuple[int, int
 of prompt tokens and output tokens as the server counts them. Raises RequestFailed. May be called concurrently."""
 
 
-class RequestFailed(Exception):
-    """Says why a request did not complete."""
-
-    def __init__(self, kind: str, detail: object = "") -> None:
-        super().__init__(kind)
-        self.failure = FailureReason(kind=kind, detail=" ".join(str(detail).split())[:_MAX_DETAIL])
-
-
 @asynccontextmanager
 async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncIterator[StreamCompletion]:
     """Connects to a server. Raises Unavailable if it must be asked for its model and does not answer."""
-    if address.is_grpc:
+    if address.url.startswith("grpc://"):
         async with AsyncClient(address.url.removeprefix("grpc://"), max_retries=0) as client:
             yield _stream_over_grpc(client, address.model, ignore_eos)
         return
@@ -55,7 +46,7 @@ def _stream_over_grpc(client: AsyncClient, model: str, ignore_eos: bool) -> Stre
     async def stream_completion(prompt: BenchPrompt, chunk_times: list[float]) -> tuple[int, int]:
         usage = None
         try:
-            async with client.stream(prompt.content, **Options(**common, max_tokens=prompt.max_tokens)) as stream:
+            async with client.stream(prompt.prompt, **Options(**common, max_tokens=prompt.max_tokens)) as stream:
                 async for delta in stream:
                     if delta.token_ids:
                         chunk_times.append(perf_counter())
@@ -75,7 +66,7 @@ def _stream_over_http(session: aiohttp.ClientSession, url: str, model: str, igno
     common |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
 
     async def stream_completion(prompt: BenchPrompt, chunk_times: list[float]) -> tuple[int, int]:
-        body = common | {"prompt": prompt.content, "max_tokens": prompt.max_tokens}
+        body = common | {"prompt": prompt.prompt, "max_tokens": prompt.max_tokens}
         events = CompletionEvents(chunk_times)
         try:
             async with session.post(url, json=body) as response:
@@ -88,7 +79,7 @@ def _stream_over_http(session: aiohttp.ClientSession, url: str, model: str, igno
             raise RequestFailed("cannot connect", f"nobody answers at {error.host}:{error.port}") from None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise RequestFailed("stream cut", error) from None
-        own = len(prompt.content) if isinstance(prompt.content, list) else 0
+        own = len(prompt.prompt) if isinstance(prompt.prompt, list) else 0
         return events.token_counts(prompt_tokens=own)
 
     return stream_completion
@@ -150,10 +141,9 @@ class CompletionEvents:
 def _error_text(body: str) -> object:
     """Returns the text of an error response: OpenAI's message if it has one."""
     try:
-        parsed = json.loads(body)
-    except ValueError:
+        return _error_message(json.loads(body)["error"])
+    except (ValueError, LookupError, TypeError):
         return body
-    return _error_message(parsed["error"]) if isinstance(parsed, dict) and "error" in parsed else body
 
 
 def _error_message(error: object) -> object:

@@ -1,19 +1,20 @@
 """Prints completions: streamed, as a table of log probabilities, as JSON."""
 
-import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import typer
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ...proto.errors import TandemError
 from ...router.client.client import Stream
 from ...router.client.types import Choice, Completion, Logprob, Timeline, TokenLogprobs
-from .timeline import TABLE_CHARACTERS, timeline_table
+from ..tables import make_table, table_console
+from .timeline import timeline_table
+
+_USAGE: Final = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
 def print_stream(stream: Stream) -> None:
@@ -40,20 +41,15 @@ def print_choices(completion: Completion, scored: bool) -> None:
         typer.echo(choice.text)
 
 
-def error_console() -> Console:
-    """Returns a console on stderr, wide enough for tables."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else TABLE_CHARACTERS)
-
-
 def print_timeline(timeline: Timeline | None) -> None:
     """Prints a timeline on stderr, if there is one."""
     if timeline is not None:
-        error_console().print(timeline_table([("request", timeline)]))
+        table_console(stderr=True).print(timeline_table([("request", timeline)]))
 
 
 def print_logprobs(completion: Completion) -> None:
     """Prints tables on stderr: of the prompt if it was requested, and of each choice."""
-    console = error_console()
+    console = table_console(stderr=True)
     if completion.prompt_logprobs:
         console.print(_logprob_table("prompt", completion.prompt_logprobs))
     for index, choice in enumerate(completion.choices):
@@ -68,23 +64,14 @@ def completion_json(completion: Completion) -> dict[str, Any]:
         "request_id": completion.request_id,
         "choices": [_choice_json(choice) for choice in completion.choices],
         "prompt_logprobs": [_token_json(each) for each in completion.prompt_logprobs],
-        "usage": {
-            "prompt_tokens": completion.usage.prompt_tokens,
-            "completion_tokens": completion.usage.completion_tokens,
-            "cached_tokens": completion.usage.cached_tokens,
-        },
+        "usage": {name: getattr(completion.usage, name) for name in _USAGE},
         "timeline": MessageToDict(completion.timeline, preserving_proto_field_name=True),
     }
 
 
 def _choice_json(choice: Choice) -> dict[str, Any]:
-    return {
-        "text": choice.text,
-        "token_ids": list(choice.token_ids),
-        "finish_reason": choice.finish_reason,
-        "logprobs": [_token_json(each) for each in choice.logprobs],
-        "score": choice.score,
-    }
+    fields = {name: getattr(choice, name) for name in ("text", "token_ids", "finish_reason", "score")}
+    return fields | {"logprobs": [_token_json(each) for each in choice.logprobs]}
 
 
 def _token_json(token: TokenLogprobs) -> dict[str, Any]:
@@ -92,29 +79,23 @@ def _token_json(token: TokenLogprobs) -> dict[str, Any]:
 
 
 def _logprob_json(given: Logprob) -> dict[str, Any]:
-    return {
-        "token_id": given.token_id,
-        "token": given.text,
-        "bytes": list(given.token_bytes),
-        "logprob": given.logprob,
-    }
+    names = {"token_id": given.token_id, "token": given.text}
+    return names | {"bytes": list(given.token_bytes), "logprob": given.logprob}
 
 
 def _logprob_table(title: str, tokens: Sequence[TokenLogprobs]) -> Table:
     """Returns a table with one line for each token, and the alternatives to its right."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("token", no_wrap=True)
-    table.add_column("logprob", justify="right")
+    table = make_table("token", numbers=["logprob"], title=title)
     for place in range(max(len(each.top) for each in tokens)):
         table.add_column(f"top {place + 1}", no_wrap=True)
     for each in tokens:
         # Text, not str: rich would read markup in a token.
-        table.add_row(Text(repr(each.token.text)), _number(each.token), *(Text(_alternative(top)) for top in each.top))
+        table.add_row(
+            Text(repr(each.token.text)),
+            _number(each.token),
+            *(Text(f"{top.text!r} {_number(top)}") for top in each.top),
+        )
     return table
-
-
-def _alternative(top: Logprob) -> str:
-    return f"{top.text!r} {_number(top)}"
 
 
 def _number(given: Logprob) -> str:

@@ -2,24 +2,27 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.console import Console
 
-from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.errors import Unavailable
 from ..bench.options import (
     DEFAULT_NUM_PROMPTS,
     BenchOptions,
     LoadOptions,
+    ServerAddress,
     Workload,
     check_options,
     parse_address,
     parse_slo,
 )
-from .timeline import TABLE_CHARACTERS
+from ..tables import table_console
+from ..text_files import write_text
+
+if TYPE_CHECKING:
+    from ..bench.metrics import Summary
 
 _ROUNDS_WITH_PEER = 3
 
@@ -70,7 +73,7 @@ def bench(
     json_to: Annotated[str, typer.Option("--json", help="Write all results to this file; - is stdout.")] = "",
 ) -> None:
     """Measure a running service under load."""
-    second = parse_address(peer, "--peer") if peer else None
+    addresses = [parse_address(url, "--url", model), *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
     prompts = Workload(kind=workload, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed, **lengths)
     if num_prompts is None and seconds is None and file is None:
@@ -78,9 +81,9 @@ def bench(
     load = LoadOptions(
         concurrency=concurrency, rate=rate, num_prompts=num_prompts, seconds=seconds, warmup=warmup, timeout=timeout
     )
-    rounds = rounds if rounds is not None else _ROUNDS_WITH_PEER if second else 1
-    target = parse_address(url, "--url", model)
-    options = BenchOptions(address=target, peer=second, workload=prompts, load=load, rounds=rounds, slo=parse_slo(slo))
+    if rounds is None:
+        rounds = _ROUNDS_WITH_PEER if peer else 1
+    options = BenchOptions(addresses=addresses, workload=prompts, load=load, rounds=rounds, slo=parse_slo(slo))
     _run(check_options(options), json_to)
 
 
@@ -88,40 +91,23 @@ def _run(options: BenchOptions, json_to: str) -> None:
     from ..bench.load import run_bench  # imports aiohttp and numpy, which other commands do not need
     from ..bench.report import report, round_line, to_json
 
-    _check_writable(json_to)
-    many = options.rounds > 1 or options.peer is not None
-    measured = asyncio.run(
-        run_bench(
-            options,
-            lambda address, number, summary: (
-                typer.echo(f"round {number + 1} {address.url}: {round_line(summary)}", err=True) if many else None
-            ),
-        )
-    )
-    if json_to:
-        _write(to_json(options, measured), json_to)
-    if json_to != "-":
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
-        for part in report(measured, options.slo):
-            console.print(part, markup=False)
-    for server in measured:
-        if not any(each.num_completed for each in server.rounds):
-            raise Unavailable(f"{server.address.url} completed no request: {server.rounds[0].failures[0].kind}")
+    def report_round(address: ServerAddress, number: int, summary: "Summary") -> None:
+        if options.rounds > 1 or len(options.addresses) > 1:
+            typer.echo(f"round {number + 1} {address.url}: {round_line(summary)}", err=True)
 
-
-def _check_writable(json_to: str) -> None:
-    """Raises InvalidArgument before the measurement, which may take long, if its result could not be written."""
-    if json_to in ("", "-"):
-        return
-    try:
-        Path(json_to).open("a").close()
-    except OSError as error:
-        raise InvalidArgument(f"{json_to} cannot be written: {error.strerror}", "--json") from None
-
-
-def _write(results: dict[str, Any], json_to: str) -> None:
-    text = json.dumps(results, indent=2)
+    file = None if json_to in ("", "-") else Path(json_to)
+    if file:
+        write_text(file, "", "--json", "a")  # raises before the measurement, which may take long
+    measured = asyncio.run(run_bench(options, report_round))
+    results = json.dumps(to_json(options, measured), indent=2)
+    if file:
+        write_text(file, results + "\n", "--json")
     if json_to == "-":
-        typer.echo(text)
+        typer.echo(results)
     else:
-        Path(json_to).write_text(text + "\n")
+        console = table_console()
+        for part in report(options, measured):
+            console.print(part, markup=False)
+    for address, rounds in zip(options.addresses, measured, strict=True):
+        if not any(each.num_completed for each in rounds):
+            raise Unavailable(f"{address.url} completed no request: {rounds[0].failures[0].kind}")

@@ -15,8 +15,10 @@ from rich.table import Table
 from ...proto.errors import InvalidArgument, TandemError
 from ...router.client.client import Client
 from ...router.client.types import ChatOptions, Timeline
+from ..tables import table_console
+from ..text_files import write_text
 from . import options as o
-from .answers import error_console, print_timeline
+from .answers import print_timeline
 from .conversation import Conversation, read_question
 from .keyboard import open_keyboard
 
@@ -43,7 +45,7 @@ def chat(
     """Chat with the model, which sees the whole conversation. /help lists the commands. Ctrl-C cuts an answer short,
     Ctrl-D ends the chat. In a pipe each line is a question, and the first error ends the chat."""
     options = cast(ChatOptions, o.given_options(context.params))
-    console = error_console()
+    console = table_console(stderr=True)
     interactive = sys.stdin.isatty()
     with Client(target, api_key=api_key) as client, open_keyboard() as read_line:
         session = ChatSession(client, options, console, Conversation(system), always_timeline=timeline)
@@ -61,7 +63,7 @@ def chat(
             except TandemError as error:
                 if not interactive:
                     raise
-                _print_error(console, error)
+                console.print(f"error: {error}", style="red", markup=False, highlight=False)
     if interactive:
         console.print()
 
@@ -149,10 +151,8 @@ class ChatSession:
         """Writes the messages as JSON."""
         if not name:
             raise InvalidArgument("names no file", "/save")
-        try:
-            Path(name).write_text(json.dumps(self.conversation.messages, ensure_ascii=False, indent=2) + "\n")
-        except OSError as error:
-            raise InvalidArgument(f"{name}: {error.strerror}", "/save") from None
+        messages = json.dumps(self.conversation.messages, ensure_ascii=False, indent=2)
+        write_text(Path(name), messages + "\n", "/save")
         self._print(f"{len(self.conversation.messages)} messages in {name}")
 
     def show_timeline(self, switch: str) -> None:
@@ -211,7 +211,3 @@ def _parsed(name: str, value: str) -> dict[str, object]:
         return {name: adapter.validate_python(value)}
     except ValidationError as error:
         raise InvalidArgument(f"{value!r}: {error.errors()[0]['msg']}", name) from None
-
-
-def _print_error(console: Console, error: TandemError) -> None:
-    console.print(f"error: {error}", style="red", markup=False, highlight=False)

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from ...proto.errors import InvalidArgument, Unavailable
 from ...router.client.client import Client
-from ...router.client.types import Options
+from ..tables import make_table
+from ..text_files import read_text
 from . import options as o
 from .answers import completion_json, print_choices, print_logprobs, print_stream, print_timeline
 
@@ -41,8 +42,17 @@ def generate(
     if not options.keys() & {"n", "best_of", "beam_width"}:
         options.setdefault("temperature", 0.0)
     text = _prompt(prompt, file)
-    with Client(target, api_key=api_key) as client:
-        _generate(client, text, options, timeout, as_json=as_json, timeline=timeline)
+    with Client(target, api_key=api_key) as client, client.stream(text, timeout=timeout, **options) as stream:
+        if as_json:
+            typer.echo(json.dumps(completion_json(stream.completion()), ensure_ascii=False))
+        elif options.get("n", 1) > 1:
+            print_choices(stream.completion(), scored="beam_width" in options)
+        else:
+            print_stream(stream)
+        if not as_json:
+            print_logprobs(stream.completion())
+        if timeline:
+            print_timeline(stream.timeline)
 
 
 def status(
@@ -68,26 +78,10 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
             raise InvalidArgument("must not be given together with another prompt", "file")
-        return o.read_text(file, "file")
+        return read_text(file, "file")
     if prompt is None and sys.stdin.isatty():
         raise InvalidArgument("missing; give a text, --file, or - to type one", "prompt")
     return sys.stdin.read() if prompt in (None, "-") else prompt
-
-
-def _generate(
-    client: Client, prompt: str, options: Options, timeout: float | None, *, as_json: bool, timeline: bool
-) -> None:
-    with client.stream(prompt, timeout=timeout, **options) as stream:
-        if as_json:
-            typer.echo(json.dumps(completion_json(stream.completion()), ensure_ascii=False))
-        elif options.get("n", 1) > 1:
-            print_choices(stream.completion(), scored="beam_width" in options)
-        else:
-            print_stream(stream)
-        if not as_json:
-            print_logprobs(stream.completion())
-        if timeline:
-            print_timeline(stream.timeline)
 
 
 def _fetch(url: str) -> Any:
@@ -102,9 +96,7 @@ def _fetch(url: str) -> Any:
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
     numbers = ("running", "waiting", "total", "free", "cached", "owned", "leased", "reserved", "leases", "transfers")
-    table = Table("pool", "worker", "state", box=None, header_style="bold", pad_edge=False)
-    for name in numbers:
-        table.add_column(name, justify="right")
+    table = make_table("pool", "worker", "state", numbers=numbers, boxed=False)
     for worker in workers:
         load = worker["load"]
         counts = [load["num_running"], load["num_waiting"]]
@@ -116,7 +108,7 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 def _transport_table(workers: list[dict[str, Any]]) -> Table:
     """Returns a table of the ranks from which each worker has pulled KV cache, and the transport that it used."""
-    table = Table("worker", "pulls from", "transport", box=None, header_style="bold", pad_edge=False)
+    table = make_table("worker", "pulls from", "transport", boxed=False)
     for worker in workers:
         for endpoint, transport in worker["transports"].items():
             table.add_row(worker["id"], endpoint, transport)

@@ -17,8 +17,9 @@ from ...workers.model.loader import check_checkpoint
 from ..config import load_config
 from ..environment import prepare_ray_environment
 from ..store.store import resolve_model
+from ..tables import table_console
 from .serve import stopped_by_signals
-from .timeline import TABLE_CHARACTERS, timeline_table, total_of_parts
+from .timeline import timeline_table, total_of_parts
 
 MODEL: Final = "smollm2-135m-instruct"
 PROMPTS: Final = (
@@ -80,7 +81,7 @@ class Screen:
 
 def main() -> int:
     """Runs the demo; returns the exit code: 0 if every request completed and its timeline adds up."""
-    console = Console() if sys.stdout.isatty() else Console(width=TABLE_CHARACTERS)
+    console = table_console()
     with stopped_by_signals() as stopped:
         try:
             folder = resolve_model(MODEL, progress=True)
@@ -106,7 +107,8 @@ def _serve_and_ask(console: Console, folder: str) -> int:
         with screen:
             completions = asyncio.run(_ask_all(service.grpc_address, screen))
         console.print()
-        report(console, completions)
+        rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
+        console.print(timeline_table(rows))
         problems = verify(completions)
         console.print("Stopping ...")
     for problem in problems:
@@ -126,12 +128,6 @@ async def _ask(client: AsyncClient, request: int, screen: Screen) -> Completion:
         async for delta in stream:
             screen.add(request, delta.text)
         return await stream.completion()
-
-
-def report(console: Console, completions: Sequence[Completion]) -> None:
-    """Prints the timelines, one line for each request."""
-    rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
-    console.print(timeline_table(rows))
 
 
 def verify(completions: Sequence[Completion]) -> list[str]:

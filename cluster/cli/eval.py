@@ -15,9 +15,10 @@ from rich.table import Table
 
 from ...router.client.client import AsyncClient
 from ...router.client.types import Completion, Options
-from ..eval.generate import complete_cases, parse_cases, write_completions
+from ..eval.generate import Case, complete_cases, write_completions
 from ..eval.perplexity import Perplexity, measure_perplexity
-from ..eval.scores import check_libraries, score_texts
+from ..eval.scores import import_libraries, score_texts
+from ..text_files import parse_lines, read_text
 from . import options as o
 
 eval_app = typer.Typer(help="Evaluate the served model.", no_args_is_help=True)
@@ -38,7 +39,7 @@ def perplexity(
     as_json: AsJson = False,
 ) -> None:
     """Score a text: the perplexity of its tokens, each with at least WINDOW - STRIDE tokens before it."""
-    text = o.read_text(file, "file")
+    text = read_text(file, "file")
 
     async def measure() -> Perplexity:
         with _progress("windows") as bar:
@@ -76,8 +77,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer the prompts of FILE and compare with the references: BLEU, chrF, ROUGE, exact match, F1."""
-    check_libraries()  # before the model has worked for minutes
-    cases = parse_cases(o.read_text(file, "file"), file)
+    import_libraries()  # before the model has worked for minutes
+    cases = parse_lines(read_text(file, "file"), file, Case)
     options: Options = o.given_options(context.params)
 
     async def complete() -> list[Completion]:

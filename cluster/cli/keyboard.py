@@ -25,10 +25,7 @@ def open_keyboard() -> Iterator[Callable[[str], str]]:
 def _read_line(prompt: str) -> str:
     if sys.stdin.isatty():  # stdout is not a terminal: the prompt must not go there
         print(prompt, end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.removesuffix("\n")
+    return input()
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Column, Table
+from rich.table import Column
 
 from ...proto.errors import TandemError
 from ..store.store import get_model, list_models
+from ..tables import make_table
 
 model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
 
@@ -27,10 +28,10 @@ def get_command(name: Annotated[str, typer.Argument(help="A name that `tandem mo
 @model_app.command("list")
 def list_command() -> None:
     """List the built-in models with their folders, as far as they have been fetched."""
-    table = Table("NAME", "SIZE", Column("FOLDER", overflow="fold"), box=None, header_style="bold", pad_edge=False)
-    for model in list_models():
-        where = str(model.folder) if model.present else "not fetched"
-        table.add_row(model.name, decimal(model.num_bytes) if model.present else "-", where)
+    table = make_table("NAME", "SIZE", Column("FOLDER", overflow="fold"), boxed=False)
+    for folder, num_bytes in list_models().items():
+        cells = ("-", "not fetched") if num_bytes is None else (decimal(num_bytes), str(folder))
+        table.add_row(folder.name, *cells)
     console = Console()
     if not console.is_terminal:
         console.width = 4096  # do not wrap lines in a pipe

@@ -11,6 +11,7 @@ import typer
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
+from ..text_files import read_text
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
@@ -90,13 +91,3 @@ def _bias(given: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise InvalidArgument(f"{given!r} is not ID=BIAS, such as 17=-100", "logit_bias") from None
-
-
-def read_text(path: Path, name: str) -> str:
-    """Returns the text of the file that the option `name` names. Raises InvalidArgument."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror}", name) from None
-    except UnicodeDecodeError:
-        raise InvalidArgument(f"{path}: not UTF-8", name) from None

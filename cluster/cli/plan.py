@@ -1,12 +1,10 @@
 """`tandem plan memory`: computes what a model takes on each rank, before anything is started. Imports no Ray."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ...proto.errors import InvalidArgument
@@ -14,21 +12,12 @@ from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import ModelConfig
 from ...workers.model.footprint import check_config_split, kv_bytes_per_token
 from ..store.store import resolve_model
-from .timeline import TABLE_CHARACTERS
+from ..tables import make_table, table_console
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 GIB: Final = 1024**3
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryBudget:
-    """Holds the memory of one rank, and how its KV cache is divided."""
-
-    num_bytes: int  # that the rank may use for weights and KV cache
-    block_size: int  # tokens
-    context_tokens: int  # of the sequences that are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +29,13 @@ class RankMemory:
     kv_per_token: int
     num_copies: int  # of a KV head's cache, on all ranks together
 
-    def kv_cache(self, budget: MemoryBudget) -> int:
-        """Returns the bytes that the weights leave; negative if they do not fit."""
-        return budget.num_bytes - self.weights
-
-    def num_tokens(self, budget: MemoryBudget) -> int:
-        """Returns the tokens that whole blocks of the rest hold; every rank holds its heads of each."""
-        return self._num_blocks(budget) * budget.block_size
-
-    def num_sequences(self, budget: MemoryBudget) -> int:
-        """Returns how many sequences of the full context fit at once."""
-        return self._num_blocks(budget) // -(-budget.context_tokens // budget.block_size)
-
-    def _num_blocks(self, budget: MemoryBudget) -> int:
-        return max(self.kv_cache(budget), 0) // (budget.block_size * self.kv_per_token)
+    def kv_cache(self, num_bytes: int, block_size: int, context_tokens: int) -> tuple[int, int, int]:
+        """Returns what the weights leave of the `num_bytes` that the rank may use, negative if they do not fit; the
+        tokens that whole blocks of the rest hold, every rank its heads of each; and how many sequences of
+        `context_tokens` fit at once."""
+        rest = num_bytes - self.weights
+        num_blocks = max(rest, 0) // (block_size * self.kv_per_token)
+        return rest, num_blocks * block_size, num_blocks // -(-context_tokens // block_size)
 
 
 def rank_memory(config: ModelConfig, tp: int, dtype: str) -> RankMemory:
@@ -98,31 +80,27 @@ def memory_command(
     budget = None
     if gpu_memory_gb is not None:
         context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)
-        num_bytes = int(gpu_memory_gb * GIB * utilization)
-        budget = MemoryBudget(num_bytes=num_bytes, block_size=block_size, context_tokens=context)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_CHARACTERS)
+        budget = int(gpu_memory_gb * GIB * utilization), block_size, context
     typer.echo(f"{model}, {dtype}: {_heads(config)}; on each rank:")
-    console.print(memory_table(rows, budget))
+    table_console().print(memory_table(rows, budget))
     for row in rows:
-        if budget and row.kv_cache(budget) < 0:
-            typer.echo(f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit {_size(budget.num_bytes)}")
+        if budget and row.weights > budget[0]:
+            typer.echo(f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit {_size(budget[0])}")
 
 
-def memory_table(rows: Sequence[RankMemory], budget: MemoryBudget | None) -> Table:
-    """Returns one line for each number of ranks; what fits is shown if there is a budget."""
-    table = Table(header_style="bold")
+def memory_table(rows: Sequence[RankMemory], budget: tuple[int, int, int] | None) -> Table:
+    """Returns one line for each number of ranks; what fits is shown if there is a budget: the bytes of one rank, the
+    tokens of a block and those of a sequence."""
     columns = ["tp", "weights", "KV a token", "on all ranks", "copies of KV"]
     if budget:
-        columns += ["for KV cache", "tokens", f"sequences of {budget.context_tokens:,}"]
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        columns += ["for KV cache", "tokens", f"sequences of {budget[2]:,}"]
+    table = make_table(numbers=columns)
     for row in rows:
-        cells = [str(row.tp), _size(row.weights), f"{row.kv_per_token:,} B", f"{row.kv_per_token * row.tp:,} B"]
-        cells.append(str(row.num_copies))
+        kv_cells = [f"{row.kv_per_token:,} B", f"{row.kv_per_token * row.tp:,} B", str(row.num_copies)]
+        cells = [str(row.tp), _size(row.weights), *kv_cells]
         if budget:
-            rest = row.kv_cache(budget)
-            cells += [_size(rest) if rest >= 0 else "-", f"{row.num_tokens(budget):,}"]
-            cells.append(f"{row.num_sequences(budget):,}")
+            rest, num_tokens, num_sequences = row.kv_cache(*budget)
+            cells += [_size(rest) if rest >= 0 else "-", f"{num_tokens:,}", f"{num_sequences:,}"]
         table.add_row(*cells)
     return table
 

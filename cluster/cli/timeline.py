@@ -6,8 +6,7 @@ from typing import Final
 from rich.table import Table
 
 from ...proto import inference_pb2
-
-TABLE_CHARACTERS: Final = 150  # where there is no terminal to fit into
+from ..tables import make_table
 
 _PARTS: Final = {
     "tokenize": "tokenize_seconds",
@@ -26,27 +25,21 @@ def timeline_table(rows: Iterable[tuple[str, inference_pb2.Timeline]]) -> Table:
 
     The KV columns are the bytes moved, the rate while they were moving, and how long the request waited for them; "by"
     is the transport."""
-    table = Table(title="Where the time went (ms)", title_justify="left", header_style="bold")
-    table.add_column("request", no_wrap=True)
-    for name in (*_TIMES, "KV MB", "KV GB/s", "by", "prompt", "cached", "tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = (*_TIMES, "KV MB", "KV GB/s", "by", "prompt", "cached", "tokens")
+    table = make_table("request", numbers=numbers, title="Where the time went (ms)")
     for name, timeline in rows:
-        table.add_row(name, *_cells(timeline))
+        moved, active = timeline.kv_transfer_bytes, timeline.kv_transfer_active_seconds
+        table.add_row(
+            name,
+            *(f"{1000 * getattr(timeline, field):.1f}" for field in _TIMES.values()),
+            f"{moved / 1e6:.2f}" if moved else "-",
+            f"{moved / active / 1e9:.2f}" if moved and active else "-",
+            timeline.kv_transport or "-",
+            *map(str, (timeline.prompt_tokens, timeline.cached_tokens, timeline.completion_tokens)),
+        )
     return table
 
 
 def total_of_parts(timeline: inference_pb2.Timeline) -> float:
     """Returns the sum of the timeline's parts in seconds."""
     return float(sum(getattr(timeline, field) for field in _PARTS.values()))
-
-
-def _cells(timeline: inference_pb2.Timeline) -> list[str]:
-    moved, active = timeline.kv_transfer_bytes, timeline.kv_transfer_active_seconds
-    counts = (timeline.prompt_tokens, timeline.cached_tokens, timeline.completion_tokens)
-    return [
-        *(f"{1000 * getattr(timeline, field):.1f}" for field in _TIMES.values()),
-        f"{moved / 1e6:.2f}" if moved else "-",
-        f"{moved / active / 1e9:.2f}" if moved and active else "-",
-        timeline.kv_transport or "-",
-        *map(str, counts),
-    ]

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from ...proto.errors import InvalidArgument
 from ...router.client.client import AsyncClient
 from ...router.client.types import Completion, Options
+from ..text_files import write_text
 from .gather import map_concurrently
 
 
@@ -34,24 +34,6 @@ class Case(BaseModel):
     @property
     def all_references(self) -> list[str]:
         return self.references if self.reference is None else [self.reference]
-
-
-def parse_cases(text: str, path: Path) -> list[Case]:
-    """Returns the cases of a JSONL file's text, without its empty lines. Raises InvalidArgument, which names the line
-    of `path`."""
-    cases = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            cases.append(Case.model_validate_json(line))
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise InvalidArgument(f"{place + ': ' if place else ''}{first['msg']}", f"{path}:{number}") from None
-    if not cases:
-        raise InvalidArgument("has no cases", str(path))
-    return cases
 
 
 async def complete_cases(
@@ -79,7 +61,4 @@ def write_completions(path: Path, cases: Sequence[Case], completions: Sequence[C
         given = case.model_dump(exclude_unset=True)
         given |= {"text": completion.text, "finish_reason": completion.finish_reason}
         lines.append(json.dumps(given, ensure_ascii=False) + "\n")
-    try:
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror}", "output") from None
+    write_text(path, "".join(lines), "output")

@@ -9,14 +9,8 @@ from ...proto.errors import InternalError, InvalidArgument
 from ...router.client.client import AsyncClient
 from .gather import map_concurrently
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """Describes the tokens of one forward pass: indices into the text; those from `score_from` on are scored."""
-
-    begin: int
-    end: int
-    score_from: int
+Window = tuple[int, int, int]
+"""The tokens of one forward pass: where they begin and end in the text, and from which on they are scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +48,9 @@ def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
         raise InvalidArgument("must be at least 2 tokens", "window")
     if not 1 <= stride <= window:
         raise InvalidArgument(f"must be from 1 to the window's {window} tokens", "stride")
-    windows = [Window(begin=0, end=min(window, num_tokens), score_from=1)]
-    while (last := windows[-1]).end < num_tokens:
-        begin = last.begin + stride
-        end = min(begin + window, num_tokens)
-        windows.append(Window(begin=begin, end=end, score_from=max(last.end, begin + 1)))
-    return windows
+    starts = range(0, max(num_tokens - window, 0) + stride, stride)
+    ends = [min(start + window, num_tokens) for start in starts]
+    return [(start, end, max(last, start + 1)) for start, end, last in zip(starts, ends, [0, *ends[:-1]], strict=True)]
 
 
 async def measure_perplexity(
@@ -97,7 +88,7 @@ async def measure_perplexity(
         num_tokens=len(ids),
         num_windows=len(windows),
         nll=math.fsum(nlls),
-        num_scored=sum(each.end - each.score_from for each in windows),
+        num_scored=sum(end - score_from for _, end, score_from in windows),
         num_bytes=len(text.encode()),
     )
 
@@ -133,10 +124,10 @@ async def _context_tokens(client: AsyncClient, model: str) -> int:
 
 async def _score(client: AsyncClient, ids: Sequence[int], window: Window, model: str) -> float:
     """Returns the negative log likelihood of the window's scored tokens."""
-    prompt = ids[window.begin : window.end]
-    answer = await client.generate(prompt, max_tokens=0, prompt_logprobs=0, model=model)
-    found = [each.token.logprob for each in answer.prompt_logprobs[window.score_from - window.begin :]]
+    begin, end, score_from = window
+    answer = await client.generate(ids[begin:end], max_tokens=0, prompt_logprobs=0, model=model)
+    found = [each.token.logprob for each in answer.prompt_logprobs[score_from - begin :]]
     numbers = [each for each in found if each is not None]
-    if len(numbers) != window.end - window.score_from:
+    if len(numbers) != end - score_from:
         raise InternalError("the service did not return a log probability for every token of the prompt")
     return -math.fsum(numbers)

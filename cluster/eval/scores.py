@@ -5,12 +5,11 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
 from ...proto.errors import Unavailable
-
-MISSING_EXTRA = "tandem eval generate needs sacrebleu and rouge-score: pip install 'tandem-llm[eval]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +27,11 @@ class Scores:
 
 def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
     """Scores each text against its references, at least one. Raises Unavailable without the extra `eval`."""
-    sacrebleu, rouge_scorer = _libraries()
-    most = max(map(len, references))
-    streams = [[each[i] if i < len(each) else None for each in references] for i in range(most)]
+    sacrebleu, rouge_scorer = import_libraries()
+    streams = list(zip_longest(*references))
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    rouges = [scorer.score_multi(list(refs), text) for text, refs in zip(texts, references, strict=True)]
     pairs = list(zip(texts, references, strict=True))
+    rouges = [scorer.score_multi(list(refs), text) for text, refs in pairs]
     return Scores(
         bleu=float(sacrebleu.corpus_bleu(list(texts), streams).score),
         chrf=float(sacrebleu.corpus_chrf(list(texts), streams).score),
@@ -43,11 +41,6 @@ def score_texts(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Sc
         exact_match=100 * fmean(max(exact_match(text, ref) for ref in refs) for text, refs in pairs),
         f1=100 * fmean(max(word_f1(text, ref) for ref in refs) for text, refs in pairs),
     )
-
-
-def check_libraries() -> None:
-    """Raises Unavailable if the extra `eval` is not installed."""
-    _libraries()
 
 
 def normalise_answer(text: str) -> str:
@@ -72,11 +65,12 @@ def word_f1(text: str, reference: str) -> float:
     return 2 * common / (len(found) + len(wanted))
 
 
-def _libraries() -> tuple[Any, Any]:
-    """Imports the libraries of the extra, which takes a second."""
+def import_libraries() -> tuple[Any, Any]:
+    """Returns sacrebleu and rouge_scorer, after a second. Raises Unavailable if the extra `eval` is not installed."""
     try:
         import sacrebleu
         from rouge_score import rouge_scorer
     except ImportError:
-        raise Unavailable(MISSING_EXTRA) from None
+        text = "tandem eval generate needs sacrebleu and rouge-score: pip install 'tandem-llm[eval]'"
+        raise Unavailable(text) from None
     return sacrebleu, rouge_scorer

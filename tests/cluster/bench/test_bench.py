@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.bench.load import ServerRounds, run_bench
-from tandem.cluster.bench.metrics import Summary
+from tandem.cluster.bench.load import run_bench
+from tandem.cluster.bench.metrics import RequestFailed, Summary
 from tandem.cluster.bench.options import BenchOptions, LoadOptions, ServerAddress, Workload
-from tandem.cluster.bench.target import CompletionEvents, RequestFailed
+from tandem.cluster.bench.target import CompletionEvents
 from tandem.cluster.bench.workload import arrival_offsets
 from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.api.grpc_server import GrpcServer
@@ -137,7 +137,7 @@ def options(url: str, **load: Any) -> BenchOptions:
     load = load if "rate" in load else {"concurrency": 1} | load
     workload = Workload(input_len=16, output_len=10, vocab_size=200)
     return BenchOptions(
-        address=ServerAddress(url=url),
+        addresses=[ServerAddress(url=url)],
         workload=workload,
         load=LoadOptions(**({"num_prompts": 4, "warmup": 0, "timeout": 20.0} | load)),
     )
@@ -146,7 +146,7 @@ def options(url: str, **load: Any) -> BenchOptions:
 async def measure(asked: BenchOptions) -> Summary:
     measured = await run_bench(asked, lambda _address, _number, _summary: None)
     assert len(measured) == 1
-    return measured[0].rounds[0]
+    return measured[0][0]
 
 
 async def run_cli(*args: str) -> tuple[int, str, str]:
@@ -199,7 +199,7 @@ async def test_every_failure_is_counted_by_its_kind(start: Start) -> None:
     server = await start(endings=["done", "500", "cut", "error", "reset", "empty", "429", "500"])
     asked = options(server.url, num_prompts=8)
     summary = await measure(
-        BenchOptions(address=asked.address, workload=asked.workload, load=asked.load, slo={"e2e": 1e6})
+        BenchOptions(addresses=asked.addresses, workload=asked.workload, load=asked.load, slo={"e2e": 1e6})
     )
     assert (summary.num_requests, summary.num_completed) == (8, 1)
     assert {each.kind: each.count for each in summary.failures} == {
@@ -227,7 +227,7 @@ async def test_a_stalled_answer_ends_at_its_timeout(start: Start) -> None:
 async def test_nobody_there_is_a_failure_of_each_request() -> None:
     asked = options("http://127.0.0.1:1")
     asked = BenchOptions(
-        address=ServerAddress(url=asked.address.url, model="m"), workload=asked.workload, load=asked.load
+        addresses=[ServerAddress(url="http://127.0.0.1:1", model="m")], workload=asked.workload, load=asked.load
     )
     summary = await measure(asked)
     assert [(each.kind, each.count) for each in summary.failures] == [("cannot connect", 4)]
@@ -312,7 +312,10 @@ async def test_the_tables_show_figures_and_failures(start: Start) -> None:
         (["--url", "http://h:1", "--rate", "1", "--workload", "file"], "--file: belongs to"),
         (["--url", "http://h:1", "--rate", "1", "--workload", "shared-prefix"], "--prefix-len: must be from 1"),
         (["--url", "http://h:1", "--rate", "1", "--slo", "x=1"], "--slo: must name ttft"),
-        (["--url", "http://h:1", "--rate", "1", "--workload", "file", "--file", "/no/file"], "/no/file cannot be read"),
+        (
+            ["--url", "http://h:1", "--rate", "1", "--workload", "file", "--file", "/no/file"],
+            "--file: /no/file: ",
+        ),
         (["--url", "http://h:1", "--rate", "1", "--json", "/no/folder/x"], "--json: /no/folder/x cannot be written"),
     ],
 )
@@ -326,14 +329,14 @@ async def test_bad_input_ends_in_one_line_and_code_2(args: list[str], words: str
 
 @pytest.fixture
 async def grpc_service() -> AsyncIterator[tuple[str, FakeTokenSource]]:
-    """Our own gRPC door over tokens from nowhere."""
+    """Serves tokens from a fake source over gRPC."""
     source = FakeTokenSource()
     model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
-    door = GrpcServer(GenerationService([model], source), reflection=False)
-    address = await door.start("127.0.0.1:0")
-    await door.set_serving(True)
+    server = GrpcServer(GenerationService([model], source), reflection=False)
+    address = await server.start("127.0.0.1:0")
+    await server.set_serving(True)
     yield f"grpc://{address}", source
-    await door.stop(0)
+    await server.stop(0)
     assert source.running == 0
 
 
@@ -341,8 +344,7 @@ async def test_over_grpc(grpc_service: tuple[str, FakeTokenSource]) -> None:
     url, source = grpc_service
     source.tokens_per_delta = 4
     asked = options(url, num_prompts=6, concurrency=3)
-    found: list[ServerRounds] = await run_bench(asked, lambda _address, _number, _summary: None)
-    (summary,) = found[0].rounds
+    ((summary,),) = await run_bench(asked, lambda _address, _number, _summary: None)
     assert (summary.num_completed, summary.failures) == (6, ())
     assert (summary.prompt_tokens, summary.output_tokens) == (6 * 16, 6 * 10)
     assert summary.figures["mean_tpot_ms"] == pytest.approx(summary.figures["mean_itl_ms"] * 2 / 9)  # 3 chunks each
@@ -386,4 +388,4 @@ def test_what_is_no_event_is_refused() -> None:
     for line in (b"data: {nonsense\n", b"data: [1]\n"):
         with pytest.raises(RequestFailed) as caught:
             CompletionEvents([]).feed(line, 0.0)
-        assert caught.value.failure.kind == "bad answer"
+        assert caught.value.kind == "bad answer"

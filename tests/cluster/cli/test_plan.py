@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
-from tandem.cluster.cli.plan import MemoryBudget, rank_memory
+from tandem.cluster.cli.plan import rank_memory
 from tandem.cluster.store.store import get_model
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.tiny import make_tiny_model
@@ -51,10 +51,8 @@ def test_more_ranks_than_kv_heads_copy_the_cache(tp: int, kv_per_token: int, cop
 def test_only_whole_blocks_and_whole_sequences_count() -> None:
     plan = rank_memory(LLAMA, 1, "bfloat16")
     rest = 10 * 16 * plan.kv_per_token - 1  # one byte less than ten blocks
-    budget = MemoryBudget(num_bytes=plan.weights + rest, block_size=16, context_tokens=33)
-    assert (plan.num_tokens(budget), plan.num_sequences(budget)) == (9 * 16, 3)
-    budget = MemoryBudget(num_bytes=plan.weights - 1, block_size=16, context_tokens=33)
-    assert (plan.kv_cache(budget), plan.num_tokens(budget), plan.num_sequences(budget)) == (-1, 0, 0)
+    assert plan.kv_cache(plan.weights + rest, block_size=16, context_tokens=33) == (rest, 9 * 16, 3)
+    assert plan.kv_cache(plan.weights - 1, block_size=16, context_tokens=33) == (-1, 0, 0)
 
 
 def test_without_tp_every_usual_one_that_divides_is_shown(model: Path) -> None:

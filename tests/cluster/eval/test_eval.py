@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tandem.cluster.cli import main
-from tandem.cluster.eval.generate import parse_cases
+from tandem.cluster.eval.generate import Case
 from tandem.cluster.eval.perplexity import measure_perplexity, sliding_windows, tokenize_long
 from tandem.cluster.eval.scores import exact_match, normalise_answer, score_texts, word_f1
+from tandem.cluster.text_files import parse_lines
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.api.servers import ApiServers
@@ -51,17 +52,16 @@ TEXT = (
 def test_every_token_but_the_first_counts_once(num_tokens: int, window: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, window - 1))
     windows = sliding_windows(num_tokens, window, stride)
-    scored = Counter(index for each in windows for index in range(each.score_from, each.end))
+    scored = Counter(index for _, end, score_from in windows for index in range(score_from, end))
     assert scored == Counter(range(1, num_tokens))
-    for each in windows:
-        assert each.end - each.begin <= window
-        assert each.score_from - each.begin >= min(window - stride, each.score_from)  # so much is before each token
-        assert each.score_from < each.end
+    for begin, end, score_from in windows:
+        assert end - begin <= window
+        assert score_from - begin >= min(window - stride, score_from)  # so much is before each token
+        assert score_from < end
 
 
 def test_windows_without_overlap_do_not_score_their_first_token() -> None:
-    windows = sliding_windows(10, 4, 4)
-    assert [(each.begin, each.score_from, each.end) for each in windows] == [(0, 1, 4), (4, 5, 8), (8, 9, 10)]
+    assert sliding_windows(10, 4, 4) == [(0, 4, 1), (4, 8, 5), (8, 10, 9)]
 
 
 @pytest.mark.parametrize(("window", "stride", "field"), [(8, 0, "stride"), (8, 9, "stride"), (1, 1, "window")])
@@ -272,7 +272,7 @@ def test_bad_cases_are_named_by_their_line(tmp_path: Path, line: str, words: str
     path = tmp_path / "cases.jsonl"
     path.write_text(f'{{"prompt": "a", "reference": "b"}}\n{line}\n')
     with pytest.raises(InvalidArgument, match=words) as caught:
-        parse_cases(path.read_text(), path)
+        parse_lines(path.read_text(), path, Case)
     assert caught.value.field == f"{path}:2"
 
 

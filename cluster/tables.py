@@ -1,0 +1,28 @@
+"""Makes the tables that commands print, and the console for them."""
+
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+from rich.console import Console
+from rich.table import Column, Table
+
+_CHARACTERS: Final = 150  # of a line where there is no terminal to fit into
+
+
+def make_table(
+    *texts: str | Column, numbers: Iterable[str] = (), title: str | None = None, boxed: bool = True
+) -> Table:
+    """Returns a table without rows that has columns of `texts`, then right-justified ones of `numbers`, which a narrow
+    terminal may fold if there is no box."""
+    columns = [Column(name, justify="right", no_wrap=boxed) for name in numbers]
+    table = Table(*texts, *columns, title=title, title_justify="left", header_style="bold", pad_edge=boxed)
+    if not boxed:
+        table.box = None
+    return table
+
+
+def table_console(*, stderr: bool = False) -> Console:
+    """Returns a console that is wide enough for tables."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, highlight=False, width=None if is_terminal else _CHARACTERS)

@@ -1,0 +1,46 @@
+"""Reads and writes the text files that commands name, and parses lines of JSON. Files and lines are named in errors."""
+
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ..proto.errors import InvalidArgument
+
+_Line = TypeVar("_Line", bound=BaseModel)
+
+
+def read_text(path: Path, option: str) -> str:
+    """Returns the text of the file that an option names. Raises InvalidArgument."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror}", option) from None
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{path}: not UTF-8", option) from None
+
+
+def write_text(path: Path, text: str, option: str, mode: Literal["w", "a"] = "w") -> None:
+    """Writes or appends to the file that an option names. Raises InvalidArgument."""
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be written: {error.strerror}", option) from None
+
+
+def parse_lines(text: str, path: Path, line_type: type[_Line]) -> list[_Line]:
+    """Returns the lines of a file of JSON objects, without the empty ones. Raises InvalidArgument, which names the line
+    of `path`, also for a file without lines."""
+    parsed = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            parsed.append(line_type.model_validate_json(line))
+        except ValidationError as error:
+            found = [": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors()]
+            raise InvalidArgument("; ".join(found), f"{path}:{number}") from None
+    if not parsed:
+        raise InvalidArgument("has no lines", str(path))
+    return parsed
