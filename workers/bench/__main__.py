@@ -15,7 +15,7 @@ import torch
 
 from ..model.config import CheckpointError, ModelConfig
 from ..model.device import DTYPES, enter_device
-from ..model.kv_store import kv_bytes_per_block
+from ..model.footprint import kv_bytes_per_token
 from ..model.loader import ReadWeight, check_checkpoint, checkpoint_reader, open_checkpoint
 from ..model.registry import load_model_config
 from .floor import BUFFER_BYTES, Floors, measure_floors
@@ -108,7 +108,7 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
     decode_blocks = [blocks_for(batch, context, options.steps) for batch, context in options.decodes]
     num_blocks = max([*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)])
     weights = loaded_bytes(config, options.dtype, options.device)
-    kv = num_blocks * kv_bytes_per_block(config, BLOCK_SIZE, options.dtype)
+    kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, 1, options.dtype)
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
     beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)  # logits and activations, in float32 twice
     beside = max(beside, 2 * BUFFER_BYTES[options.device.type] - weights)  # the floors come before the weights

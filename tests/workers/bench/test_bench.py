@@ -19,8 +19,9 @@ from tandem.workers.bench.report import DecodeFigure
 from tandem.workers.bench.shapes import HF_CONFIGS, SHAPES, decode_cost, prefill_cost, random_weight
 from tandem.workers.bench.steps import PARTS, WARMUP_STEPS, BenchRunner, blocks_for
 from tandem.workers.bench.transformers_peer import TransformersPeer
+from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.config import Fields
-from tandem.workers.model.kv_store import PagedKv, kv_layout
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.loader import build_model, load_weights, open_checkpoint
 from tandem.workers.model.module import WeightSlice
 from tandem.workers.model.registry import parse_model_config
@@ -95,7 +96,7 @@ def test_the_engine_gives_the_tokens_of_the_runner_alone() -> None:
     runner = make_runner()
     model = build_model(TINY, torch.float32)
     load_weights(model, random_weight, CPU)
-    kv = PagedKv(kv_layout(TINY, "float32", ""), num_blocks=128, block_size=16, device=CPU)
+    kv = PagedKv(KvLayout(layers=TINY.layers, dtype="float32", model=""), num_blocks=128, block_size=16, device=CPU)
     alone = ModelRunner(TINY, model, kv)
     expected = Driver(alone).generate(0, runner.prompt(100, 0), 1)
     assert runner.prefill(100)[1] == expected[0]
@@ -112,7 +113,7 @@ def test_a_replay_takes_the_same_tokens_from_the_same_cache_only() -> None:
     assert runner.replay(run)[1] == run.sampled
     assert runner.decode(3, 40, 20).sampled == run.sampled  # the first run has left nothing behind
     for layer in range(len(TINY.layers)):
-        for part in runner.runner.kv.layer(layer):
+        for part in runner.runner.kv.layers[layer]:
             part.zero_()
     assert runner.replay(run)[1] != run.sampled
 

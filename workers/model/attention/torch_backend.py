@@ -36,7 +36,7 @@ class TorchAttentionBackend:
         self._kernels: dict[LayerGeometry, tuple[bool, bool]] = {}  # whether they decode, and take chunks
         for index, layer in enumerate(self._layers):
             if layer not in self._kernels:
-                keys, group = kv.layer(index)[0], layer.num_heads // layer.num_kv_heads
+                keys, group = kv.layers[index][0], layer.num_heads // layer.num_kv_heads
                 uses = native and cpu.can_attend(keys, group), native and cpu.can_attend_chunks(keys, group)
                 self._kernels[layer] = uses
 
@@ -56,7 +56,7 @@ class TorchAttentionBackend:
     ) -> torch.Tensor:
         """See `StepAttention.__call__`; `tables` are by layer."""
         slots, parts, native = tables[layer]
-        key_rows, value_rows = self._kv.scatter_rows(layer)
+        key_rows, value_rows = self._kv.scatter_rows[layer]
         if native:
             cpu.store_kv(key, value, key_rows, value_rows, slots)
         else:
@@ -127,7 +127,7 @@ class _Planner:
         starts = (lengths.cumsum(0)[:-1], first_keys, last_keys)
 
         def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-            keys, values = self._kv.layer(layer)
+            keys, values = self._kv.layers[layer]
             cpu.decode_attention(query, keys, values, tables, *starts, out)
 
         return attend
@@ -138,7 +138,7 @@ class _Planner:
         window = self._window or span.start + span.num_tokens
 
         def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-            keys, values = self._kv.layer(layer)
+            keys, values = self._kv.layers[layer]
             cpu.chunk_attention(query, keys, values, table, span.start, window, out)
 
         return attend
@@ -158,7 +158,7 @@ class _Planner:
         def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
             head_dim, products = query.shape[-1], mask.shape[0]
             query = query.reshape(products, -1, head_dim)
-            keys, values = (rows[table].view(products, -1, head_dim) for rows in self._kv.gather_rows(layer))
+            keys, values = (rows[table].view(products, -1, head_dim) for rows in self._kv.gather_rows[layer])
             scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=head_dim**-0.5)
             out.view(products, -1, head_dim).copy_(torch.bmm(scores.softmax(-1), values))
 
@@ -179,7 +179,7 @@ class _Planner:
             query = query.reshape(num_tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
             keys, values = (
                 rows[table].view(kv_heads, 1, -1, head_dim)[:, :, : len(positions)].expand(-1, group, -1, -1)
-                for rows in self._kv.gather_rows(layer)
+                for rows in self._kv.gather_rows[layer]
             )
             result = functional.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal)
             out.view(num_tokens, kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))

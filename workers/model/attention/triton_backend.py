@@ -60,7 +60,7 @@ class TritonAttentionBackend:
         are by tile_tokens, empty if no sequence has several tokens."""
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            keys, values = self.kv.layer(layer)
+            keys, values = self.kv.layers[layer]
             window = self.layers[layer].window or 0
             store_kv(key, value, keys, values, slots)
             out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
