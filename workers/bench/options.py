@@ -43,13 +43,17 @@ class EngineBenchOptions:
     context: int
     prompts: tuple[int, ...]
     steps: int
-    chunk: int
     threads: int | None
     raw: bool
     profile: bool
     transformers: bool
     plot: Path | None
     json: Path | None
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill step."""
+        return default_chunk_tokens(self.device.type)
 
     @property
     def name(self) -> str:
@@ -73,9 +77,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: list[str] | None) -> EngineBenchOptions:
     """Returns the options; exits with 2 after one line on stderr if an argument is not valid."""
     parser = _parser()
-    values = vars(parser.parse_args(arguments))
-    values["chunk"] = values["chunk"] or default_chunk_tokens(values["device"].type)
-    options = EngineBenchOptions(**values)
+    options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
         parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
     if options.device.type == "cuda" and not torch.cuda.is_available():
@@ -105,7 +107,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")
     add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
-    add("--chunk", type=_number(1, 1 << 16), metavar="TOKENS", help="of a prefill step; 2048, on a CPU 512")
     add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
     add("--raw", action="store_true", help="also run the same plans without the engine")
     add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")

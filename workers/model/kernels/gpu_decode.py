@@ -61,29 +61,27 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    kv_head = tl.program_id(1)
     num_heads = (tl.num_programs(1) * GROUP).to(tl.int64)  # with which an item's place in `partial` has 64 bits
-    head, columns = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
+    kv_head, head, columns = tl.program_id(1), tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
     inside = (head < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
     place = (kv_head * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
     for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
         sequence = tl.load(item_sequences + item)
-        row = tl.load(rows + sequence).to(tl.int64)
         last_key = tl.load(last_keys + sequence)
         first_key = tl.maximum(last_key + 1 - WINDOW, 0) if WINDOW > 0 else 0
         begin = tl.load(item_splits + item) * SPLIT
         end = tl.minimum(begin + SPLIT, last_key + 1)
         begin = tl.maximum(begin, first_key // KEYS * KEYS)
         if begin < end:
-            queries = tl.load(query + row * query_stride_row + place, mask=inside, other=0.0)
-            positions = tl.zeros([GROUP_PADDED], tl.int32) + last_key
-            table = tables + tl.load(offsets + sequence)
+            row_start = query + tl.load(rows + sequence).to(tl.int64) * query_stride_row
+            queries = tl.load(row_start + place, mask=inside, other=0.0)
             peak, total, mix = nothing_attended(GROUP_PADDED, DIM_PADDED)
             peak, total, mix = attend(
-                queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, begin, end,
-                first_key, last_key, scale, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+                queries, tl.zeros([GROUP_PADDED], tl.int32) + last_key, peak, total, mix, keys, values,
+                tables + tl.load(offsets + sequence), stride_block, stride_slot, begin, end, first_key, last_key, scale,
+                WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
             )  # fmt: skip
             target = partial + (item * num_heads + kv_head * GROUP + head) * (HEAD_DIM + 2)
             _store_partial(target, peak, total, mix, columns, inside, head < GROUP, HEAD_DIM)

@@ -5,7 +5,7 @@ Sequences that want nothing but temperature and filters cost what they would cos
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -30,12 +30,10 @@ class SampledTokens:
     failed: dict[int, str]  # by sequence, why its samples are not valid and it cannot continue
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
+class _Sample(NamedTuple):
     """Says how one token is sampled."""
 
     row: int  # of the logits
-    number: int  # among the samples of that row
     params: SamplingParams
     position: int
 
@@ -84,8 +82,8 @@ class Sampler:
             tokens = self._broadcast(sample(logits, params, positions))
             return SampledTokens(tokens=tokens, rows=rows, logprobs=None, failed={})
         samples = [
-            _Sample(row=row, number=number, params=_seeded(params[row], number), position=positions[row])
-            for row, step in enumerate(steps)
+            _Sample(row, replace(own, seed=(own.seed + number) & _MAX_SEED) if number else own, positions[row])
+            for row, (step, own) in enumerate(zip(steps, params, strict=True))
             for number in range(step.num_samples)
         ]
         tokens = self._broadcast(self._sample(logits, steps, samples))
@@ -142,7 +140,3 @@ class Sampler:
         targets = tokens[indices(wanted, self._device)]
         largest = max(count for _, _, count in sequences)
         return LogprobsTensors(sequences=sequences, tensors=compute_logprobs(rows, targets, largest))
-
-
-def _seeded(params: SamplingParams, number: int) -> SamplingParams:
-    return replace(params, seed=(params.seed + number) & _MAX_SEED) if number else params
