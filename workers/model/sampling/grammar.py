@@ -125,8 +125,7 @@ class GrammarMatchers:
         self._num_read: dict[int, int] = {}  # tokens of the sequence that are prompt or were given to its matcher
         self._failures: dict[int, str] = {}
         # On few cores more threads compete with the model's: one wait for a core is longer than most masks take.
-        num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
-        self._num_threads = num_threads
+        self._num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
         self._executor: LLExecutor | None = None
 
     def __contains__(self, sequence_id: int) -> bool:
