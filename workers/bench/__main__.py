@@ -13,15 +13,16 @@ from datetime import UTC, datetime
 import psutil
 import torch
 
+from ...proto.errors import InvalidArgument
 from ..model.config import CheckpointError, ModelConfig
 from ..model.device import DTYPES, enter_device
-from ..model.kv_store import kv_bytes_per_block
+from ..model.footprint import kv_bytes_per_token
 from ..model.loader import ReadWeight, check_checkpoint, checkpoint_reader, open_checkpoint
 from ..model.registry import load_model_config
 from .floor import BUFFER_BYTES, Floors, measure_floors
 from .options import SWEEP_BATCHES, SWEEP_CONTEXT_BATCH, SWEEP_CONTEXTS, EngineBenchOptions, parse
 from .report import DecodeFigure, PrefillFigure, Report, plot
-from .shapes import HF_CONFIGS, SHAPES, BenchError, decode_cost, loaded_bytes, prefill_cost, random_weight
+from .shapes import HF_CONFIGS, SHAPES, decode_cost, loaded_bytes, prefill_cost, random_weight
 from .steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for
 
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = measure(options)
         if options.json:
             options.json.write_text(json.dumps(asdict(report), indent=2) + "\n")
-    except (BenchError, CheckpointError) as error:
+    except (InvalidArgument, CheckpointError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: EngineBenchOptions) -> Report:
-    """Runs everything that was asked for. Raises BenchError or CheckpointError, before anything is loaded, if it
+    """Runs everything that was asked for. Raises InvalidArgument or CheckpointError, before anything is loaded, if it
     cannot."""
     if options.model is None:
         config = SHAPES[options.shape or ""]
@@ -99,22 +100,22 @@ def _weights(options: EngineBenchOptions) -> ReadWeight:
 
 
 def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
-    """Returns the KV blocks to take. Raises BenchError if the model or the machine is too small."""
+    """Returns the KV blocks to take. Raises InvalidArgument if the model or the machine is too small."""
     longest = config.max_position_embeddings
     for option, context in [("--context", c) for _, c in options.decodes] + [("--prompts", p) for p in options.prompts]:
         reach = context + (0 if option == "--prompts" else BLOCK_SIZE + options.steps)
         if reach > longest:
-            raise BenchError(f"{option}: {context} tokens need {reach} positions, {options.name} has {longest}")
+            raise InvalidArgument(f"{context} tokens need {reach} positions, {options.name} has {longest}", option)
     decode_blocks = [blocks_for(batch, context, options.steps) for batch, context in options.decodes]
     num_blocks = max([*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)])
     weights = loaded_bytes(config, options.dtype, options.device)
-    kv = num_blocks * kv_bytes_per_block(config, BLOCK_SIZE, options.dtype)
+    kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, 1, options.dtype)
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
     beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)  # logits and activations, in float32 twice
     beside = max(beside, 2 * BUFFER_BYTES[options.device.type] - weights)  # the floors come before the weights
     free = _free_bytes(options.device)
     if weights + kv + beside > free:
-        raise BenchError(
+        raise InvalidArgument(
             f"{options.name} in {options.dtype} needs {(weights + kv + beside) / 1e9:.1f} GB (weights "
             f"{weights / 1e9:.1f}, KV cache {kv / 1e9:.1f}); {options.device} has {free / 1e9:.1f} GB free"
         )

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -11,8 +12,7 @@ import torch
 from ..engine.config import default_chunk_tokens
 from ..model.device import DTYPES
 from .floor import BUFFER_BYTES
-from .report import check_plot
-from .shapes import SHAPES, BenchError
+from .shapes import SHAPES
 
 SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 SWEEP_CONTEXTS: Final = (128, 256, 512, 1024, 2048, 4096)
@@ -43,13 +43,17 @@ class EngineBenchOptions:
     context: int
     prompts: tuple[int, ...]
     steps: int
-    chunk: int
     threads: int | None
     raw: bool
     profile: bool
     transformers: bool
     plot: Path | None
     json: Path | None
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill step."""
+        return default_chunk_tokens(self.device.type)
 
     @property
     def name(self) -> str:
@@ -73,20 +77,9 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: list[str] | None) -> EngineBenchOptions:
     """Returns the options; exits with 2 after one line on stderr if an argument is not valid."""
     parser = _parser()
-    values = vars(parser.parse_args(arguments))
-    values["chunk"] = values["chunk"] or default_chunk_tokens(values["device"].type)
-    options = EngineBenchOptions(**values)
+    options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
         parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
-    if options.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: torch finds no CUDA device here")
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json: {options.json.parent} is no folder")
-    try:
-        if options.plot:
-            check_plot(options.plot)
-    except BenchError as error:
-        parser.error(str(error))
     if options.profile and PROFILE_BATCH not in options.batches:
         return replace(options, batches=tuple(sorted((*options.batches, PROFILE_BATCH))))
     return options
@@ -105,13 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")
     add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
-    add("--chunk", type=_number(1, 1 << 16), metavar="TOKENS", help="of a prefill step; 2048, on a CPU 512")
     add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
     add("--raw", action="store_true", help="also run the same plans without the engine")
     add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")
     add("--transformers", action="store_true", help="also measure transformers' generate_batch, else its generate")
-    add("--plot", type=Path, metavar="FILE.png", help="draw step time against batch and context")
-    add("--json", type=Path, metavar="FILE")
+    add("--plot", type=_plot_file, metavar="FILE.png", help="draw step time against batch and context")
+    add("--json", type=_output_file, metavar="FILE")
     return parser
 
 
@@ -133,4 +125,20 @@ def _device(text: str) -> torch.device:
     kind, _, index = text.partition(":")
     if kind not in BUFFER_BYTES or (":" in text and not (kind == "cuda" and index.isascii() and index.isdigit())):
         raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, is {text[:40]!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{text}: torch finds no CUDA device here")
     return torch.device(text)
+
+
+def _output_file(text: str) -> Path:
+    if not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{Path(text).parent} is no folder")
+    return Path(text)
+
+
+def _plot_file(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed (pip install 'tandem-llm[bench]')")
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text} must end in .png")
+    return _output_file(text)

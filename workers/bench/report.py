@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .floor import Floors
-from .shapes import BenchError
 from .steps import PARTS
 
 
@@ -79,16 +77,6 @@ class Report:
             yield _table("milliseconds of a step", _SPLIT_COLUMNS, self.decode)
         if self.prefill:
             yield _table("prefill", _PREFILL_COLUMNS, self.prefill)
-
-
-def check_plot(path: Path) -> None:
-    """Raises BenchError if a picture cannot be written to `path`."""
-    if find_spec("matplotlib") is None:
-        raise BenchError("--plot: matplotlib is not installed (pip install 'tandem-llm[bench]')")
-    if path.suffix.lower() != ".png":
-        raise BenchError(f"--plot: {path} must end in .png")
-    if not path.absolute().parent.is_dir():
-        raise BenchError(f"--plot: {path.parent} is no folder")
 
 
 def plot(path: Path, title: str, by_batch: Sequence[DecodeFigure], by_context: Sequence[DecodeFigure]) -> None:

@@ -15,10 +15,6 @@ from ..model.module import WeightSlice
 from ..model.registry import parse_model_config
 
 
-class BenchError(ValueError):
-    """Says in one line why the benchmark cannot run as asked."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
     """Holds the least that a step, or a whole prefill, moves and computes."""

@@ -15,9 +15,10 @@ from ..engine.engine import Engine
 from ..engine.events import Event, NewTokens
 from ..engine.plan import Executor, FirstTokens, OnLayers, Samples, SamplingParams, StepPlan
 from ..engine.sequence import SequenceSpec, Task
+from ..kv_cache.layout import KvLayout
 from ..model.config import ModelConfig
 from ..model.device import DTYPES
-from ..model.kv_store import PagedKv, kv_layout
+from ..model.kv_store import PagedKv
 from ..model.loader import ReadWeight, build_model, load_weights
 from ..model.runner import ModelRunner
 from .floor import synchronize
@@ -65,10 +66,11 @@ class BenchRunner(Executor):
         self._marks: dict[str, float] = {}
         model = build_model(config, DTYPES[dtype])
         load_weights(model, read, device)
-        kv = PagedKv(kv_layout(config, dtype, ""), num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
+        layout = KvLayout(layers=config.layers, dtype=dtype, model="")
+        kv = PagedKv(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
         generator = torch.Generator(device).manual_seed(0)
         for layer in range(len(config.layers)):
-            for part, first in zip(kv.layer(layer), kv.layer(0), strict=True):
+            for part, first in zip(kv.layers[layer], kv.layers[0], strict=True):
                 if part.shape == first.shape and layer:
                     part.copy_(first)
                 else:

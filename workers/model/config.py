@@ -156,67 +156,52 @@ class Fields:
         return name in self._values and self._values[name] is None
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_SIZE) -> int:
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise self.error(name, f"must be an integer from {minimum} to {maximum}, is {_shown(value)}")
-        return value
+        def is_valid(value: Any) -> bool:
+            return type(value) is int and minimum <= value <= maximum
+
+        return int(self._value(name, default, is_valid, f"an integer from {minimum} to {maximum}"))
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(name, f"must be a number above 0, is {_shown(value)}")
-        return float(value)
+        def is_valid(value: Any) -> bool:
+            return type(value) in (int, float) and 0 < value < math.inf
+
+        return float(self._value(name, default, is_valid, "a number above 0"))
 
     def boolean(self, name: str, default: bool) -> bool:
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.error(name, f"must be true or false, is {_shown(value)}")
-        return value
+        return bool(self._value(name, default, lambda value: isinstance(value, bool), "true or false"))
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self._value(name, default)
-        if not isinstance(value, str):
-            raise self.error(name, f"must be a string, is {_shown(value)}")
-        return value
+        return str(self._value(name, default, lambda value: isinstance(value, str), "a string"))
 
     def texts(self, name: str) -> list[str]:
-        value = self._value(name, None)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(name, f"must be a list of strings, is {_shown(value)}")
-        return value
+        def is_valid(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
+        return list(self._value(name, None, is_valid, "a list of strings"))
+
+    def mapping(self, name: str) -> dict[str, Any]:
         """Returns an object as it is; empty if missing."""
-        value = self._value(name, {})
-        if not isinstance(value, dict):
-            raise self.error(name, f"must be an object, is {_shown(value)}")
-        return value
+        return dict(self._value(name, {}, lambda value: isinstance(value, dict), "an object"))
 
     def nested(self, name: str) -> "Fields":
         """Returns the fields of an object; none if it is missing."""
-        return Fields(self._file, dict(self.mapping(name)), f"{self._prefix}{name}.")
+        return Fields(self._file, self.mapping(name), f"{self._prefix}{name}.")
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """Returns one id or a list of ids as a tuple; empty if missing."""
         value = self._values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise self.error(name, f"must be token ids below vocab_size {vocab_size}, is {_shown(value)}")
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+            raise self.error(name, f"must be token ids below vocab_size {vocab_size}, is {value!r:.60}")
         return tuple(ids)
 
-    def _value(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
-        if value is None:
-            value = default
+    def _value(self, name: str, default: Any, is_valid: Callable[[Any], bool], what: str) -> Any:
+        value = default if self._values.get(name) is None else self._values[name]
         if value is None:
             raise self.error(name, "is missing")
+        if not is_valid(value):
+            raise self.error(name, f"must be {what}, is {value!r:.60}")
         return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _dtype(fields: Fields) -> str:

@@ -49,6 +49,11 @@ def indices(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
+def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Returns these rows of x; x itself if they are as many, which must then be all of them in order."""
+    return x if len(rows) == len(x) else x[indices(rows, x.device)]
+
+
 def to_host(*tensors: torch.Tensor) -> Callable[[], list[Any]]:
     """Queues the copy of tensors to the host. The result, when called, waits for it and for all work queued before it,
     and returns them as lists of numbers."""

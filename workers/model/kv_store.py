@@ -5,6 +5,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,26 +14,13 @@ import torch
 
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import KvRead, paged_shapes
-from .config import ModelConfig
 from .device import indices, to_device
-from .footprint import kv_bytes_per_token
 from .kernels.build import kernel, library
 
 Bytes = npt.NDArray[np.uint8]
 # Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block and offset of each
 # token, slots.
 _Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice]
-
-
-def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: str, tp: int = 1) -> int:
-    """Returns the bytes of KV cache memory that one block of `block_size` tokens takes over all layers on each of `tp`
-    ranks. Raises ValueError if the model's heads cannot be split so."""
-    return block_size * kv_bytes_per_token(config, tp, dtype)
-
-
-def kv_layout(config: ModelConfig, dtype: str, fingerprint: str) -> KvLayout:
-    """Returns the layout of a model's KV cache; `config` is of the whole model."""
-    return KvLayout(layers=config.layers, dtype=dtype, model=fingerprint)
 
 
 class PagedKv:
@@ -69,11 +57,15 @@ class PagedKv:
         memory = self._allocate(sum(sizes), shared=shared)  # [elements of all groups]
         # One for each group.
         self.tensors = tuple(part.view(shape) for part, shape in zip(torch.split(memory, sizes), shapes, strict=True))
-        # A view of each layer's keys and values; made once, since making views is what a small step spends its time on.
-        self._layers = [tuple(self.tensors[group][index].unbind(0)) for group, index in layout.places]
-        self._gather = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self._layers]
-        self._scatter = [tuple(part.flatten(0, 2) for part in layer) for layer in self._layers]
+        # Views of each layer's keys and values, made once, since making them is what a small step spends its time on:
+        # in place, each [num_blocks, num_slots, block_size, head_dim]; as rows of (block, slot), each [rows,
+        # block_size * head_dim]; and as rows of (block, slot, token), each [rows, head_dim].
+        self.layers = [tuple(self.tensors[group][index].unbind(0)) for group, index in layout.places]
+        self.gather_rows = [tuple(part.flatten(0, 1).flatten(1) for part in layer) for layer in self.layers]
+        self.scatter_rows = [tuple(part.flatten(0, 2) for part in layer) for layer in self.layers]
         if device.type == "cuda":
+            slots = [shape[3] for shape in shapes]
+            self._locate = partial(_locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots)
             self._tokens = [tensor.view(torch.int32).transpose(3, 4) for tensor in self.tensors]
             self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -82,7 +74,7 @@ class PagedKv:
             self._host = HostKv(layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
 
     def _allocate(self, num_items: int, *, shared: bool) -> torch.Tensor:  # [num_items], zeros
-        if not (shared and self.device.type == "cpu" and hasattr(os, "memfd_create")):
+        if not (shared and self.device.type == "cpu"):
             return torch.zeros(num_items, dtype=self.dtype, device=self.device)
         num_bytes = num_items * self.dtype.itemsize
         # A file without a name goes away with the last process that maps it.
@@ -101,22 +93,6 @@ class PagedKv:
     def num_slots(self, layer: int) -> int:
         """See `KvStore.num_slots`."""
         return int(self.tensors[self.layout.places[layer][0]].shape[3])
-
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's keys and values in place: each [num_blocks, num_slots, block_size, head_dim]."""
-        keys, values = self._layers[layer]
-        return keys, values
-
-    def gather_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's keys and values as rows of (block, slot): each [num_blocks * num_slots, tokens *
-        head_dim]."""
-        keys, values = self._gather[layer]
-        return keys, values
-
-    def scatter_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's keys and values as rows of (block, slot, token): each [rows, head_dim]."""
-        keys, values = self._scatter[layer]
-        return keys, values
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, given as (source, target), in order with the steps. No target may be a source."""
@@ -163,9 +139,6 @@ class PagedKv:
         self._tokens[group][self._index_on_device(index)] = host.to(self.device, non_blocking=True)
         self._written.record()
 
-    def _locate(self, blocks: Sequence[int], span: KvSpan) -> tuple[int, _Index]:
-        return _locate(self.layout, blocks, span, self.num_blocks, self.block_size, [t.shape[3] for t in self.tensors])
-
     def _index_on_device(self, index: _Index) -> tuple[Any, ...]:
         layers, both, block, offset, slots = index
         block_device, offset_device = (to_device(torch.from_numpy(place), self.device) for place in (block, offset))
@@ -191,8 +164,9 @@ class HostKv:
         self._groups = [
             raw[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)
         ]
-        self._layout, self._num_blocks, self._block_size = layout, num_blocks, block_size
-        self._slots = [shape[3] for shape in shapes]
+        self._layout = layout
+        slots = [shape[3] for shape in shapes]
+        self._locate = partial(_locate, layout, num_blocks=num_blocks, block_size=block_size, slots=slots)
         self._native = library() is not None
 
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
@@ -217,9 +191,6 @@ class HostKv:
         else:
             raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
 
-    def _locate(self, blocks: Sequence[int], span: KvSpan) -> tuple[int, _Index]:
-        return _locate(self._layout, blocks, span, self._num_blocks, self._block_size, self._slots)
-
 
 def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
     """Runs a kernel between a group's memory and `dense`, [layers, 2, tokens, slots, bytes of a head], contiguous."""
@@ -240,7 +211,7 @@ def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
 
 
 def _locate(
-    layout: KvLayout, blocks: Sequence[int], span: KvSpan, num_blocks: int, block_size: int, slots: Sequence[int]
+    layout: KvLayout, blocks: Sequence[int], span: KvSpan, *, num_blocks: int, block_size: int, slots: Sequence[int]
 ) -> tuple[int, _Index]:
     """Returns a span's group and its index in that group's tensor, seen as [layer, 2, block, token, slot]; `slots` are
     of each group. Raises ValueError if the span or a block is out of range."""

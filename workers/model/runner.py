@@ -11,13 +11,14 @@ import torch
 
 from ..engine.config import default_chunk_tokens
 from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
+from ..kv_cache.layout import KvLayout
 from . import kernels
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
 from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .device import DTYPES, copy_to_device, enter_device, to_host
-from .kv_store import PagedKv, kv_bytes_per_block, kv_layout
+from .kv_store import PagedKv
 from .loader import build_model, checkpoint_reader, load_weights
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel
@@ -27,8 +28,6 @@ from .sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs
-
-__all__ = ["ModelRunner", "kv_bytes_per_block"]
 
 
 class ModelRunner(Executor):
@@ -94,7 +93,7 @@ class ModelRunner(Executor):
         model = build_model(config, DTYPES[dtype], tp)
         load_weights(model, checkpoint_reader(checkpoint), target)
         kv = PagedKv(
-            kv_layout(config, dtype, checkpoint.fingerprint()),
+            KvLayout(layers=config.layers, dtype=dtype, model=checkpoint.fingerprint()),
             num_blocks=num_blocks,
             block_size=block_size,
             device=target,
@@ -163,7 +162,11 @@ class ModelRunner(Executor):
         from .graphs import DecodeGraphs  # with Triton, which is not everywhere and takes a second
 
         assert isinstance(self._attention, TritonAttentionBackend)
-        self._graphs = DecodeGraphs(self._forward, self._attention, capture, batches)
+
+        def forward(token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+            return self._model.compute_logits(self._model(token_ids, positions, attention))
+
+        self._graphs = DecodeGraphs(forward, self._attention, capture, batches)
 
     def _release(self, sequence_id: int) -> None:
         self._tables.pop(sequence_id, None)
@@ -172,7 +175,11 @@ class ModelRunner(Executor):
 
     def _admit(self, step: SequenceStep) -> None:
         if step.sampling is not None:
-            self._add(step, step.sampling)
+            self._release(step.sequence_id)
+            self._tables[step.sequence_id] = array("i")
+            if step.sampling.prompt_logprobs is not None:
+                self._num_top[step.sequence_id] = step.sampling.prompt_logprobs
+            self._sampler.admit(step, step.sampling)
         blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
         # A mask hides any number but no NaN or infinity that the block's last sequence left, so where attention
@@ -181,13 +188,6 @@ class ModelRunner(Executor):
         first_in_last = max(step.start - last * self.kv.block_size, 0)
         if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
             self.kv.clear_after(blocks[last], first_in_last)
-
-    def _add(self, step: SequenceStep, params: SamplingParams) -> None:
-        self._release(step.sequence_id)
-        self._tables[step.sequence_id] = array("i")
-        if params.prompt_logprobs is not None:
-            self._num_top[step.sequence_id] = params.prompt_logprobs
-        self._sampler.admit(step, params)
 
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Returns logits [num_sampled, vocab_size], and the log probabilities that are wanted of prompts."""
@@ -228,10 +228,6 @@ class ModelRunner(Executor):
         known_device, index_device = copy_to_device([known, index], self._device)
         return torch.cat((self._last_tokens, known_device)).index_select(0, index_device)
 
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """Implements `graphs.Forward`."""
-        return self._model.compute_logits(self._model(token_ids, positions, attention))
-
 
 def _collect(
     tokens: torch.Tensor, logprobs: LogprobsTensors | None, prompts: LogprobsTensors | None, failed: dict[int, str]
@@ -270,7 +266,7 @@ def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> 
 
 def _attention_backend(kv: PagedKv, config: ModelConfig, tp: TensorParallel) -> AttentionBackend:
     layers = [tp.local_geometry(layer) for layer in config.layers]
-    if kernels.on_gpu(kv.layer(0)[0]):
+    if kernels.on_gpu(kv.layers[0][0]):
         from .attention.triton_backend import TritonAttentionBackend  # with Triton
 
         return TritonAttentionBackend(kv, layers)

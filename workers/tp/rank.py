@@ -12,9 +12,10 @@ from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
 from ..model.device import enter_device
+from ..model.footprint import kv_bytes_per_token
 from ..model.kernels import cpu
 from ..model.loader import open_checkpoint
-from ..model.runner import ModelRunner, kv_bytes_per_block
+from ..model.runner import ModelRunner
 from ..threads import available_cores
 from ..transfer.connector import TransferContext
 from .process_group import TpGroup
@@ -77,7 +78,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     checkpoint = open_checkpoint(Path(config.model))
     model = checkpoint.config
     tp = group.size if group else 1
-    num_blocks = config.kv_cache_bytes // kv_bytes_per_block(model, config.block_size, config.dtype, tp)
+    num_blocks = config.kv_cache_bytes // (config.block_size * kv_bytes_per_token(model, tp, config.dtype))
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds no block of {config.block_size} tokens")
     runner = ModelRunner.load(

@@ -12,15 +12,16 @@ from transformers import AutoConfig
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
-from tandem.workers.bench import __main__, floor, report, steps
+from tandem.workers.bench import __main__, floor, options, report, steps
 from tandem.workers.bench.floor import Floors
 from tandem.workers.bench.options import parse
 from tandem.workers.bench.report import DecodeFigure
 from tandem.workers.bench.shapes import HF_CONFIGS, SHAPES, decode_cost, prefill_cost, random_weight
 from tandem.workers.bench.steps import PARTS, WARMUP_STEPS, BenchRunner, blocks_for
 from tandem.workers.bench.transformers_peer import TransformersPeer
+from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.config import Fields
-from tandem.workers.model.kv_store import PagedKv, kv_layout
+from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.loader import build_model, load_weights, open_checkpoint
 from tandem.workers.model.module import WeightSlice
 from tandem.workers.model.registry import parse_model_config
@@ -95,7 +96,7 @@ def test_the_engine_gives_the_tokens_of_the_runner_alone() -> None:
     runner = make_runner()
     model = build_model(TINY, torch.float32)
     load_weights(model, random_weight, CPU)
-    kv = PagedKv(kv_layout(TINY, "float32", ""), num_blocks=128, block_size=16, device=CPU)
+    kv = PagedKv(KvLayout(layers=TINY.layers, dtype="float32", model=""), num_blocks=128, block_size=16, device=CPU)
     alone = ModelRunner(TINY, model, kv)
     expected = Driver(alone).generate(0, runner.prompt(100, 0), 1)
     assert runner.prefill(100)[1] == expected[0]
@@ -112,7 +113,7 @@ def test_a_replay_takes_the_same_tokens_from_the_same_cache_only() -> None:
     assert runner.replay(run)[1] == run.sampled
     assert runner.decode(3, 40, 20).sampled == run.sampled  # the first run has left nothing behind
     for layer in range(len(TINY.layers)):
-        for part in runner.runner.kv.layer(layer):
+        for part in runner.runner.kv.layers[layer]:
             part.zero_()
     assert runner.replay(run)[1] != run.sampled
 
@@ -171,8 +172,8 @@ def test_a_floor_does_not_count_what_a_synchronisation_costs(monkeypatch: pytest
 
 def test_a_shape_with_long_contexts_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "_free_bytes", lambda _: 10**12)
-    options = parse(["--shape", "llama-3-8b", "--random-weights", "--context", "8192", "--batches", "32"])
-    assert __main__._check(options, SHAPES["llama-3-8b"]) == blocks_for(32, 8192, options.steps)
+    parsed = parse(["--shape", "llama-3-8b", "--random-weights", "--context", "8192", "--batches", "32"])
+    assert __main__._check(parsed, SHAPES["llama-3-8b"]) == blocks_for(32, 8192, parsed.steps)
 
 
 def test_random_weights_depend_on_the_name_alone() -> None:
@@ -244,7 +245,7 @@ REFUSED: list[tuple[list[str], str]] = [
 def test_what_cannot_run_is_refused_in_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda _: object())
+    monkeypatch.setattr(options, "find_spec", lambda _: object())
     status, error = outcome(arguments, capsys)
     assert status == 2
     assert said in error
@@ -266,9 +267,12 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(
 def test_without_matplotlib_plot_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda _: None)
+    monkeypatch.setattr(options, "find_spec", lambda _: None)
     status, error = outcome([*ARGUMENTS, "--plot", "x.png"], capsys)
-    assert (status, error) == (2, "bench: --plot: matplotlib is not installed (pip install 'tandem-llm[bench]')\n")
+    assert (status, error) == (
+        2,
+        "bench: argument --plot: matplotlib is not installed (pip install 'tandem-llm[bench]')\n",
+    )
 
 
 def test_without_cuda_a_cuda_device_is_refused(
@@ -276,7 +280,7 @@ def test_without_cuda_a_cuda_device_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, error = outcome([*ARGUMENTS, "--device", "cuda:1"], capsys)
-    assert (status, error) == (2, "bench: --device cuda:1: torch finds no CUDA device here\n")
+    assert (status, error) == (2, "bench: argument --device: cuda:1: torch finds no CUDA device here\n")
 
 
 @pytest.mark.usefixtures("known_floors")

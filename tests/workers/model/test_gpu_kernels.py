@@ -396,9 +396,9 @@ def compile_shape(shape: Shape) -> None:
     gpu.rotate(query, table, table)
     gpu.store_kv(key, value, keys, values, array)
     partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)
-    decodes = DecodeWork(**dict.fromkeys(DecodeWork.__slots__, array))
+    decodes = DecodeWork(**dict.fromkeys(DecodeWork._fields, array))
     decode_attention(query, keys, values, decodes, shape.window, partial, out, 2)
-    chunks = ChunkWork(**dict.fromkeys(ChunkWork.__slots__, array))
+    chunks = ChunkWork(**dict.fromkeys(ChunkWork._fields, array))
     chunk_attention(query, keys, values, chunks, shape.window, out)
 
 

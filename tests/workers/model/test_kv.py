@@ -216,10 +216,10 @@ def test_each_layer_has_its_own_shape() -> None:
     assert (kv.layout.groups, kv.layout.places) == (((0, 2), (1,), (3,)), ((0, 0), (1, 0), (0, 1), (2, 0)))
     for layer, (slots, size) in enumerate(((2, 8), (1, 16), (2, 8), (4, 4))):
         assert kv.num_slots(layer) == slots
-        assert {part.shape for part in kv.layer(layer)} == {(8, slots, 4, size)}
-        assert {part.shape for part in kv.gather_rows(layer)} == {(8 * slots, 4 * size)}
-        assert {part.shape for part in kv.scatter_rows(layer)} == {(8 * slots * 4, size)}
-    assert kv.layer(2)[1].data_ptr() == kv.tensors[0][1, 1].data_ptr()
+        assert {part.shape for part in kv.layers[layer]} == {(8, slots, 4, size)}
+        assert {part.shape for part in kv.gather_rows[layer]} == {(8 * slots, 4 * size)}
+        assert {part.shape for part in kv.scatter_rows[layer]} == {(8 * slots * 4, size)}
+    assert kv.layers[2][1].data_ptr() == kv.tensors[0][1, 1].data_ptr()
     with pytest.raises(ValueError, match="unpack"):  # there is no one tensor
         _ = kv.data
     assert (kv.device, kv.dtype) == (torch.device("cpu"), torch.bfloat16)
@@ -236,8 +236,8 @@ def test_unequal_layers_are_read_and_written_where_they_are() -> None:
         assert bytes(target.read(into, part)) == bytes(source.read(blocks, part))
         for kind in (0, 1):
             for token in range(2, 11):
-                there = source.layer(layer)[kind][blocks[token // 4], :, token % 4].view(torch.int16)
-                assert target.layer(layer)[kind][into[token // 4], :, token % 4].view(torch.int16).equal(there)
+                there = source.layers[layer][kind][blocks[token // 4], :, token % 4].view(torch.int16)
+                assert target.layers[layer][kind][into[token // 4], :, token % 4].view(torch.int16).equal(there)
     for tensor, old in zip(target.tensors, before, strict=True):
         others = [block for block in range(8) if block not in into]
         assert tensor[:, :, others].view(torch.int16).equal(old[:, :, others].view(torch.int16))

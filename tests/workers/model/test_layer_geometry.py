@@ -29,7 +29,7 @@ NUM_TOKENS = sum(span.num_tokens for span in SPANS)
 def make_kv(layers: tuple[LayerGeometry, ...], dtype: str) -> PagedKv:
     kv = PagedKv(KvLayout(layers=layers, dtype=dtype, model="m"), num_blocks=32, block_size=8, device=CPU)
     for index in range(len(layers)):
-        for part in kv.layer(index):
+        for part in kv.layers[index]:
             part.normal_(generator=torch.Generator().manual_seed(0))
     return kv
 
@@ -59,4 +59,4 @@ def test_layers_of_different_geometry(backend: str, dtype: str) -> None:
     for index, layer in enumerate(LAYERS):
         (expected,) = attend(alone[index], make(alone[index], (layer,)), (layer,), index)
         assert torch.equal(results[index], expected)
-        assert torch.equal(kv.layer(index)[0], alone[index].layer(0)[0])
+        assert torch.equal(kv.layers[index][0], alone[index].layers[0][0])

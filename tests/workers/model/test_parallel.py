@@ -15,8 +15,9 @@ from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, StepPlan
+from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint
-from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
+from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.gumbel import sample
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
@@ -171,7 +172,7 @@ def test_the_cache_of_a_rank_has_the_model_s_layout_and_its_own_size(tmp_path: P
     folder = make_tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=kv_heads)
     layout = load(folder).kv.layout
     assert (layout.layers[0].num_heads, layout.layers[0].num_kv_heads) == (8, kv_heads)
-    per_block = kv_bytes_per_block(check_checkpoint(folder), 16, "float32", size)
+    per_block = 16 * kv_bytes_per_token(check_checkpoint(folder), size, "float32")
     for rank, kv in enumerate(on_ranks(folder, size, lambda runner: runner.kv)):
         assert kv.layout == layout
         assert (kv.tp, kv.rank, kv.num_slots(0)) == (size, rank, max(1, kv_heads // size))

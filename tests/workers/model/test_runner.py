@@ -12,8 +12,9 @@ from tandem.tests.workers.spans import span
 from tandem.workers.engine.config import default_chunk_tokens
 from tandem.workers.engine.plan import SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model.device import enter_device
+from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
-from tandem.workers.model.runner import ModelRunner, kv_bytes_per_block
+from tandem.workers.model.runner import ModelRunner
 from tandem.workers.model.sampling.filters import has_filter
 from tandem.workers.tp.rank import RankConfig, enter_engine_thread
 
@@ -174,10 +175,10 @@ def test_loading_makes_the_gpu_the_thread_s_own(folder: Path, monkeypatch: pytes
     assert entered == ["cpu"]
 
 
-def test_kv_bytes_per_block_is_what_the_pool_takes(folder: Path) -> None:
+def test_kv_bytes_per_token_are_what_the_pool_takes(folder: Path) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         runner = ModelRunner.load(open_checkpoint(folder), dtype=dtype, device="cpu", num_blocks=9, block_size=5)
-        assert 9 * kv_bytes_per_block(runner.config, 5, dtype) == runner.kv.data.nbytes
+        assert 9 * 5 * kv_bytes_per_token(runner.config, 1, dtype) == runner.kv.data.nbytes
         assert runner.kv.layout.dtype == dtype
 
 

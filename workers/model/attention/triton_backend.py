@@ -1,7 +1,6 @@
 """Attention on GPUs: Triton kernels that read the paged cache in place, planned on the host in flat arrays."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,6 +17,9 @@ from .backend import SequenceSpan, StepAttention
 _MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of gpu_decode.SPLIT_TOKENS keys
 _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
 _PROGRAMS_PER_PROCESSOR: Final = 3  # as many as its shared memory holds
+
+Partials = dict[tuple[int, int], torch.Tensor]
+"""Scratch of decodes, float32 [num_items, num_heads, head_dim + 2], by num_heads and head_dim of the layers."""
 
 
 class TritonAttentionBackend:
@@ -41,48 +43,39 @@ class TritonAttentionBackend:
         tile_sizes = sorted(set(self.tile_tokens))
         tiles = [array for size in tile_sizes for array in arrays.tiles(size)]
         slots, tables, *rest = copy_to_device([*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device)
-        decode = DecodeWork(tables=tables, **dict(zip(_DECODE_FIELDS, rest, strict=False)))
+        num_decode = len(DecodeWork._fields) - 1
+        decode = DecodeWork._make([*rest[:num_decode], tables])
         chunks: dict[int, ChunkWork] = {}
-        for number, size in enumerate(tile_sizes):
-            first = len(_DECODE_FIELDS) + number * len(_TILE_FIELDS)
-            fields = dict(zip(_TILE_FIELDS, rest[first : first + len(_TILE_FIELDS)], strict=True))
-            if len(fields["tile_rows"]):
-                chunks[size] = ChunkWork(tables=tables, **fields)
+        if len(arrays.counts) > len(decode.rows):
+            num_chunk = len(ChunkWork._fields) - 1
+            each = (rest[first : first + num_chunk] for first in range(num_decode, len(rest), num_chunk))
+            chunks = {size: ChunkWork._make([*fields, tables]) for size, fields in zip(tile_sizes, each, strict=True)}
         partials = self.make_partials(len(decode.item_splits))
-        return TritonStep(self, slots, decode if len(decode.rows) else None, chunks, partials)
+        return self.step(slots, decode if len(decode.rows) else None, chunks, partials)
 
-    def make_partials(self, num_items: int) -> dict[tuple[int, int], torch.Tensor]:
-        """Returns scratch [num_items, num_heads, head_dim + 2], float32, by num_heads and head_dim of the layers."""
+    def step(
+        self, slots: torch.Tensor, decode: DecodeWork | None, chunks: dict[int, ChunkWork], partials: Partials
+    ) -> StepAttention:
+        """Returns the attention of a step; `slots` int32 [num_tokens] are block * block_size + offset, or -1; `chunks`
+        are by tile_tokens, empty if no sequence has several tokens."""
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            keys, values = self.kv.layers[layer]
+            window = self.layers[layer].window or 0
+            store_kv(key, value, keys, values, slots)
+            out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+            if decode:
+                partial, num_programs = partials[query.shape[1], query.shape[2]], self.num_programs[layer]
+                decode_attention(query, keys, values, decode, window, partial, out, num_programs)
+            if chunks:
+                chunk_attention(query, keys, values, chunks[self.tile_tokens[layer]], window, out)
+            return out
+
+        return attend
+
+    def make_partials(self, num_items: int) -> Partials:
         shapes = {(layer.num_heads, layer.head_dim) for layer in self.layers}
         return {(heads, dim): torch.empty((num_items, heads, dim + 2), device=self.device) for heads, dim in shapes}
-
-
-# In the order of _Arrays.decodes and _Arrays.tiles.
-_DECODE_FIELDS = ("rows", "last_keys", "offsets", "first_items", "num_items", "item_sequences", "item_splits")
-_TILE_FIELDS = ("tile_rows", "tile_counts", "tile_starts", "tile_offsets")
-
-
-@dataclass(frozen=True, slots=True)
-class TritonStep:
-    """Implements `StepAttention`."""
-
-    backend: TritonAttentionBackend
-    slots: torch.Tensor  # [num_tokens] int32, block * block_size + offset, or -1
-    decode: DecodeWork | None
-    chunks: dict[int, ChunkWork]  # by tile_tokens; empty if no sequence has several tokens
-    partials: dict[tuple[int, int], torch.Tensor]  # scratch by num_heads and head_dim
-
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys, values = self.backend.kv.layer(layer)
-        window = self.backend.layers[layer].window or 0
-        store_kv(key, value, keys, values, self.slots)
-        out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
-        if self.decode:
-            partial, num_programs = self.partials[query.shape[1], query.shape[2]], self.backend.num_programs[layer]
-            decode_attention(query, keys, values, self.decode, window, partial, out, num_programs)
-        if self.chunks:
-            chunk_attention(query, keys, values, self.chunks[self.backend.tile_tokens[layer]], window, out)
-        return out
 
 
 class StaticDecodes:
@@ -99,30 +92,21 @@ class StaticDecodes:
     def step(self, batch: int) -> tuple[torch.Tensor, StepAttention]:
         """Returns positions, int32 [batch], and the attention of the first `batch` rows, of which `fill` may leave some
         empty."""
-        slots, *work, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
-        rows, last_keys, offsets, first_items = (part[:batch] for part in work)
-        decode = DecodeWork(
-            rows=rows,
-            last_keys=last_keys,
-            offsets=offsets,
-            first_items=first_items,
-            num_items=num_items,
-            item_sequences=sequences,
-            item_splits=splits,
-            tables=tables,
-        )
-        return last_keys, TritonStep(self._backend, slots[:batch], decode, {}, self._partials)
+        slots, *of_sequences, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
+        decode = DecodeWork._make([*(part[:batch] for part in of_sequences), num_items, sequences, splits, tables])
+        return decode.last_keys, self._backend.step(slots[:batch], decode, {}, self._partials)
 
     def fill(self, spans: Sequence[SequenceSpan]) -> bool:
         """Loads a step of sequences with one new token each; returns False if it does not fit."""
         arrays = _Arrays(spans, self._backend.kv.block_size)
         slots, tables = arrays.slots_and_tables()
-        *work, num_items, sequences, splits = arrays.decodes()
+        decodes = arrays.decodes()
+        splits = decodes[-1]
         if len(spans) > self._max_batch or len(splits) > _MAX_GRAPH_ITEMS or len(tables) > _MAX_GRAPH_BLOCKS:
             return False
         ints = np.full(len(self._ints) - _MAX_GRAPH_BLOCKS + len(tables), -1, np.int32)
         begin = 0
-        for part, length in zip((slots, *work, num_items, sequences, splits, tables), self._lengths, strict=True):
+        for part, length in zip((slots, *decodes, tables), self._lengths, strict=True):
             ints[begin : begin + len(part)] = part
             begin += length
         host = torch.from_numpy(ints)
@@ -135,35 +119,35 @@ class _Arrays:
 
     def __init__(self, spans: Sequence[SequenceSpan], block_size: int) -> None:
         self._block_size = block_size
-        self._counts = np.array([span.num_tokens for span in spans])
+        self.counts = np.array([span.num_tokens for span in spans])
         self._starts = np.array([span.start for span in spans])
-        self._first_rows = self._counts.cumsum() - self._counts
+        self._first_rows = self.counts.cumsum() - self.counts
         self._tables = np.concatenate([np.asarray(span.blocks, np.int32) for span in spans])
         lengths = np.array([len(span.blocks) for span in spans])
         self._offsets = lengths.cumsum() - lengths
 
     def slots_and_tables(self) -> tuple[Ints, Ints]:
         """Returns where each token's keys and values go, and all block tables one after the other."""
-        first = np.repeat(self._starts - self._first_rows, self._counts)
+        first = np.repeat(self._starts - self._first_rows, self.counts)
         positions = first + np.arange(len(first))
-        blocks = self._tables[np.repeat(self._offsets, self._counts) + positions // self._block_size]
+        blocks = self._tables[np.repeat(self._offsets, self.counts) + positions // self._block_size]
         return blocks * self._block_size + positions % self._block_size, self._tables
 
     def decodes(self) -> tuple[Ints, ...]:
-        """Returns _DECODE_FIELDS of the sequences with one token."""
-        which = np.flatnonzero(self._counts == 1)
+        """Returns the fields of `DecodeWork` but tables, of the sequences with one token."""
+        which = np.flatnonzero(self.counts == 1)
         last_keys = self._starts[which]
         counts = num_splits(last_keys)
         first_items = counts.cumsum() - counts
         sequences = np.repeat(np.arange(len(which)), counts)
         splits = np.arange(len(sequences)) - first_items[sequences]
         rows, offsets = self._first_rows[which], self._offsets[which]
-        return rows, last_keys, offsets, first_items, np.array([len(splits)]), sequences, splits
+        return first_items, rows, last_keys, offsets, np.array([len(splits)]), sequences, splits
 
     def tiles(self, size: int) -> tuple[Ints, ...]:
-        """Returns _TILE_FIELDS of the sequences with several tokens, cut into tiles of `size` tokens."""
-        which = np.flatnonzero(self._counts > 1)
-        counts = self._counts[which]
+        """Returns the fields of `ChunkWork` but tables, of the sequences with several tokens."""
+        which = np.flatnonzero(self.counts > 1)
+        counts = self.counts[which]
         num_tiles = -(-counts // size)
         sequences = np.repeat(np.arange(len(which)), num_tiles)
         within = (np.arange(len(sequences)) - (num_tiles.cumsum() - num_tiles)[sequences]) * size

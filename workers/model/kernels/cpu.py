@@ -42,26 +42,8 @@ def decode_attention(
     out: torch.Tensor,  # [rows, num_heads * head_dim]
 ) -> None:
     """Computes attention of one query per row over its own keys, read in place."""
-    rows, num_heads, head_dim = query.shape
-    _, kv_heads, block_size, _ = keys.shape
-    kernel("decode_attention", query)(
-        query.data_ptr(),
-        query.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        keys.data_ptr(),
-        values.data_ptr(),
-        tables.data_ptr(),
-        offsets.data_ptr(),
-        first_keys.data_ptr(),
-        last_keys.data_ptr(),
-        rows,
-        kv_heads,
-        num_heads // kv_heads,
-        head_dim,
-        block_size,
-        head_dim**-0.5,
-    )
+    places = (tables.data_ptr(), offsets.data_ptr(), first_keys.data_ptr(), last_keys.data_ptr(), query.shape[0])
+    _attend("decode_attention", query, keys, values, out, *places)
 
 
 def chunk_attention(
@@ -74,19 +56,23 @@ def chunk_attention(
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
     """Computes causal attention of one sequence's new tokens over its keys."""
-    tokens, num_heads, head_dim = query.shape
-    _, kv_heads, block_size, _ = keys.shape
-    kernel("chunk_attention", query)(
+    _attend("chunk_attention", query, keys, values, out, table.data_ptr(), start, query.shape[0], window)
+
+
+def _attend(
+    name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *places: int
+) -> None:
+    """Runs an attention kernel; `places` are its arguments that say where the keys are."""
+    num_heads, head_dim = query.shape[1:]
+    kv_heads, block_size = keys.shape[1:3]
+    kernel(name, query)(
         query.data_ptr(),
         query.stride(0),
         out.data_ptr(),
         out.stride(0),
         keys.data_ptr(),
         values.data_ptr(),
-        table.data_ptr(),
-        start,
-        tokens,
-        window,
+        *places,
         kv_heads,
         num_heads // kv_heads,
         head_dim,

@@ -24,6 +24,21 @@ FLOOR = tl.constexpr(-1e30)  # below any score, and finite: the difference of tw
 
 
 @triton.jit
+def nothing_attended(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Returns the peak, total and mix that `attend` begins with."""
+    mix = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    return tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32), mix
+
+
+@triton.jit
+def _mask(scores, known, key, position, WINDOW: tl.constexpr):
+    seen = known & (key <= position)
+    if WINDOW > 0:
+        seen &= key > position - WINDOW
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
 def attend(
     query,  # [ROWS, DIM_PADDED]
     positions,  # [ROWS] of the queries
@@ -62,10 +77,7 @@ def attend(
             query, key_tile, value_tile = query.to(tl.float32), key_tile.to(tl.float32), value_tile.to(tl.float32)
         scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee")
         if MASKED:
-            seen = known[None, :] & (key[None, :] <= positions[:, None])
-            if WINDOW > 0:
-                seen &= key[None, :] > positions[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = _mask(scores, known[None, :], key[None, :], positions[:, None], WINDOW)
         higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(tl.fma(scores, scale, -higher[:, None]))
         fade = tl.exp2(peak - higher)

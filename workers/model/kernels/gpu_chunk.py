@@ -2,20 +2,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .gpu_attention import FLOOR, LOG2_E, attend, padded, tile_keys
+from .gpu_attention import LOG2_E, attend, nothing_attended, padded, tile_keys
 
 _CHUNK_ROWS: Final = 128  # of one product: two groups of warps of 64 rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkWork:
+class ChunkWork(NamedTuple):
     """Holds chunks of sequences, cut into tiles of up to `tile_tokens` consecutive tokens; int32 on the device."""
 
     tile_rows: torch.Tensor  # [num_tiles] the first of its rows of query and out
@@ -25,10 +23,7 @@ class ChunkWork:
     tables: torch.Tensor  # [sum of table lengths] the block tables, one after the other
 
 
-_CHUNK_WORK: Final = ["tile_rows", "tile_counts", "tile_starts", "tile_offsets", "tables"]
-
-
-@triton.jit(do_not_specialize=_CHUNK_WORK)
+@triton.jit(do_not_specialize=ChunkWork._fields)
 def _chunk_kernel(
     query,
     keys,
@@ -61,34 +56,44 @@ def _chunk_kernel(
     row = tl.load(tile_rows + tile).to(tl.int64) + token
     inside = (token < count)[:, None] & (columns < HEAD_DIM)[None, :]
     queries = tl.load(query + row[:, None] * query_stride_row + place, mask=inside, other=0.0)
-    last_key = start + count - 1
-    first_key = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else 0
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
-    table = tables + tl.load(tile_offsets + tile)
+    total, mix = _attend_tile(
+        queries, start + token, start, start + count - 1, keys, values, tables + tl.load(tile_offsets + tile),
+        stride_block, stride_slot, scale, ROWS, WINDOW, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+    )  # fmt: skip
+    tl.store(out + row[:, None] * out_stride_row + place, mix / total[:, None], mask=inside)
 
+
+@triton.jit
+def _attend_tile(
+    queries, positions, start, last_key, keys, values, table, stride_block, stride_slot, scale,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Attends for a tile of positions [start, last_key]; returns the total and the mix."""
+    first_key = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else 0
     begin, middle_end = first_key // KEYS * KEYS, (start + 1) // KEYS * KEYS
     middle = begin
-    peak, total = tl.full([ROWS], FLOOR, tl.float32), tl.zeros([ROWS], tl.float32)
-    mix = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    peak, total, mix = nothing_attended(ROWS, DIM_PADDED)
     # First the keys that not all of the tokens see because of the window, then those that all see, then the causal end.
     if WINDOW > 0:
         all_seen = tl.cdiv(tl.maximum(last_key + 1 - WINDOW, 0), KEYS) * KEYS
         middle = tl.minimum(all_seen, tl.maximum(middle_end, begin))
         peak, total, mix = attend(
-            queries, start + token, peak, total, mix, keys, values, table, stride_block, stride_slot, begin, middle,
+            queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, begin, middle,
             first_key, last_key, scale, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
         )  # fmt: skip
     peak, total, mix = attend(
-        queries, start + token, peak, total, mix, keys, values, table, stride_block, stride_slot, middle, middle_end,
+        queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, middle, middle_end,
         first_key, last_key, scale, WINDOW, False, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
     )  # fmt: skip
     peak, total, mix = attend(
-        queries, start + token, peak, total, mix, keys, values, table, stride_block, stride_slot,
+        queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot,
         tl.maximum(middle, middle_end), last_key + 1,
         first_key, last_key, scale, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
     )  # fmt: skip
-    tl.store(out + row[:, None] * out_stride_row + place, mix / total[:, None], mask=inside)
+    return total, mix
 
 
 def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
@@ -115,11 +120,7 @@ def chunk_attention(
         keys,
         values,
         out,
-        work.tile_rows,
-        work.tile_counts,
-        work.tile_starts,
-        work.tile_offsets,
-        work.tables,
+        *work,
         query.stride(0),
         out.stride(0),
         keys.stride(0),

@@ -2,15 +2,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # What Triton compiles has no Python types: its arguments are scalars and blocks of the device.
 
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
 from ..device import Ints
-from .gpu_attention import FLOOR, LOG2_E, attend, padded, tile_keys
+from .gpu_attention import FLOOR, LOG2_E, attend, nothing_attended, padded, tile_keys
 
 _Position = TypeVar("_Position", int, Ints)
 
@@ -19,27 +18,23 @@ SPLIT_TOKENS: Final = 256  # keys of one work item
 _COMBINED_SPLITS: Final = 16  # that the combining kernel reads at once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeWork:
+class DecodeWork(NamedTuple):
     """Holds sequences with one new token each, and their keys cut into items of SPLIT_TOKENS; int32 on the device.
 
     A sequence has `num_splits` items, in order of their split. Shapes may be larger than what is in use (a CUDA graph
     fixes them): rows past the batch are padding, items from `num_items` on are not looked at."""
 
+    first_items: torch.Tensor  # [batch] its first item; the others follow
     rows: torch.Tensor  # [batch] its row of query and out; -1 is padding, without items or result
     last_keys: torch.Tensor  # [batch] the position of its token, which is the last key that it sees
     offsets: torch.Tensor  # [batch] where its block table begins in `tables`
-    first_items: torch.Tensor  # [batch] its first item; the others follow
+    num_items: torch.Tensor  # [1]
     item_sequences: torch.Tensor  # [capacity] the sequence of each item
     item_splits: torch.Tensor  # [capacity] its keys: [split * SPLIT_TOKENS, (split + 1) * SPLIT_TOKENS)
-    num_items: torch.Tensor  # [1]
     tables: torch.Tensor  # [sum of table lengths] the block tables, one after the other
 
 
-_WORK: Final = ["rows", "last_keys", "offsets", "first_items", "item_sequences", "item_splits", "num_items", "tables"]
-
-
-@triton.jit(do_not_specialize=_WORK)
+@triton.jit(do_not_specialize=DecodeWork._fields)
 def _decode_kernel(
     query,
     keys,
@@ -48,9 +43,9 @@ def _decode_kernel(
     rows,
     last_keys,
     offsets,
+    num_items,
     item_sequences,
     item_splits,
-    num_items,
     tables,
     query_stride_row,
     stride_block,
@@ -66,44 +61,46 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    kv_head = tl.program_id(1)
     num_heads = (tl.num_programs(1) * GROUP).to(tl.int64)  # with which an item's place in `partial` has 64 bits
-    head, columns = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
+    kv_head, head, columns = tl.program_id(1), tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
     inside = (head < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
     place = (kv_head * GROUP + head)[:, None] * HEAD_DIM + columns[None, :]
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
     for item in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
         sequence = tl.load(item_sequences + item)
-        row = tl.load(rows + sequence).to(tl.int64)
         last_key = tl.load(last_keys + sequence)
         first_key = tl.maximum(last_key + 1 - WINDOW, 0) if WINDOW > 0 else 0
         begin = tl.load(item_splits + item) * SPLIT
         end = tl.minimum(begin + SPLIT, last_key + 1)
         begin = tl.maximum(begin, first_key // KEYS * KEYS)
         if begin < end:
-            queries = tl.load(query + row * query_stride_row + place, mask=inside, other=0.0)
-            peak, total = tl.full([GROUP_PADDED], FLOOR, tl.float32), tl.zeros([GROUP_PADDED], tl.float32)
-            mix = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
-            positions = tl.zeros([GROUP_PADDED], tl.int32) + last_key
-            table = tables + tl.load(offsets + sequence)
+            row_start = query + tl.load(rows + sequence).to(tl.int64) * query_stride_row
+            queries = tl.load(row_start + place, mask=inside, other=0.0)
+            peak, total, mix = nothing_attended(GROUP_PADDED, DIM_PADDED)
             peak, total, mix = attend(
-                queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, begin, end,
-                first_key, last_key, scale, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+                queries, tl.zeros([GROUP_PADDED], tl.int32) + last_key, peak, total, mix, keys, values,
+                tables + tl.load(offsets + sequence), stride_block, stride_slot, begin, end, first_key, last_key, scale,
+                WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
             )  # fmt: skip
             target = partial + (item * num_heads + kv_head * GROUP + head) * (HEAD_DIM + 2)
-            tl.store(target[:, None] + columns[None, :], mix, mask=inside)
-            tl.store(target + HEAD_DIM, peak, mask=head < GROUP)
-            tl.store(target + HEAD_DIM + 1, total, mask=head < GROUP)
+            _store_partial(target, peak, total, mix, columns, inside, head < GROUP, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=_WORK)
+@triton.jit
+def _store_partial(target, peak, total, mix, columns, inside, is_head, HEAD_DIM: tl.constexpr):
+    tl.store(target[:, None] + columns[None, :], mix, mask=inside)
+    tl.store(target + HEAD_DIM, peak, mask=is_head)
+    tl.store(target + HEAD_DIM + 1, total, mask=is_head)
+
+
+@triton.jit(do_not_specialize=DecodeWork._fields)
 def _combine_kernel(
     partial,
     out,
+    first_items,
     rows,
     last_keys,
-    first_items,
     out_stride_row,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -164,13 +161,7 @@ def decode_attention(
         keys,
         values,
         partial,
-        work.rows,
-        work.last_keys,
-        work.offsets,
-        work.item_sequences,
-        work.item_splits,
-        work.num_items,
-        work.tables,
+        *work[1:],
         query.stride(0),
         keys.stride(0),
         keys.stride(1),
@@ -187,12 +178,14 @@ def decode_attention(
         num_warps=4,
         num_stages=3,
     )
-    _combine_kernel[(len(work.rows), num_heads)](
+    _combine(partial, work, window, out, head_dim)
+
+
+def _combine(partial: torch.Tensor, work: DecodeWork, window: int, out: torch.Tensor, head_dim: int) -> None:
+    _combine_kernel[(len(work.rows), partial.shape[1])](
         partial,
         out,
-        work.rows,
-        work.last_keys,
-        work.first_items,
+        *work[:3],
         out.stride(0),
         WINDOW=window,
         SPLIT=SPLIT_TOKENS,

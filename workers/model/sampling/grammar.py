@@ -63,14 +63,15 @@ class GrammarCache:
         """Compiles a grammar, JSON or Lark as llguidance reads them, unless it is compiled; keeps it while the result
         is held. Raises ValueError if it cannot be compiled. May take seconds, which do not block other threads."""
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
-                self._keep(grammar, found)
-                return found
-        compiled = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar))
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar))
         with self._lock:
             compiled = self._compiled.setdefault(grammar, compiled)  # another thread may have been faster
-            self._keep(grammar, compiled)
+            self._recent[grammar] = compiled
+            self._recent.move_to_end(grammar)
+            if len(self._recent) > _NUM_RECENT:
+                self._recent.popitem(last=False)
             return compiled
 
     def matcher(self, grammar: str) -> LLMatcher:
@@ -85,28 +86,19 @@ class GrammarCache:
             self._compiled.pop(grammar, None)
             self._recent.pop(grammar, None)
 
-    def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
-        self._recent[grammar] = compiled
-        self._recent.move_to_end(grammar)
-        while len(self._recent) > _NUM_RECENT:
-            self._recent.popitem(last=False)
-
     def _load_tokenizer(self) -> LLTokenizer:
-        """Raises ValueError as `_read_tokenizer`."""
-        with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._read_tokenizer()
-            return self._tokenizer
-
-    def _read_tokenizer(self) -> LLTokenizer:
+        """Reads the tokenizer at its first use. Raises ValueError if it does not support grammars."""
         if self._folder is None or not self.end_ids:
             raise ValueError("this model has no tokenizer or no end token, so grammars are not supported")
-        try:
-            fields = json.loads((self._folder / "tokenizer.json").read_bytes())
-            text = json.dumps(fields | {"padding": None, "truncation": None})
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
-        except (OSError, ValueError, TypeError):
-            raise ValueError("this model's tokenizer.json does not support grammars") from None
+        with self._loading:
+            if self._tokenizer is None:
+                try:
+                    fields = json.loads((self._folder / "tokenizer.json").read_bytes())
+                    text = json.dumps(fields | {"padding": None, "truncation": None})
+                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
+                except (OSError, ValueError, TypeError):
+                    raise ValueError("this model's tokenizer.json does not support grammars") from None
+            return self._tokenizer
 
 
 def _compile(tokenizer: LLTokenizer, grammar: str) -> CompiledGrammar:
@@ -133,8 +125,7 @@ class GrammarMatchers:
         self._num_read: dict[int, int] = {}  # tokens of the sequence that are prompt or were given to its matcher
         self._failures: dict[int, str] = {}
         # On few cores more threads compete with the model's: one wait for a core is longer than most masks take.
-        num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
-        self._num_threads = num_threads
+        self._num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
         self._executor: LLExecutor | None = None
 
     def __contains__(self, sequence_id: int) -> bool:

@@ -62,14 +62,14 @@ def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> tor
 
     A 32-bit integer hash (two rounds of multiply and xor-shift, constants of lowbias32) with half of the key before
     each round; 31 bits of it make the uniform variate."""
-    words = torch.tensor([[_signed(word) for word in key] for key in keys], dtype=torch.int32)
+    words = torch.tensor(keys).to(torch.int32)  # the bits of 32 unsigned
     first, second = to_device(words, ids.device)[:, :, None].unbind(1)  # [num_rows, 1] each
-    x = ids.to(torch.int32) * _signed(0x9E3779B1) + first
+    x = ids.to(torch.int32) * (0x9E3779B1 - 2**32) + first
     x ^= (x >> 16).bitwise_and_(0xFFFF)
-    x *= _signed(0x7FEB352D)
+    x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
     x += second
-    x *= _signed(0x846CA68B)
+    x *= 0x846CA68B - 2**32
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     uniform = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_()
@@ -86,8 +86,3 @@ def _splitmix64(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
     return x ^ (x >> 31)
-
-
-def _signed(word: int) -> int:
-    """Returns the int32 with the bits of a 32-bit word."""
-    return word - 2**32 if word >= 2**31 else word

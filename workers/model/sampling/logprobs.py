@@ -82,8 +82,9 @@ def compute_prompt_logprobs(
     targets: list[int] = []
     first = 0
     for step in steps:
-        follows = next_prompt_tokens(step) if step.sequence_id in num_top else ()
-        if follows:
+        last = () if step.next_prompt_token is None else (step.next_prompt_token,)
+        follows = step.token_ids[1:] + last  # the known prompt tokens after the step's first, second, ... token
+        if follows and step.sequence_id in num_top:
             sequences.append((step.sequence_id, len(follows), num_top[step.sequence_id]))
             rows += range(first, first + len(follows))
             targets += follows
@@ -100,9 +101,3 @@ def compute_prompt_logprobs(
     ]
     chosen, values, ids = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return LogprobsTensors(sequences=sequences, tensors=(chosen, values, ids))
-
-
-def next_prompt_tokens(step: SequenceStep) -> tuple[int, ...]:
-    """Returns the known prompt tokens that follow the step's first, second, ... token."""
-    last = () if step.next_prompt_token is None else (step.next_prompt_token,)
-    return step.token_ids[1:] + last

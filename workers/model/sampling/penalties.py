@@ -47,7 +47,7 @@ class RowPool:
             self._allocated[sequence_id] = self._free.pop()
         return [tensor[self._allocated[sequence_id]] for tensor in self.tensors]
 
-    def free(self, sequence_id: int) -> None:
+    def release(self, sequence_id: int) -> None:
         """Frees the sequence's row, if it has one."""
         if sequence_id in self._allocated:
             self._free.append(self._allocated.pop(sequence_id))
@@ -63,33 +63,26 @@ class RowPool:
         self._free = list(range(size, size + more))
 
 
-class Penalties:
+class Penalties(RowPool):
     """Applies the repetition penalty (arXiv 1909.05858) to tokens of prompt and completion; presence and frequency
     penalty, as OpenAI defines them, to those of the completion."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._pool = RowPool(device, (vocab_size, torch.int32), (vocab_size, torch.bool), (3, torch.float32))
-
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._pool
+        super().__init__(device, (vocab_size, torch.int32), (vocab_size, torch.bool), (3, torch.float32))
 
     def admit(self, sequence_id: int, params: SamplingParams, prompt: Sequence[int], completion: Sequence[int]) -> None:
         """Adds a sequence, or replaces it."""
-        counts, in_prompt, factors = self._pool.allocate(sequence_id)
+        counts, in_prompt, factors = self.allocate(sequence_id)
         sampled = indices(completion, counts.device)
         counts.zero_().index_add_(0, sampled, torch.ones_like(sampled, dtype=torch.int32))
         in_prompt.zero_().index_fill_(0, indices(prompt, counts.device), True)
         own = torch.tensor((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
         factors.copy_(to_device(own, counts.device))
 
-    def release(self, sequence_id: int) -> None:
-        """Removes a sequence, if it is there."""
-        self._pool.free(sequence_id)
-
     def apply(self, scores: torch.Tensor, sequence_ids: Sequence[int]) -> torch.Tensor:
         """Returns scores [num_sequences, vocab_size], float32, with the penalties."""
-        rows = self._pool.rows_of(sequence_ids)
-        counts, in_prompt, factors = (tensor[rows] for tensor in self._pool.tensors)
+        rows = self.rows_of(sequence_ids)
+        counts, in_prompt, factors = (tensor[rows] for tensor in self.tensors)
         repetition, presence, frequency = factors[:, :, None].unbind(1)  # [num_sequences, 1] each
         is_sampled = counts > 0
         scaled = torch.where(scores > 0, scores / repetition, scores * repetition)
@@ -98,23 +91,20 @@ class Penalties:
 
     def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
         """Appends tokens [num_sequences], one to each sequence."""
-        rows = self._pool.rows_of(sequence_ids)
-        self._pool.tensors[0].index_put_((rows, tokens), torch.ones_like(rows, dtype=torch.int32), accumulate=True)
+        rows = self.rows_of(sequence_ids)
+        self.tensors[0].index_put_((rows, tokens), torch.ones_like(rows, dtype=torch.int32), accumulate=True)
 
 
-class BadWords:
+class BadWords(RowPool):
     """Bans the last token of each bad word where its other tokens precede."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = RowPool(device, (_WIDTH - 1, torch.int64))  # the last tokens of each sequence
+        super().__init__(device, (_WIDTH - 1, torch.int64))  # the last tokens of each sequence
         self._words: dict[int, torch.Tensor] = {}  # [num_words, _WIDTH], each with _ANY_TOKEN before it
-
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._pool
 
     def admit(self, sequence_id: int, words: Iterable[Sequence[int]], history: Sequence[int]) -> None:
         """Adds a sequence, or replaces it. Each word has 1 to MAX_BAD_WORD_TOKENS tokens."""
-        (tail,) = self._pool.allocate(sequence_id)
+        (tail,) = self.allocate(sequence_id)
         known = history[-(_WIDTH - 1) :]
         tail.copy_(indices([_NO_TOKEN] * (_WIDTH - 1 - len(known)) + list(known), tail.device))
         table = torch.tensor([[_ANY_TOKEN] * (_WIDTH - len(word)) + list(word) for word in words])
@@ -122,22 +112,22 @@ class BadWords:
 
     def release(self, sequence_id: int) -> None:
         """Removes a sequence, if it is there."""
-        self._pool.free(sequence_id)
+        super().release(sequence_id)
         self._words.pop(sequence_id, None)
 
     def bans(self, rows: Sequence[int], sequence_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences in these rows."""
         words = [self._words[sequence_id] for sequence_id in sequence_ids]
         sequence_of = np.repeat(np.arange(len(rows)), [len(table) for table in words])
-        row_device, sequence_device = copy_to_device([np.asarray(rows)[sequence_of], sequence_of], self._pool.device)
+        row_device, sequence_device = copy_to_device([np.asarray(rows)[sequence_of], sequence_of], self.device)
         table = torch.cat(words)
-        tails = self._pool.tensors[0][self._pool.rows_of(sequence_ids)[sequence_device]]
+        tails = self.tensors[0][self.rows_of(sequence_ids)[sequence_device]]
         prefixes = table[:, :-1]
         is_next = ((prefixes == tails) | (prefixes == _ANY_TOKEN)).all(-1)
         return row_device.long(), table[:, -1], is_next * BANNED
 
     def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
         """Appends tokens [num_sequences], one to each sequence."""
-        rows = self._pool.rows_of(sequence_ids)
-        tails = self._pool.tensors[0]
+        rows = self.rows_of(sequence_ids)
+        tails = self.tensors[0]
         tails[rows] = torch.cat((tails[rows][:, 1:], tokens[:, None]), dim=1)

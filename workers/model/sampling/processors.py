@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...engine.plan import SamplingParams, SequenceStep
-from ..device import copy_to_device, indices, to_device
+from ..device import copy_to_device, indices, take_rows, to_device
 from .grammar import GrammarCache, GrammarMatchers
 from .penalties import BANNED, LEAST_SCORE, BadWords, Penalties
 
@@ -33,7 +33,7 @@ class LogitsProcessors:
         self._stops: dict[int, tuple[int, _Additions]] = {}  # with the length from which on they may be sampled
         self._penalties = Penalties(vocab_size, device)
         self._bad_words = BadWords(device)
-        self._matchers = GrammarMatchers(grammars, vocab_size)
+        self.matchers = GrammarMatchers(grammars, vocab_size)
 
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._always or sequence_id in self._stops
@@ -53,7 +53,7 @@ class LogitsProcessors:
         if params.bad_words:
             self._bad_words.admit(step.sequence_id, params.bad_words, step.history)
         if params.grammar:
-            self._matchers.admit(step.sequence_id, params.grammar, step.history, step.num_prompt)
+            self.matchers.admit(step.sequence_id, params.grammar, step.history, step.num_prompt)
         if params.logit_bias or params.needs_history:
             self._always.add(step.sequence_id)
 
@@ -62,9 +62,8 @@ class LogitsProcessors:
         self._always.discard(sequence_id)
         self._biases.pop(sequence_id, None)
         self._stops.pop(sequence_id, None)
-        self._penalties.release(sequence_id)
-        self._bad_words.release(sequence_id)
-        self._matchers.release(sequence_id)
+        for feature in (self._penalties, self._bad_words, self.matchers):
+            feature.release(sequence_id)
 
     def rows(self, steps: Sequence[SequenceStep]) -> list[int]:
         """Returns which of the sequences that sample have their logits changed in this step."""
@@ -83,20 +82,16 @@ class LogitsProcessors:
         self._apply_additions(scores, ids)
         rows, own = _members(ids, self._penalties)
         if rows:
-            _replace(scores, rows, self._penalties.apply(_pick(scores, rows), own))
-        rows, own = _members(ids, self._matchers)
+            _replace(scores, rows, self._penalties.apply(take_rows(scores, rows), own))
+        rows, own = _members(ids, self.matchers)
         if rows:
-            bans = self._unpack(~self._matchers.masks([steps[row] for row in rows]), scores.shape[1])
+            bans = self._unpack(~self.matchers.masks([steps[row] for row in rows]), scores.shape[1])
             # Added, since to fill a scattered mask takes ten times as long on a CPU.
-            _replace(scores, rows, _pick(scores, rows).add_(bans, alpha=BANNED))
+            _replace(scores, rows, take_rows(scores, rows).add_(bans, alpha=BANNED))
         if any(each in self._stops or each in self._bad_words for each in ids):  # a grammar alone always allows a token
             is_dead = scores.amax(-1, keepdim=True) < LEAST_SCORE
             scores[:, self._end_ids] = scores[:, self._end_ids].masked_fill_(is_dead, 0.0)
         return scores
-
-    def take_failures(self) -> dict[int, str]:
-        """See `GrammarMatchers.take_failures`."""
-        return self._matchers.take_failures()
 
     def _unpack(self, bits: torch.Tensor, num_bits: int) -> torch.Tensor:
         """Maps int32 [num_rows, ceil(num_bits / 32)] on the host to uint8 [num_rows, num_bits] on the device."""
@@ -111,7 +106,7 @@ class LogitsProcessors:
         for feature in (self._penalties, self._bad_words):
             rows, own = _members(sequence_ids, feature)
             if rows:
-                feature.append(own, _pick(tokens, rows))
+                feature.append(own, take_rows(tokens, rows))
 
     def _additions(self, ids: Sequence[int], values: Sequence[float]) -> _Additions:
         values_device = to_device(torch.tensor(values, dtype=torch.float32), self._device)
@@ -135,11 +130,6 @@ def _members(ids: Sequence[int], feature: Penalties | BadWords | GrammarMatchers
     """Returns the rows and ids of the sequences that use a feature."""
     rows = [row for row, sequence_id in enumerate(ids) if sequence_id in feature]
     return rows, [ids[row] for row in rows]
-
-
-def _pick(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Returns some rows of x; x itself if they are all."""
-    return x if len(rows) == len(x) else x[indices(rows, x.device)]
 
 
 def _replace(x: torch.Tensor, rows: Sequence[int], part: torch.Tensor) -> None:

@@ -5,12 +5,12 @@ Sequences that want nothing but temperature and filters cost what they would cos
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from ...engine.plan import SamplingParams, SequenceStep
-from ..device import indices
+from ..device import indices, take_rows
 from .grammar import GrammarCache
 from .gumbel import sample
 from .logprobs import LogprobsTensors, compute_logprobs
@@ -30,12 +30,10 @@ class SampledTokens:
     failed: dict[int, str]  # by sequence, why its samples are not valid and it cannot continue
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
+class _Sample(NamedTuple):
     """Says how one token is sampled."""
 
     row: int  # of the logits
-    number: int  # among the samples of that row
     params: SamplingParams
     position: int
 
@@ -84,8 +82,8 @@ class Sampler:
             tokens = self._broadcast(sample(logits, params, positions))
             return SampledTokens(tokens=tokens, rows=rows, logprobs=None, failed={})
         samples = [
-            _Sample(row=row, number=number, params=_seeded(params[row], number), position=positions[row])
-            for row, step in enumerate(steps)
+            _Sample(row, replace(own, seed=(own.seed + number) & _MAX_SEED) if number else own, positions[row])
+            for row, (step, own) in enumerate(zip(steps, params, strict=True))
             for number in range(step.num_samples)
         ]
         tokens = self._broadcast(self._sample(logits, steps, samples))
@@ -95,7 +93,7 @@ class Sampler:
             tokens=tokens,
             rows={steps[each.row].sequence_id: index for index, each in enumerate(samples) if may_pend[each.row]},
             logprobs=self._logprobs(logits, steps, samples, tokens),
-            failed=self._processors.take_failures(),
+            failed=self._processors.matchers.take_failures(),
         )
 
     def _sample(self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample]) -> torch.Tensor:
@@ -106,20 +104,16 @@ class Sampler:
         if len(which) < len(samples):
             # Processed rows are sampled here too, greedily: leaving them out would copy all the others.
             params = [_GREEDY if each.row in processed else each.params for each in samples]
-            rows = self._expand(logits, [each.row for each in samples])
+            rows = take_rows(logits, [each.row for each in samples])
             tokens = sample(rows, params, [each.position for each in samples])
         if which:
-            own = logits if len(processed) == len(logits) else logits[indices(list(processed), self._device)]
+            own = take_rows(logits, list(processed))
             scores = self._processors.apply(own, [steps[row] for row in processed])
-            rows = self._expand(scores, [processed[samples[index].row] for index in which])
+            rows = take_rows(scores, [processed[samples[index].row] for index in which])
             own_samples = [samples[index] for index in which]
             params, positions = [each.params for each in own_samples], [each.position for each in own_samples]
             tokens[indices(which, self._device)] = sample(rows, params, positions)
         return tokens
-
-    def _expand(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Returns a row of x for each sample."""
-        return x if len(rows) == len(x) else x[indices(rows, self._device)]
 
     def _append(self, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor) -> None:
         """Appends tokens [num_samples] where later steps depend on them, and forgets sequences that need nothing
@@ -146,7 +140,3 @@ class Sampler:
         targets = tokens[indices(wanted, self._device)]
         largest = max(count for _, _, count in sequences)
         return LogprobsTensors(sequences=sequences, tensors=compute_logprobs(rows, targets, largest))
-
-
-def _seeded(params: SamplingParams, number: int) -> SamplingParams:
-    return replace(params, seed=(params.seed + number) & _MAX_SEED) if number else params
