@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.fake import FakeKv
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.reshard import Piece
 from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError, TransferKey
