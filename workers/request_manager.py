@@ -22,7 +22,7 @@ from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
 from .submit import WorkerLimits, parse_submit
-from .tp.kv_group import KvGroup, kv_received
+from .tp.kv_group import KvGroup
 from .transfer.frames import TransferError
 from .transfer.receiver import FetchResult
 
@@ -247,8 +247,8 @@ class RequestManager:
         if task.cancelled():
             return
         try:
-            fetched = task.result()
-            self._check_first_tokens(request.spec, fetched.first_tokens)
+            first_tokens, received = task.result()
+            self._check_first_tokens(request.spec, first_tokens)
         except TransferError as error:
             logger.warning("KV fetch failed: %s", error)
             self._refuse(request, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
@@ -256,8 +256,8 @@ class RequestManager:
             self._failed(error)
         else:
             if request in self._requests:
-                request.session.put(request.key, kv_received=kv_received(fetched))
-                self._thread.post(lambda engine: engine.commit_import(request.spec.id, fetched.first_tokens))
+                request.session.put(request.key, kv_received=received)
+                self._thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
 
     def _check_first_tokens(self, spec: SequenceSpec, first: FirstTokens) -> None:
         """Raises TransferError unless the engine can continue with `first`."""

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ...proto import worker_pb2
 from ...proto.channel import bind, peer_channel, peer_server
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout
@@ -30,8 +31,8 @@ from ..model.kv_store import PagedKv
 from ..transfer import frames
 from ..transfer.connector import TransferContext
 from ..transfer.endpoint import KvEndpoint, add_bytes_method
-from ..transfer.frames import FRAME_BYTES, TransferKey
-from ..transfer.receiver import FetchRequest, FetchTarget
+from ..transfer.frames import FRAME_BYTES
+from ..transfer.receiver import FetchTarget
 
 LAYOUT: Final = KvLayout.uniform(
     num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, dtype="bfloat16", model="bench"
@@ -123,20 +124,20 @@ class TransferBench:
         self._process.stdin.write(f"{num_tokens}\n".encode())
         transfer_id = bytes.fromhex((await self._process.stdout.readline()).decode())
         target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result(FetchTarget(blocks=tuple(range(self._endpoint.context.kv.num_blocks)), num_cached=0))
-        request = FetchRequest(
-            key=TransferKey(transfer_id=transfer_id, epoch=_EPOCH),
-            endpoints=(self._address,),
+        target.set_result((tuple(range(self._endpoint.context.kv.num_blocks)), 0))
+        handle = worker_pb2.KvHandle(
+            transfer_id=transfer_id,
+            epoch=_EPOCH,
+            endpoints=[self._address],
             layout=LAYOUT.digest,
             num_tokens=num_tokens,
-            prefix_hash=b"",
         )
         began = time.perf_counter()
         with _checksums(self._name):
-            async with self._endpoint.receiver.fetch(request, target) as fetched:
+            async with self._endpoint.receiver.fetch(handle, b"", target) as (_, received):
                 seconds = time.perf_counter() - began
-        if fetched.transport != _transport(self._name):
-            raise RuntimeError(f"{_transport(self._name)} was asked for, but {fetched.transport} was taken")
+        if received.transport != _transport(self._name):
+            raise RuntimeError(f"{_transport(self._name)} was asked for, but {received.transport} was taken")
         return seconds
 
     async def bare(self, num_bytes: int) -> float:

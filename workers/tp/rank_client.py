@@ -48,7 +48,7 @@ class RankClient:
         """Queues a command."""
         self._commands.put_nowait(command)
 
-    def fetch(self, sequence_id: int, fetch: worker_pb2.FetchKv) -> "asyncio.Future[worker_pb2.KvReceived]":
+    def fetch(self, sequence_id: int, fetch: worker_pb2.KvTransfer) -> "asyncio.Future[worker_pb2.KvReceived]":
         """Starts a fetch; the answer raises TransferError if the rank's part could not be fetched."""
         self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, fetch_kv=fetch))
         return self._expect("fetch", sequence_id)

@@ -22,7 +22,7 @@ from ..threads import in_thread
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
 from ..transfer.receiver import FetchResult
-from .kv_group import KvGroup, kv_received
+from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
 from .rank_client import SILENCE_SECONDS, next_or_heartbeat
@@ -156,7 +156,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         match command.WhichOneof("command"):
             case "offer_kv":
                 offer = command.offer_kv
-                kv.offer(sequence_id, offer.transfer_id, tuple(offer.blocks), offer.num_tokens, offer.prefix_hash)
+                kv.offer(sequence_id, offer.kv.transfer_id, tuple(offer.blocks), offer.kv.num_tokens, offer.prefix_hash)
             case "kv_progress":
                 progress = command.kv_progress
                 if progress.first_tokens:
@@ -180,7 +180,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         event = worker_pb2.RankControlResponse(sequence_id=sequence_id)
         match task.exception():
             case None:
-                event.kv_received.CopyFrom(kv_received(task.result()))
+                event.kv_received.CopyFrom(task.result()[1])
             case TransferError() as error:
                 logger.warning("KV fetch failed: %s", error)
                 event.fetch_failed = True
