@@ -28,7 +28,7 @@ from .tp.coordinator import TpCoordinator
 from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
 from .transfer.endpoint import KvEndpoint
-from .transfer.sender import FrameHook
+from .transfer.sender import FrameHook, KvSender
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._rank = rank
         self._engine = Engine(rank.executor, rank.engine_config(config.budgets))
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
-        self._thread = EngineThread(
-            self._engine, deliver=lambda events: self._requests.deliver(events), failed=self._fail
-        )
-        self._endpoint = KvEndpoint(
+        deliver = lambda events: self._requests.deliver(events)  # noqa: E731
+        self._thread = EngineThread(self._engine, deliver=deliver, failed=self._fail)
+        sender = KvSender(
             config.rank.transfer_context(rank.kv),
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
@@ -81,6 +80,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             on_release=lambda sequence_id: self._requests.release(sequence_id),
             frame_hook=frame_hook,
         )
+        self._endpoint = KvEndpoint(sender)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
         limits = WorkerLimits(
             vocab_size=rank.vocab_size,
@@ -89,9 +89,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             eos_ids=rank.eos_ids,
         )
         self._requests = RequestManager(
-            self._thread,
-            self._kv,
-            limits,
+            thread=self._thread,
+            kv=self._kv,
+            limits=limits,
             load_grammar=rank.load_grammar,
             kv_handle=self._kv_handle,
             failed=self._fail,

@@ -70,7 +70,7 @@ class KvGroup:
         The task raises TransferError if a part could not be fetched. After a failure or a cancel, `stop` tells when no
         rank writes any more."""
         fetch = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash)
-        parts = [client.fetch(sequence_id, fetch) for client in self._clients]
+        parts = [client.ask(sequence_id, fetch_kv=fetch) for client in self._clients]
         if self._clients:
             self._commanded.add(sequence_id)
         target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
@@ -95,7 +95,7 @@ class KvGroup:
             pending.append(fetch)
         if sequence_id in self._commanded:
             self._commanded.discard(sequence_id)
-            pending += [client.stop(sequence_id) for client in self._clients]
+            pending += [client.ask(sequence_id, stop_kv=True) for client in self._clients]
         if not pending:
             then()
             return

@@ -22,6 +22,7 @@ from ..threads import in_thread
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
 from ..transfer.receiver import FetchResult
+from ..transfer.sender import KvSender
 from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
@@ -122,11 +123,13 @@ class RankServer(worker_pb2_grpc.RankServicer):
             join = await joined
         group, rank = await in_thread(partial(self._load, join), "tandem-load")
         kv_endpoint = KvEndpoint(
-            self._config.transfer_context(rank.kv),
-            epoch=join.epoch,
-            lease_seconds=None,
-            stall_seconds=self._config.stall_seconds,
-            on_release=lambda sequence_id: None,
+            KvSender(
+                self._config.transfer_context(rank.kv),
+                epoch=join.epoch,
+                lease_seconds=None,
+                stall_seconds=self._config.stall_seconds,
+                on_release=lambda sequence_id: None,
+            )
         )
         kv_endpoint.serve_on(self._kv_server)
         address = bind(self._kv_server, self._config.host, 0)

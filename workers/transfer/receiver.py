@@ -196,7 +196,7 @@ class PieceStream:
 
     async def _transfer(self, target: FetchTarget, connection: Connection | None) -> FetchResult:
         """Brings the whole piece, from the Pull to the Commit. Raises TransportError if another transport might."""
-        connector, stream = (connection.connector, connection.next_stream()) if connection else (self._connector, 0)
+        connector, stream = (connection.connector, next(connection.streams)) if connection else (self._connector, 0)
         if connector is None:
             raise TransportError(CONNECTION_LOST)
         slots = self.piece.source_slots
@@ -210,9 +210,13 @@ class PieceStream:
                 stream=stream,
             )
             await self._send(pull)
-            table, blocks = None, list[int]()
+            table: BlockTable | None = None
+            blocks: list[int] = []
             if connector.one_sided:
-                table, blocks = await self._receive_blocks()
+                answer, payload = await self._receive()
+                if not isinstance(answer, BlockTable) or len(payload) % 4:
+                    raise TransferError("KV pull out of order")
+                table, blocks = answer, np.frombuffer(payload, "<i4").tolist()
                 connector = connector if table.number else self._connector
             writer = PieceWriter(self._num_tokens, self._prefix_hash, target, self._kv, self.piece)
             commit, active_seconds = await self._collect(connector, stream, blocks, writer)
@@ -223,12 +227,6 @@ class PieceStream:
             transfer_active_seconds=active_seconds,
             transport=connector.name if slots else "",
         )
-
-    async def _receive_blocks(self) -> tuple[BlockTable, list[int]]:
-        table, payload = await self._receive()
-        if not isinstance(table, BlockTable) or len(payload) % 4:
-            raise TransferError("KV pull out of order")
-        return table, np.frombuffer(payload, "<i4").tolist()
 
     async def _collect(
         self, connector: KvConnector, stream: int, blocks: list[int], writer: PieceWriter

@@ -43,6 +43,7 @@ from tandem.workers.transfer.frames import (
 from tandem.workers.transfer.pair import Pair
 from tandem.workers.transfer.receiver import FetchTarget
 from tandem.workers.transfer.registry import capabilities
+from tandem.workers.transfer.sender import KvSender
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
@@ -77,11 +78,13 @@ class Two:
 
     def _endpoint(self, kv: PagedKv, transports: tuple[str, ...]) -> KvEndpoint:
         return KvEndpoint(
-            TransferContext(kv=kv, transports=transports),
-            epoch=EPOCH,
-            lease_seconds=30,
-            stall_seconds=self.stall_seconds,
-            on_release=lambda sequence_id: None,
+            KvSender(
+                TransferContext(kv=kv, transports=transports),
+                epoch=EPOCH,
+                lease_seconds=30,
+                stall_seconds=self.stall_seconds,
+                on_release=lambda sequence_id: None,
+            )
         )
 
     def blocks(self, number: int) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from tandem.workers.transfer.frames import Commit, TransferError, TransferKey, T
 from tandem.workers.transfer.nixl import NixlConnector
 from tandem.workers.transfer.nixl_agent import NixlMemory, NixlPeer, NixlReader, available
 from tandem.workers.transfer.receiver import FetchTarget
+from tandem.workers.transfer.sender import KvSender
 
 installed = pytest.mark.skipif(not available(), reason="NIXL is not installed")
 
@@ -272,7 +273,7 @@ async def withdrawn_at_commit() -> worker_pb2.KvReceived:
                 sender.withdraw(1)
             yield frame
 
-    sender._frame_hook = hook
+    sender.frame_hook = hook
     try:
         (fetched,) = await transfer.run()
     finally:
@@ -347,11 +348,13 @@ def endpoint_of(seed: int) -> KvEndpoint:
     kv = PagedKv(LAYOUT, num_blocks=8, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return KvEndpoint(
-        TransferContext(kv=kv, transports=("nixl",)),
-        epoch=3,
-        lease_seconds=30,
-        stall_seconds=20,
-        on_release=lambda sequence_id: None,
+        KvSender(
+            TransferContext(kv=kv, transports=("nixl",)),
+            epoch=3,
+            lease_seconds=30,
+            stall_seconds=20,
+            on_release=lambda sequence_id: None,
+        )
     )
 
 
@@ -379,8 +382,8 @@ async def fetch(here: KvEndpoint, address: str, number: int) -> worker_pb2.KvRec
 
 @installed
 async def test_between_processes_until_one_is_killed(transports: str) -> None:
-    here, expected = endpoint_of(2), endpoint_of(1).context.kv
-    own = here.context.kv
+    here, expected = endpoint_of(2), endpoint_of(1).sender.context.kv
+    own = here.sender.context.kv
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -44,9 +44,9 @@ async def test_another_worker_fetches_what_the_first_could_not(fault: str, sourc
             yield frame[:-1] + bytes([frame[-1] ^ 1]) if isinstance(decode(frame)[1], Data) else frame
 
     if fault == "corrupt":
-        transfer.senders[0]._frame_hook = corrupt
+        transfer.senders[0].frame_hook = corrupt
     await fails(transfer, fault)
-    transfer.senders[0]._frame_hook = None
+    transfer.senders[0].frame_hook = None
     await turns()
     assert (transfer.num_acks, transfer.released) == (0, [])
     assert [sender.num_offers for sender in transfer.senders] == [1] * source_tp
