@@ -70,8 +70,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._rank = rank
         self._engine = Engine(rank.executor, rank.engine_config(config.budgets))
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
-        deliver = lambda events: self._requests.deliver(events)  # noqa: E731
-        self._thread = EngineThread(self._engine, deliver=deliver, failed=self._fail)
+        self._thread = EngineThread(
+            self._engine, deliver=lambda events: self._requests.deliver(events), failed=self._fail
+        )
         sender = KvSender(
             config.rank.transfer_context(rank.kv),
             epoch=self.epoch,
@@ -82,16 +83,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
         self._endpoint = KvEndpoint(sender)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
-        limits = WorkerLimits(
-            vocab_size=rank.vocab_size,
-            context_tokens=self._context_tokens,
-            max_sequences=config.budgets.max_sequences,
-            eos_ids=rank.eos_ids,
-        )
         self._requests = RequestManager(
             thread=self._thread,
             kv=self._kv,
-            limits=limits,
+            limits=WorkerLimits(
+                vocab_size=rank.vocab_size,
+                context_tokens=self._context_tokens,
+                max_sequences=config.budgets.max_sequences,
+                eos_ids=rank.eos_ids,
+            ),
             load_grammar=rank.load_grammar,
             kv_handle=self._kv_handle,
             failed=self._fail,
