@@ -120,22 +120,16 @@ class KvHandle(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("outputs", "load", "cache")
+    __slots__ = ("outputs", "load", "stored_blocks", "evicted_blocks")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    CACHE_FIELD_NUMBER: _ClassVar[int]
+    STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[Output]
     load: WorkerLoad
-    cache: CacheChange
-    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., cache: _Optional[_Union[CacheChange, _Mapping]] = ...) -> None: ...
-
-class CacheChange(_message.Message):
-    __slots__ = ("stored", "evicted")
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_FIELD_NUMBER: _ClassVar[int]
-    stored: _containers.RepeatedScalarFieldContainer[bytes]
-    evicted: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    stored_blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    evicted_blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stored_blocks: _Optional[_Iterable[bytes]] = ..., evicted_blocks: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("request_id", "attempt", "choice", "admitted", "tokens", "kv_received", "failure")
@@ -305,12 +299,12 @@ class RankControlRequest(_message.Message):
     STOP_KV_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     join_group: JoinGroup
-    offer_kv: OfferKv
+    offer_kv: KvTransfer
     kv_progress: KvProgress
-    fetch_kv: FetchKv
-    kv_target: KvTarget
+    fetch_kv: KvTransfer
+    kv_target: KvTransfer
     stop_kv: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[OfferKv, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[FetchKv, _Mapping]] = ..., kv_target: _Optional[_Union[KvTarget, _Mapping]] = ..., stop_kv: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ...) -> None: ...
 
 class JoinGroup(_message.Message):
     __slots__ = ("rank", "size", "store", "epoch", "timeout_seconds")
@@ -326,17 +320,17 @@ class JoinGroup(_message.Message):
     timeout_seconds: float
     def __init__(self, rank: _Optional[int] = ..., size: _Optional[int] = ..., store: _Optional[str] = ..., epoch: _Optional[int] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
 
-class OfferKv(_message.Message):
-    __slots__ = ("transfer_id", "blocks", "num_tokens", "prefix_hash")
-    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+class KvTransfer(_message.Message):
+    __slots__ = ("kv", "prefix_hash", "blocks", "num_cached")
+    KV_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
-    transfer_id: bytes
-    blocks: _containers.RepeatedScalarFieldContainer[int]
-    num_tokens: int
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    kv: KvHandle
     prefix_hash: bytes
-    def __init__(self, transfer_id: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    num_cached: int
+    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ..., num_cached: _Optional[int] = ...) -> None: ...
 
 class KvProgress(_message.Message):
     __slots__ = ("num_ready", "num_ahead", "num_layers", "first_tokens", "first_logprobs")
@@ -351,22 +345,6 @@ class KvProgress(_message.Message):
     first_tokens: _containers.RepeatedScalarFieldContainer[int]
     first_logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, num_ready: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_tokens: _Optional[_Iterable[int]] = ..., first_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
-
-class FetchKv(_message.Message):
-    __slots__ = ("kv", "prefix_hash")
-    KV_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
-    kv: KvHandle
-    prefix_hash: bytes
-    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ..., prefix_hash: _Optional[bytes] = ...) -> None: ...
-
-class KvTarget(_message.Message):
-    __slots__ = ("blocks", "num_cached")
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
-    blocks: _containers.RepeatedScalarFieldContainer[int]
-    num_cached: int
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., num_cached: _Optional[int] = ...) -> None: ...
 
 class RankControlResponse(_message.Message):
     __slots__ = ("sequence_id", "ready", "kv_received", "fetch_failed", "stopped")

@@ -18,7 +18,7 @@ from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.worker_config import worker_config
-from tandem.workers.engine.fake import FakeExecutor
+from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.tp.rank import Rank
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.transfer.sender import FrameHook

@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "workers.model.footprint": {"workers.kv_cache", "workers.model.config"},
     "workers.model.sampling": {"workers.engine", "workers.model.device", "workers.model.kernels"},
-    "workers.transfer": {"workers.engine", "workers.kv_cache"},
+    "workers.transfer": {"workers.engine", "workers.kv_cache", "workers.threads"},
     "workers.threads": set(),
     "workers.malloc": set(),
     "router.request": set(),

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Full
 
@@ -22,40 +23,30 @@ from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
 from .submit import WorkerLimits, parse_submit
-from .tp.kv_group import KvGroup, kv_received
+from .tp.kv_group import KvGroup
 from .transfer.frames import TransferError
 from .transfer.receiver import FetchResult
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestManager:
     """Holds the sessions of routers, and the requests that the worker has accepted and not yet ended."""
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        kv: KvGroup,
-        limits: WorkerLimits,
-        *,
-        load_grammar: Callable[[str], object] | None,
-        kv_handle: Callable[[], worker_pb2.KvHandle],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        """`kv_handle()` returns a handle with this worker's epoch, layout and endpoints; `failed(error)` is called for
-        a defect, after which the worker cannot be used."""
-        self.sessions: set[RouterSession] = set()
-        self._thread = thread
-        self._kv = kv
-        self._limits = limits
-        self._load_grammar = load_grammar
-        self._kv_handle = kv_handle
-        self._failed = failed
-        self._requests: set[WorkerRequest] = set()
-        self._sequences: dict[int, tuple[WorkerRequest, int]] = {}  # request and choice, by sequence id
-        self._next_id = 0
-        self._compiling: dict[str, asyncio.Future[object]] = {}  # by grammar
-        self._idle = asyncio.Event()
+    thread: EngineThread
+    kv: KvGroup
+    limits: WorkerLimits
+    load_grammar: Callable[[str], object] | None
+    kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
+    failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
+    sessions: set[RouterSession] = field(init=False, default_factory=set)
+    _requests: set[WorkerRequest] = field(init=False, default_factory=set)
+    # Request and choice, by sequence id.
+    _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
+    _next_id: int = field(init=False, default=0)
+    _compiling: dict[str, asyncio.Future[object]] = field(init=False, default_factory=dict)  # by grammar
+    _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -74,9 +65,9 @@ class RequestManager:
         self.sessions.add(session)
 
         def report_cache(engine: Engine) -> None:  # in the engine's thread: later changes reach the loop after it
-            self._thread.call_in_loop(partial(session.start_cache_reports, engine.cached_hashes()))
+            self.thread.call_in_loop(partial(session.start_cache_reports, engine.cached_hashes()))
 
-        self._thread.post(report_cache)
+        self.thread.post(report_cache)
         return session
 
     def close_session(self, session: RouterSession) -> None:
@@ -91,7 +82,7 @@ class RequestManager:
         try:
             if key in session.requests:
                 raise InvalidArgument("request_id: already in use")
-            spec = parse_submit(submit, self._next_id, self._limits)
+            spec = parse_submit(submit, self._next_id, self.limits)
         except InvalidArgument as error:
             session.put(key, failure=worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_INVALID, message=str(error)))
             return
@@ -103,13 +94,13 @@ class RequestManager:
         session.requests[key] = request
         submitted = time.monotonic()
         if spec.task is Task.DECODE:
-            fetch = self._kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
+            fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
             fetch.add_done_callback(partial(self._fetched, request))
-        if spec.sampling.grammar and self._load_grammar is not None:
-            request.compiling = asyncio.create_task(self._compile(request, submitted, self._load_grammar))
+        if spec.sampling.grammar and self.load_grammar is not None:
+            request.compiling = asyncio.create_task(self._compile(request, submitted, self.load_grammar))
             request.compiling.add_done_callback(self._check_task)
         else:
-            self._thread.post(partial(self._enqueue, request, submitted))
+            self.thread.post(partial(self._enqueue, request, submitted))
 
     def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
         """Ends a request, or one of its choices. Ignores one that has ended."""
@@ -122,7 +113,7 @@ class RequestManager:
             number = cancel.choice - self._sequences[request.spec.id][1]
             self._end_choice(request, cancel.choice)
             if request.choices:  # otherwise the request has ended, whose transfers have to stop first
-                self._thread.post(lambda engine: engine.cancel_choice(request.spec.id, number))
+                self.thread.post(lambda engine: engine.cancel_choice(request.spec.id, number))
 
     def end(self, request: WorkerRequest) -> None:
         """Removes a request and frees what it holds, in any state: first its transfers stop using its blocks."""
@@ -134,7 +125,7 @@ class RequestManager:
             del self._sequences[request.spec.id + number]
         if request.compiling is not None:
             request.compiling.cancel()
-        self._kv.stop(request.spec.id, lambda: self._thread.post(partial(_cancel, request.spec)))
+        self.kv.stop(request.spec.id, lambda: self.thread.post(partial(_cancel, request.spec)))
         if not self._requests:
             self._idle.set()
 
@@ -165,7 +156,7 @@ class RequestManager:
                 elif event.id in self._sequences:
                     self._handle(event, *self._sequences[event.id])
         except Exception as error:  # a defect: the events after it are lost, so no request may wait for them
-            self._failed(error)
+            self.failed(error)
 
     def _handle(self, event: Event, request: WorkerRequest, choice: int) -> None:
         match event:
@@ -177,12 +168,12 @@ class RequestManager:
             case Admitted():
                 request.session.put(request.key, admitted=self._admitted(request, event))
             case Progress():
-                self._kv.progress(event.id, event.num_computed, event.num_ahead, event.num_layers)
+                self.kv.progress(event.id, event.num_computed, event.num_ahead, event.num_layers)
             case PrefillFinished():
                 if request.spec.beam is not None:
                     tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
                     request.session.put(request.key, tokens=tokens)
-                self._kv.complete(event.id, event.first_tokens)
+                self.kv.complete(event.id, event.first_tokens)
             case Failed():
                 self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
             case Preempted() if request.spec.beam is not None:
@@ -197,13 +188,13 @@ class RequestManager:
         message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
         spec = request.spec
         if spec.task is Task.DECODE:
-            self._kv.set_target(spec.id, event.blocks, event.num_cached)
+            self.kv.set_target(spec.id, event.blocks, event.num_cached)
         elif spec.task is Task.PREFILL:
-            handle = self._kv_handle()
+            handle = self.kv_handle()
             handle.num_tokens = len(spec.tokens)
             handle.transfer_id = secrets.token_bytes(16)
             prefix_hash = hash_prompt(spec.tokens, spec.salt)
-            self._kv.offer(spec.id, handle.transfer_id, event.blocks, handle.num_tokens, prefix_hash)
+            self.kv.offer(spec.id, handle.transfer_id, event.blocks, handle.num_tokens, prefix_hash)
             message.kv.CopyFrom(handle)
         return message
 
@@ -222,7 +213,7 @@ class RequestManager:
             kind, message = worker_pb2.FAILURE_KIND_INVALID, str(error)
         else:
             return
-        self._thread.call_in_loop(partial(self._refuse, request, kind, message))
+        self.thread.call_in_loop(partial(self._refuse, request, kind, message))
 
     async def _compile(self, request: WorkerRequest, submitted: float, load_grammar: Callable[[str], object]) -> None:
         """Compiles a request's grammar, once for all requests with it at the time, and then submits to the engine. May
@@ -236,28 +227,28 @@ class RequestManager:
         except ValueError as error:
             self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, f"grammar: {error}")
         else:
-            self._thread.post(partial(self._enqueue, request, submitted))
+            self.thread.post(partial(self._enqueue, request, submitted))
 
     def _check_task(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):
-            self._failed(error)
+            self.failed(error)
 
     def _fetched(self, request: WorkerRequest, task: "asyncio.Task[FetchResult]") -> None:
         """Commits a request's KV cache, or refuses the request at once."""
         if task.cancelled():
             return
         try:
-            fetched = task.result()
-            self._check_first_tokens(request.spec, fetched.first_tokens)
+            first_tokens, received = task.result()
+            self._check_first_tokens(request.spec, first_tokens)
         except TransferError as error:
             logger.warning("KV fetch failed: %s", error)
             self._refuse(request, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
         except Exception as error:  # a defect, after which the worker cannot be used
-            self._failed(error)
+            self.failed(error)
         else:
             if request in self._requests:
-                request.session.put(request.key, kv_received=kv_received(fetched))
-                self._thread.post(lambda engine: engine.commit_import(request.spec.id, fetched.first_tokens))
+                request.session.put(request.key, kv_received=received)
+                self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
 
     def _check_first_tokens(self, spec: SequenceSpec, first: FirstTokens) -> None:
         """Raises TransferError unless the engine can continue with `first`."""
@@ -265,8 +256,8 @@ class RequestManager:
             spec.check_first_tokens(first)
         except ValueError as error:
             raise TransferError(str(error)) from error
-        if max(first.tokens) >= self._limits.vocab_size:
-            raise TransferError(f"first_tokens: each must be below {self._limits.vocab_size}")
+        if max(first.tokens) >= self.limits.vocab_size:
+            raise TransferError(f"first_tokens: each must be below {self.limits.vocab_size}")
 
     def _refuse(self, request: WorkerRequest, kind: "worker_pb2.FailureKind", message: str) -> None:
         """Ends a request with a failure, unless it has ended."""

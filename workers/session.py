@@ -114,17 +114,13 @@ class RouterSession:
         if self._closed and not (self._outputs or self._unfinished):
             return None
         outputs, self._outputs = self._outputs, []
-        return worker_pb2.SessionResponse(outputs=outputs, cache=self._take_changes())
-
-    def _take_changes(self) -> worker_pb2.CacheChange | None:
         taken = dict(itertools.islice(self._changes.items(), _MAX_HASHES))
-        if not taken:
-            return None
         for digest in taken:
             del self._changes[digest]
-        return worker_pb2.CacheChange(
-            stored=[digest for digest, is_stored in taken.items() if is_stored],
-            evicted=[digest for digest, is_stored in taken.items() if not is_stored],
+        return worker_pb2.SessionResponse(
+            outputs=outputs,
+            stored_blocks=[digest for digest, is_stored in taken.items() if is_stored],
+            evicted_blocks=[digest for digest, is_stored in taken.items() if not is_stored],
         )
 
 

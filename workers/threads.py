@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -48,6 +48,16 @@ def _quota(group: Path) -> float | None:
     return None
 
 
+def settle(done: "asyncio.Future[Any]", result: object, error: BaseException | None = None) -> None:
+    """Sets the result of a future or its exception, unless it is done, as by a cancel."""
+    if done.done():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
     """Runs `work` in a daemon thread of its own, which ends with it; a cancelled future is not waited for.
 
@@ -55,14 +65,6 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
     engine's, assumes that the machine is overcommitted and lets no thread spin."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return  # it was cancelled
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
         result: T | None = None
@@ -72,7 +74,7 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
         except BaseException as raised:  # handed to the future
             error = raised
         with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle, done, result, error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done

@@ -28,7 +28,7 @@ from .tp.coordinator import TpCoordinator
 from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
 from .transfer.endpoint import KvEndpoint
-from .transfer.sender import FrameHook
+from .transfer.sender import FrameHook, KvSender
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._thread = EngineThread(
             self._engine, deliver=lambda events: self._requests.deliver(events), failed=self._fail
         )
-        self._endpoint = KvEndpoint(
+        sender = KvSender(
             config.rank.transfer_context(rank.kv),
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
@@ -81,17 +81,17 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             on_release=lambda sequence_id: self._requests.release(sequence_id),
             frame_hook=frame_hook,
         )
+        self._endpoint = KvEndpoint(sender)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
-        limits = WorkerLimits(
-            vocab_size=rank.vocab_size,
-            context_tokens=self._context_tokens,
-            max_sequences=config.budgets.max_sequences,
-            eos_ids=rank.eos_ids,
-        )
         self._requests = RequestManager(
-            self._thread,
-            self._kv,
-            limits,
+            thread=self._thread,
+            kv=self._kv,
+            limits=WorkerLimits(
+                vocab_size=rank.vocab_size,
+                context_tokens=self._context_tokens,
+                max_sequences=config.budgets.max_sequences,
+                eos_ids=rank.eos_ids,
+            ),
             load_grammar=rank.load_grammar,
             kv_handle=self._kv_handle,
             failed=self._fail,

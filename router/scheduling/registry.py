@@ -75,8 +75,8 @@ class WorkerRegistry:
         if message.HasField("load"):
             worker.report(message.load)
             self._recount(worker)
-        if message.HasField("cache"):
-            self._prefixes.report(worker_id, message.cache.stored, message.cache.evicted)
+        if message.stored_blocks or message.evicted_blocks:
+            self._prefixes.report(worker_id, message.stored_blocks, message.evicted_blocks)
 
     def session_lost(self, worker_id: str, epoch: int) -> None:
         """Empties the worker's prefix cache, which no session reports now; the next one begins with the whole of it."""

@@ -52,8 +52,8 @@ def report(
     evicted: Iterable[bytes] = (),
 ) -> None:
     """A worker's session reports its load, or what its prefix cache has stored and evicted."""
-    cache = None if load else worker_pb2.CacheChange(stored=stored, evicted=evicted)
-    registry.report(worker_id, epoch, worker_pb2.SessionResponse(load=load, cache=cache))
+    message = worker_pb2.SessionResponse(load=load, stored_blocks=stored, evicted_blocks=evicted)
+    registry.report(worker_id, epoch, message)
 
 
 def fill(registry: WorkerRegistry, *, prefill: int, decode: int, max_sequences: int = 0, num_blocks: int = 256) -> None:

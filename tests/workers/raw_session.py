@@ -11,7 +11,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.tests.fleet import is_idle, worker_stub
 from tandem.tests.worker_config import worker_config
-from tandem.workers.engine.fake import FakeExecutor
+from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.tp.rank import Rank
 from tandem.workers.worker import Worker
 

@@ -5,8 +5,8 @@ import asyncio
 from tandem.proto.channel import peer_channel
 from tandem.proto.hashing import hash_chain
 from tandem.tests.fleet import VOCAB, fake_rank
+from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
-from tandem.workers.engine.fake import expected_tokens
 from tandem.workers.worker import Worker
 
 
@@ -14,9 +14,9 @@ def known(session: RawSession) -> set[bytes]:
     """The cached blocks by the messages read; each is stored only if it was absent and evicted only if present."""
     found: set[bytes] = set()
     for message in session.messages:
-        assert found.isdisjoint(message.cache.stored)
-        assert found.issuperset(message.cache.evicted)
-        found = found.union(message.cache.stored).difference(message.cache.evicted)
+        assert found.isdisjoint(message.stored_blocks)
+        assert found.issuperset(message.evicted_blocks)
+        found = found.union(message.stored_blocks).difference(message.evicted_blocks)
     return found
 
 
@@ -58,7 +58,7 @@ async def test_sessions_that_begin_at_any_time_know_the_same_cache() -> None:
                 sessions.append(RawSession(channel))
             await first.until(ended)
         hashes = await cached(worker)
-        assert any(message.cache.evicted for message in first.messages)
+        assert any(message.evicted_blocks for message in first.messages)
         for session in sessions:
             await follow(session, hashes)
         late = RawSession(channel)
@@ -71,7 +71,7 @@ async def test_a_worker_without_a_prefix_cache_reports_nothing() -> None:
         await session.send(submit(token_ids=range(40)))
         await session.until(ended)
         assert await cached(worker) == set()
-        assert not any(message.HasField("cache") for message in session.messages)
+        assert not any(message.stored_blocks or message.evicted_blocks for message in session.messages)
 
 
 async def test_what_the_directory_hears_of_a_worker() -> None:

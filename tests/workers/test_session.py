@@ -43,7 +43,7 @@ async def test_outputs_of_one_turn_leave_together_and_in_order() -> None:
     session.put(("b", 2), kv_received=worker_pb2.KvReceived())
     message = await waiting
     assert message is not None
-    assert not message.HasField("cache")
+    assert not [*message.stored_blocks, *message.evicted_blocks]
     assert [(output.request_id, output.attempt) for output in message.outputs] == [("b", 2)]
 
 
@@ -75,11 +75,11 @@ async def test_changes_before_the_first_cache_report_are_in_it() -> None:
     assert await queued(session) is None
     session.start_cache_reports([b"a", b"b"])
     session.change_cache([b"c"], [b"a"])
-    cache = (await taken(session)).cache
-    assert (list(cache.stored), list(cache.evicted)) == ([b"b", b"c"], [])
+    cache = await taken(session)
+    assert (list(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"b", b"c"], [])
     session.change_cache([b"a"], [b"b"])
-    cache = (await taken(session)).cache
-    assert (list(cache.stored), list(cache.evicted)) == ([b"a"], [b"b"])
+    cache = await taken(session)
+    assert (list(cache.stored_blocks), list(cache.evicted_blocks)) == ([b"a"], [b"b"])
 
 
 async def test_a_change_that_is_undone_before_it_was_sent_is_not_sent() -> None:
@@ -97,9 +97,9 @@ async def test_a_large_cache_comes_in_pieces_and_each_block_once() -> None:
     session.start_cache_reports(hashes)
     session.put(("a", 1), kv_received=worker_pb2.KvReceived())
     messages = [await taken(session) for _ in range(3)]
-    assert [len(message.cache.stored) for message in messages] == [16_384, 16_384, 1]
+    assert [len(message.stored_blocks) for message in messages] == [16_384, 16_384, 1]
     assert [len(message.outputs) for message in messages] == [1, 0, 0]
-    assert [digest for message in messages for digest in message.cache.stored] == hashes
+    assert [digest for message in messages for digest in message.stored_blocks] == hashes
     assert await queued(session) is None
 
 
@@ -123,11 +123,11 @@ async def test_however_changes_and_messages_alternate_the_router_knows_the_cache
             message = await queued(session)
             if message is None:
                 break
-            cache = message.cache
-            assert 0 < len(cache.stored) + len(cache.evicted) <= 3
-            assert known.isdisjoint(cache.stored)
-            assert known.issuperset(cache.evicted)
-            known = known.union(cache.stored).difference(cache.evicted)
+            cache = message
+            assert 0 < len(cache.stored_blocks) + len(cache.evicted_blocks) <= 3
+            assert known.isdisjoint(cache.stored_blocks)
+            assert known.issuperset(cache.evicted_blocks)
+            known = known.union(cache.stored_blocks).difference(cache.evicted_blocks)
         if turn == 1000:
             break
     assert known == cached

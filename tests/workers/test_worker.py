@@ -15,8 +15,8 @@ from tandem.proto.channel import peer_channel
 from tandem.proto.errors import TandemError
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request, worker_stub
 from tandem.tests.worker_config import worker_config
+from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
-from tandem.workers.engine.fake import expected_tokens
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.frames import PULL_METHOD, Open, Pull, TransferKey, encode
 from tandem.workers.worker import Worker
@@ -276,7 +276,7 @@ sys.modules["ray"] = None
 import tandem.workers.worker
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
-from tandem.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import SequenceSpec, Task
 engine = Engine(FakeExecutor(4, 16), EngineConfig(num_blocks=4))

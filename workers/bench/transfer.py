@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ...proto import worker_pb2
 from ...proto.channel import bind, peer_channel, peer_server
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout
@@ -30,8 +31,9 @@ from ..model.kv_store import PagedKv
 from ..transfer import frames
 from ..transfer.connector import TransferContext
 from ..transfer.endpoint import KvEndpoint, add_bytes_method
-from ..transfer.frames import FRAME_BYTES, TransferKey
-from ..transfer.receiver import FetchRequest, FetchTarget
+from ..transfer.frames import FRAME_BYTES
+from ..transfer.receiver import FetchTarget
+from ..transfer.sender import KvSender
 
 LAYOUT: Final = KvLayout.uniform(
     num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, dtype="bfloat16", model="bench"
@@ -59,11 +61,13 @@ def make_endpoint(transport: str, num_tokens: int) -> KvEndpoint:
     )
     kv.data.view(torch.uint8).random_(0, 256)
     return KvEndpoint(
-        TransferContext(kv=kv, transports=() if transport == "grpc" else (transport,)),
-        epoch=_EPOCH,
-        lease_seconds=_WAIT_SECONDS,
-        stall_seconds=_WAIT_SECONDS,
-        on_release=lambda sequence_id: None,
+        KvSender(
+            TransferContext(kv=kv, transports=() if transport == "grpc" else (transport,)),
+            epoch=_EPOCH,
+            lease_seconds=_WAIT_SECONDS,
+            stall_seconds=_WAIT_SECONDS,
+            on_release=lambda sequence_id: None,
+        )
     )
 
 
@@ -80,7 +84,9 @@ async def serve(transport: str, num_tokens: int) -> None:
         if not (line := await lines.readline()):
             return
         transfer_id = secrets.token_bytes(16)
-        endpoint.sender.offer(sequence_id, transfer_id, tuple(range(endpoint.context.kv.num_blocks)), int(line), b"")
+        endpoint.sender.offer(
+            sequence_id, transfer_id, tuple(range(endpoint.sender.context.kv.num_blocks)), int(line), b""
+        )
         endpoint.sender.progress(sequence_id, int(line))
         endpoint.sender.complete(sequence_id, FirstTokens(tokens=(0,)))
         print(transfer_id.hex(), flush=True)
@@ -123,20 +129,20 @@ class TransferBench:
         self._process.stdin.write(f"{num_tokens}\n".encode())
         transfer_id = bytes.fromhex((await self._process.stdout.readline()).decode())
         target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result(FetchTarget(blocks=tuple(range(self._endpoint.context.kv.num_blocks)), num_cached=0))
-        request = FetchRequest(
-            key=TransferKey(transfer_id=transfer_id, epoch=_EPOCH),
-            endpoints=(self._address,),
+        target.set_result((tuple(range(self._endpoint.sender.context.kv.num_blocks)), 0))
+        handle = worker_pb2.KvHandle(
+            transfer_id=transfer_id,
+            epoch=_EPOCH,
+            endpoints=[self._address],
             layout=LAYOUT.digest,
             num_tokens=num_tokens,
-            prefix_hash=b"",
         )
         began = time.perf_counter()
         with _checksums(self._name):
-            async with self._endpoint.receiver.fetch(request, target) as fetched:
+            async with self._endpoint.receiver.fetch(handle, b"", target) as (_, received):
                 seconds = time.perf_counter() - began
-        if fetched.transport != _transport(self._name):
-            raise RuntimeError(f"{_transport(self._name)} was asked for, but {fetched.transport} was taken")
+        if received.transport != _transport(self._name):
+            raise RuntimeError(f"{_transport(self._name)} was asked for, but {received.transport} was taken")
         return seconds
 
     async def bare(self, num_bytes: int) -> float:

@@ -6,6 +6,7 @@ log probabilities give equal hypotheses and scores. Knows nothing of sequences, 
 
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
+from dataclasses import dataclass, field
 from typing import Final
 
 Candidate = tuple[int, float]
@@ -21,6 +22,7 @@ penalty."""
 _LEAST_FLOAT: Final = 2.0**-149
 
 
+@dataclass(eq=False, kw_only=True)
 class Beams:
     """Holds the `width` likeliest running hypotheses, the likeliest first, and the best finished ones.
 
@@ -28,35 +30,26 @@ class Beams:
     ends as soon as `width` have finished; else once the likeliest running one scores no more than the worst of them.
     """
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        max_tokens: int,
-        stop_ids: frozenset[int] = frozenset(),
-        length_penalty: float = 1.0,
-        early_stopping: bool = False,
-        min_tokens: int = 0,
-        late_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        """`late_ids` are excluded from the first min_tokens tokens."""
-        self._width = width
-        self._max_tokens = max_tokens
-        self._stop_ids = stop_ids
-        self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
-        self._min_tokens = min_tokens
-        self._late_ids = late_ids
-        self._running: list[Hypothesis] = [((), 0.0)]
-        self._finished: list[Hypothesis] = []
-        self._length = 0
-        self._max_running = width
+    width: int
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    min_tokens: int = 0
+    late_ids: frozenset[int] = frozenset()  # excluded from the first min_tokens tokens
+    _running: list[Hypothesis] = field(init=False, default_factory=lambda: [((), 0.0)])
+    _finished: list[Hypothesis] = field(init=False, default_factory=list)
+    _length: int = field(init=False, default=0)
+    _max_running: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._max_running = self.width
 
     @property
     def num_candidates(self) -> int:
         """How many of a beam's likeliest tokens `advance` needs: `width` remain even if all stop tokens are likelier,
         so every next or finished hypothesis is among those of all beams."""
-        return self._width + max(1, len(self._stop_ids | self._late_ids))
+        return self.width + max(1, len(self.stop_ids | self.late_ids))
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[Move]:
         """Takes the next tokens of each beam, the likeliest first, in the order of the previous moves; at the start
@@ -64,12 +57,12 @@ class Beams:
         are fewer tokens than `num_candidates`; none when the search is over."""
         self._length += 1
         ranked = sorted(self._extend(candidates), key=lambda extended: -extended[0])  # stable: earlier beams win ties
-        is_last = self._length >= self._max_tokens
-        ended = [c for c in ranked[: self._width] if is_last or c[2] in self._stop_ids]
-        running = [] if is_last else [c for c in ranked if c[2] not in self._stop_ids][: self._max_running]
+        is_last = self._length >= self.max_tokens
+        ended = [c for c in ranked[: self.width] if is_last or c[2] in self.stop_ids]
+        running = [] if is_last else [c for c in ranked if c[2] not in self.stop_ids][: self._max_running]
         self._max_running = len(running)
         finished = [(self._tokens(c), self._penalized(c[0])) for c in ended]
-        self._finished = sorted(self._finished + finished, key=lambda hypothesis: -hypothesis[1])[: self._width]
+        self._finished = sorted(self._finished + finished, key=lambda hypothesis: -hypothesis[1])[: self.width]
         self._running = [(self._tokens(c), c[0]) for c in running]
         return [] if not running or self._is_done() else [(beam, token) for _, beam, token in running]
 
@@ -79,7 +72,7 @@ class Beams:
 
     def _extend(self, candidates: Sequence[Sequence[Candidate]]) -> Iterator[tuple[float, int, int]]:
         """Yields the score of every extension by one token, the index of its beam, and the token."""
-        excluded = self._late_ids if self._length <= self._min_tokens else frozenset()
+        excluded = self.late_ids if self._length <= self.min_tokens else frozenset()
         for beam, ((_, score), row) in enumerate(zip(self._running, candidates, strict=True)):
             for token, logprob in row:
                 if token not in excluded:
@@ -90,10 +83,10 @@ class Beams:
 
     def _is_done(self) -> bool:
         """Whether enough hypotheses have finished and no running one can replace them."""
-        if len(self._finished) < self._width:
+        if len(self._finished) < self.width:
             return False
-        return self._early_stopping or self._penalized(self._running[0][1]) <= self._finished[-1][1]
+        return self.early_stopping or self._penalized(self._running[0][1]) <= self._finished[-1][1]
 
     def _penalized(self, score: float) -> float:
         """Returns a score with the length penalty of the current length."""
-        return c_float(score / max(c_float(self._length**self._length_penalty).value, _LEAST_FLOAT)).value
+        return c_float(score / max(c_float(self._length**self.length_penalty).value, _LEAST_FLOAT)).value

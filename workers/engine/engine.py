@@ -10,7 +10,7 @@ from typing import Final
 
 from .block_pool import BlockState
 from .config import EngineConfig
-from .events import Event
+from .events import CacheChanged, Event
 from .plan import Executor, FirstTokens, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
@@ -102,7 +102,10 @@ class Engine:
             if plan.has_decodes:
                 seconds = self._clock() - started
                 self.step_seconds += (seconds - self.step_seconds) * (_WEIGHT if self.step_seconds else 1.0)
-        return events + self.scheduler.cache_changes()
+        stored, evicted = self.requests.pool.take_changes()
+        if stored or evicted:
+            events.append(CacheChanged(stored=stored, evicted=evicted))
+        return events
 
     def _launch(self, plan: StepPlan, early: Callable[[list[Event]], None] | None) -> Callable[[], Samples]:
         def on_layers(num_layers: int) -> None:

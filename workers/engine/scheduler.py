@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from . import fork
-from .events import Admitted, CacheChanged, Event, Failed, NewTokens, Preempted, Progress
+from .events import Admitted, Event, Failed, NewTokens, Preempted, Progress
 from .plan import PENDING_TOKEN, FirstTokens, Samples, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Search, Sequence, SequenceSpec, State, Task
@@ -143,11 +143,6 @@ class Scheduler:
             if len(step.token_ids) >= _LEAST_AHEAD
             and self._requests.sequences[step.sequence_id].spec.task is Task.PREFILL
         ]
-
-    def cache_changes(self) -> list[Event]:
-        """Returns the changes of the prefix cache since the last call, as one event or none."""
-        stored, evicted = self.pool.take_changes()
-        return [CacheChanged(stored=stored, evicted=evicted)] if stored or evicted else []
 
     def _start_committed(self) -> list[Event]:
         """Applies the first tokens of committed imports; reports only those that finish their choice, since the

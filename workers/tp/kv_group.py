@@ -6,13 +6,12 @@ class without clients and obey rank 0's commands.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ...proto import worker_pb2
 from ..engine.plan import FirstTokens
 from ..transfer.endpoint import KvEndpoint
-from ..transfer.receiver import FetchRequest, FetchResult, FetchTarget
+from ..transfer.receiver import FetchResult, FetchTarget, merge
 from .rank_client import RankClient, RankLost
 
 
@@ -46,11 +45,10 @@ class KvGroup:
     ) -> None:
         """Offers a sequence's KV cache, computed or not, to other workers on every rank."""
         self._endpoint.sender.offer(sequence_id, transfer_id, blocks, num_tokens, prefix_hash)
-        offer = worker_pb2.OfferKv(
-            transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, prefix_hash=prefix_hash
-        )
+        handle = worker_pb2.KvHandle(transfer_id=transfer_id, num_tokens=num_tokens)
         if self._clients:
             self._commanded.add(sequence_id)
+        offer = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash, blocks=blocks)
         self._command(sequence_id, offer_kv=offer)
 
     def progress(self, sequence_id: int, num_ready: int, num_ahead: int, num_layers: int) -> None:
@@ -71,20 +69,19 @@ class KvGroup:
 
         The task raises TransferError if a part could not be fetched. After a failure or a cancel, `stop` tells when no
         rank writes any more."""
-        fetch = worker_pb2.FetchKv(kv=handle, prefix_hash=prefix_hash)
-        parts = [client.fetch(sequence_id, fetch) for client in self._clients]
+        fetch = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash)
+        parts = [client.ask(sequence_id, fetch_kv=fetch) for client in self._clients]
         if self._clients:
             self._commanded.add(sequence_id)
-        request = FetchRequest.of_handle(handle, prefix_hash)
         target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
-        task = self._fetches[sequence_id] = asyncio.create_task(self._fetch(request, target, parts))
+        task = self._fetches[sequence_id] = asyncio.create_task(self._fetch(handle, prefix_hash, target, parts))
         return task
 
     def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:
         """Sets the blocks for a fetch and the number of tokens that the prefix cache holds already."""
         if sequence_id in self._targets:
-            self._targets.pop(sequence_id).set_result(FetchTarget(blocks=blocks, num_cached=num_cached))
-            self._command(sequence_id, kv_target=worker_pb2.KvTarget(blocks=blocks, num_cached=num_cached))
+            self._targets.pop(sequence_id).set_result((blocks, num_cached))
+            self._command(sequence_id, kv_target=worker_pb2.KvTransfer(blocks=blocks, num_cached=num_cached))
 
     def stop(self, sequence_id: int, then: Callable[[], None]) -> None:
         """Ends all transfers of a sequence. Calls `then` as soon as no rank reads or writes its blocks any more, which
@@ -98,7 +95,7 @@ class KvGroup:
             pending.append(fetch)
         if sequence_id in self._commanded:
             self._commanded.discard(sequence_id)
-            pending += [client.stop(sequence_id) for client in self._clients]
+            pending += [client.ask(sequence_id, stop_kv=True) for client in self._clients]
         if not pending:
             then()
             return
@@ -121,28 +118,14 @@ class KvGroup:
 
     async def _fetch(
         self,
-        request: FetchRequest,
+        handle: worker_pb2.KvHandle,
+        prefix_hash: bytes,
         target: "asyncio.Future[FetchTarget]",
         parts: "Sequence[asyncio.Future[worker_pb2.KvReceived]]",
     ) -> FetchResult:
-        async with self._endpoint.receiver.fetch(request, target) as own:
+        async with self._endpoint.receiver.fetch(handle, prefix_hash, target) as (first_tokens, received):
             others = await asyncio.gather(*parts)
-        transports = [own.transport, *(part.transport for part in others)]
-        return replace(
-            own,
-            num_bytes=own.num_bytes + sum(part.transfer_bytes for part in others),
-            active_seconds=max([own.active_seconds, *(part.transfer_active_seconds for part in others)]),
-            transport="+".join(sorted({name for used in transports for name in used.split("+")})),
-        )
-
-
-def kv_received(fetched: FetchResult) -> worker_pb2.KvReceived:
-    """Converts a finished fetch to its message."""
-    return worker_pb2.KvReceived(
-        transfer_bytes=fetched.num_bytes,
-        transfer_active_seconds=fetched.active_seconds,
-        transport=fetched.transport,
-    )
+        return first_tokens, merge([received, *others])
 
 
 async def _call_after(

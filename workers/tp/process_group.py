@@ -6,7 +6,7 @@ Uses no global process group, so that two engines fit in one process.
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Final, Self
 
@@ -20,13 +20,14 @@ from ..transfer.backend import join_store, listen_store, open_group
 EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
 """The heartbeat of an idle rank 0."""
 
-_STEP_FIELDS: Final = tuple(field.name for field in fields(SequenceStep))
-_SAMPLING_FIELDS: Final = tuple(field.name for field in fields(SamplingParams))
+_STEP_FIELDS: Final = tuple(each.name for each in fields(SequenceStep))
+_SAMPLING_FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
 _VALUES: Final = {SequenceStep: attrgetter(*_STEP_FIELDS), SamplingParams: attrgetter(*_SAMPLING_FIELDS)}
 _LENGTH: Final = struct.Struct("<I")
 _PLAN_BYTES: Final = 4096  # sent at once; a decode step of a hundred sequences fits
 
 
+@dataclass(eq=False, repr=False)
 class TpGroup:
     """Implements `Group` of `model.parallel`, and broadcasts messages of rank 0.
 
@@ -34,17 +35,16 @@ class TpGroup:
     lost or silent raises RuntimeError within the timeout; after that the group cannot be used any more. All calls but
     `abort` come from one thread."""
 
-    def __init__(self, store: Any, *, host: str, rank: int, size: int, device: str, timeout: float) -> None:
-        """`store` is rank 0's TCPStore or a connection to it; `timeout` is in seconds, of every collective."""
-        self.timeout = timeout
-        self.rank = rank
-        self.size = size
-        self._store = store
-        self._host = host
-        self._device = device
-        self._buffer = torch.zeros(_PLAN_BYTES, dtype=torch.uint8)
-        self._messages: Any = None  # backends of torch.distributed, opened by `connect`
-        self._tensors: Any = None
+    store: Any  # rank 0's TCPStore or a connection to it
+    _: KW_ONLY
+    host: str
+    rank: int
+    size: int
+    device: str
+    timeout: float  # seconds, of every collective
+    _messages: Any = field(init=False, default=None)  # backends of torch.distributed, opened by `connect`
+    _tensors: Any = field(init=False, default=None)
+    _buffer: torch.Tensor = field(init=False, default_factory=lambda: torch.zeros(_PLAN_BYTES, dtype=torch.uint8))
 
     @classmethod
     def listen(cls, *, host: str, size: int, device: str, timeout: float, start_timeout: float) -> Self:
@@ -64,20 +64,20 @@ class TpGroup:
     @property
     def address(self) -> str:
         """HOST:PORT of rank 0's store."""
-        return f"{self._host}:{self._store.port}"
+        return f"{self.host}:{self.store.port}"
 
     def connect(self) -> None:
         """Connects all ranks, waiting as long as a start may take; call it before the first collective.
 
         Raises RuntimeError if a rank does not come."""
-        self._store.set(f"here/{self.rank}", "")
-        self._store.wait([f"here/{rank}" for rank in range(self.size)])
+        self.store.set(f"here/{self.rank}", "")
+        self.store.wait([f"here/{rank}" for rank in range(self.size)])
         self._messages = self._open("gloo")
-        self._tensors = self._messages if self._device == "cpu" else self._open("nccl")
+        self._tensors = self._messages if self.device == "cpu" else self._open("nccl")
 
     def _open(self, backend: str) -> Any:
-        store = distributed.PrefixStore(backend, self._store)  # type: ignore[attr-defined]
-        return open_group(store, backend=backend, rank=self.rank, size=self.size, host=self._host, timeout=self.timeout)
+        store = distributed.PrefixStore(backend, self.store)  # type: ignore[attr-defined]
+        return open_group(store, backend=backend, rank=self.rank, size=self.size, host=self.host, timeout=self.timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the ranks' x, any shape; may overwrite x."""

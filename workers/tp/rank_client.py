@@ -9,6 +9,7 @@ import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import peer_channel
+from ..threads import settle
 from ..transfer.frames import TransferError
 
 HEARTBEAT_SECONDS: Final = 0.2
@@ -48,15 +49,15 @@ class RankClient:
         """Queues a command."""
         self._commands.put_nowait(command)
 
-    def fetch(self, sequence_id: int, fetch: worker_pb2.FetchKv) -> "asyncio.Future[worker_pb2.KvReceived]":
-        """Starts a fetch; the answer raises TransferError if the rank's part could not be fetched."""
-        self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, fetch_kv=fetch))
-        return self._expect("fetch", sequence_id)
-
-    def stop(self, sequence_id: int) -> "asyncio.Future[None]":
-        """Stops all transfers of a sequence; the answer comes when the rank neither reads nor writes its blocks."""
-        self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, stop_kv=True))
-        return self._expect("stop", sequence_id)
+    def ask(self, sequence_id: int, **command: Any) -> "asyncio.Future[Any]":
+        """Queues `fetch_kv=`, whose answer is a KvReceived or raises TransferError if the rank's part could not be
+        fetched, or `stop_kv=`, whose answer comes when the rank neither reads nor writes the sequence's blocks."""
+        self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
+        (kind,) = command
+        answer = self._answers[kind, sequence_id] = asyncio.get_running_loop().create_future()
+        if self._lost:
+            answer.set_exception(RankLost("a rank is lost"))
+        return answer
 
     async def close(self) -> None:
         """Ends the stream, and with it the rank."""
@@ -64,12 +65,6 @@ class RankClient:
         await asyncio.gather(self._task, return_exceptions=True)
         self._fail_all(RankLost("closed"))
         await self._channel.close()
-
-    def _expect(self, kind: str, sequence_id: int) -> "asyncio.Future[Any]":
-        answer = self._answers[kind, sequence_id] = asyncio.get_running_loop().create_future()
-        if self._lost:
-            answer.set_exception(RankLost("a rank is lost"))
-        return answer
 
     async def _run(self) -> None:
         stub = worker_pb2_grpc.RankStub(self._channel)  # type: ignore[no-untyped-call]
@@ -104,26 +99,27 @@ class RankClient:
             case "ready":
                 self.ready.set_result(event.ready)
             case "kv_received":
-                _settle(self._answers.pop(("fetch", event.sequence_id), None), event.kv_received)
+                self._answer("fetch_kv", event, event.kv_received)
             case "fetch_failed":
-                _settle(self._answers.pop(("fetch", event.sequence_id), None), TransferError("KV transfer failed"))
+                self._answer("fetch_kv", event, error=TransferError("KV transfer failed"))
             case "stopped":
-                self._answers.pop(("fetch", event.sequence_id), None)
-                _settle(self._answers.pop(("stop", event.sequence_id), None), None)
+                self._answers.pop(("fetch_kv", event.sequence_id), None)
+                self._answer("stop_kv", event)
+
+    def _answer(
+        self, kind: str, event: worker_pb2.RankControlResponse, result: object = None, error: Exception | None = None
+    ) -> None:
+        if answer := self._answers.pop((kind, event.sequence_id), None):
+            _settle(answer, result, error)
 
     def _fail_all(self, error: RankLost) -> None:
         self._lost = True
         for answer in (self.ready, *self._answers.values()):
-            _settle(answer, error)
+            _settle(answer, None, error)
         self._answers.clear()
 
 
-def _settle(answer: "asyncio.Future[Any] | None", result: object) -> None:
-    """Sets the result of an answer, or the exception, unless it is done or nobody asked."""
-    if answer is None or answer.done():
-        return
-    if isinstance(result, Exception):
-        answer.set_exception(result)
+def _settle(answer: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
+    settle(answer, result, error)
+    if not answer.cancelled():
         answer.exception()  # marked as retrieved: nobody need wait for it
-    else:
-        answer.set_result(result)

@@ -22,7 +22,8 @@ from ..threads import in_thread
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
 from ..transfer.receiver import FetchResult
-from .kv_group import KvGroup, kv_received
+from ..transfer.sender import KvSender
+from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
 from .rank_client import SILENCE_SECONDS, next_or_heartbeat
@@ -122,11 +123,13 @@ class RankServer(worker_pb2_grpc.RankServicer):
             join = await joined
         group, rank = await in_thread(partial(self._load, join), "tandem-load")
         kv_endpoint = KvEndpoint(
-            self._config.transfer_context(rank.kv),
-            epoch=join.epoch,
-            lease_seconds=None,
-            stall_seconds=self._config.stall_seconds,
-            on_release=lambda sequence_id: None,
+            KvSender(
+                self._config.transfer_context(rank.kv),
+                epoch=join.epoch,
+                lease_seconds=None,
+                stall_seconds=self._config.stall_seconds,
+                on_release=lambda sequence_id: None,
+            )
         )
         kv_endpoint.serve_on(self._kv_server)
         address = bind(self._kv_server, self._config.host, 0)
@@ -156,7 +159,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         match command.WhichOneof("command"):
             case "offer_kv":
                 offer = command.offer_kv
-                kv.offer(sequence_id, offer.transfer_id, tuple(offer.blocks), offer.num_tokens, offer.prefix_hash)
+                kv.offer(sequence_id, offer.kv.transfer_id, tuple(offer.blocks), offer.kv.num_tokens, offer.prefix_hash)
             case "kv_progress":
                 progress = command.kv_progress
                 if progress.first_tokens:
@@ -180,7 +183,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         event = worker_pb2.RankControlResponse(sequence_id=sequence_id)
         match task.exception():
             case None:
-                event.kv_received.CopyFrom(kv_received(task.result()))
+                event.kv_received.CopyFrom(task.result()[1])
             case TransferError() as error:
                 logger.warning("KV fetch failed: %s", error)
                 event.fetch_failed = True

@@ -6,6 +6,7 @@ an error of any transfer.
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -50,16 +51,11 @@ class Connection:
         self.connector: KvConnector | None = None  # None: gRPC
         self.settled = asyncio.Event()  # the transport is known, or the connection has ended
         self.key = TransferKey(transfer_id=secrets.token_bytes(16), epoch=0)
+        self.streams = itertools.count(1)  # numbers for transfers that are about to begin
         self._call = call
         self._context = context
-        self._num_streams = 0
         self.task = asyncio.create_task(self._run())
         self.task.add_done_callback(self._end)  # also of one that was dropped before it began
-
-    def next_stream(self) -> int:
-        """Returns a number for a transfer that is about to begin."""
-        self._num_streams += 1
-        return self._num_streams
 
     async def _run(self) -> None:
         try:

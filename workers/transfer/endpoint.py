@@ -9,10 +9,9 @@ import grpc
 import grpc.aio
 
 from ...proto.channel import peer_channel
-from .connector import TransferContext
 from .frames import CONNECT_METHOD, PULL_METHOD, TransferError
 from .receiver import KvReceiver
-from .sender import FrameHook, KvSender
+from .sender import KvSender
 
 _Handle = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[bytes, bytes]], Any]
 _Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
@@ -21,28 +20,11 @@ _Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 class KvEndpoint:
     """Serves and fetches KV cache for one rank. Lives in one event loop."""
 
-    def __init__(
-        self,
-        context: TransferContext,
-        *,
-        epoch: int,
-        lease_seconds: float | None,
-        stall_seconds: float,
-        on_release: Callable[[int], None],
-        frame_hook: FrameHook | None = None,
-    ) -> None:
-        """See `KvSender` and `KvReceiver`."""
-        self.context = context
-        self.sender = KvSender(
-            context,
-            epoch=epoch,
-            lease_seconds=lease_seconds,
-            stall_seconds=stall_seconds,
-            on_release=on_release,
-            frame_hook=frame_hook,
-        )
+    def __init__(self, sender: KvSender) -> None:
+        """The receiver has the sender's context and its `stall_seconds`."""
+        self.sender = sender
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self.receiver = KvReceiver(context, stall_seconds=stall_seconds, channel=self._channel)
+        self.receiver = KvReceiver(sender.context, stall_seconds=sender.stall_seconds, channel=self._channel)
 
     def serve_on(self, server: grpc.aio.Server) -> None:
         """Adds the KV endpoint to a server that has not started yet."""
@@ -57,7 +39,7 @@ class KvEndpoint:
         """Ends all connections to others."""
         await self.receiver.connections.close()
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
-        await self.context.close()
+        await self.sender.context.close()
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:

@@ -59,7 +59,7 @@ class NixlMemory:
     def describe(self) -> bytes:
         """Returns what a reader needs, about half a kilobyte; it gives access to the memory. Its addresses are those of
         the regions laid end to end."""
-        return bytes(msgpack.packb([self._agent.metadata(), self._regions.tolist()]))
+        return bytes(msgpack.packb([bytes(self._agent.call("getLocalMD")), self._regions.tolist()]))
 
     def close(self) -> None:
         """Ends the agent. Idempotent. It takes nothing back: within a host, a process that has the description may read
@@ -107,7 +107,7 @@ class NixlReader:
             raise TransportError("KV cache could not be read by NIXL") from error
 
     def _connect(self, agent: "_Agent", peer: "NixlPeer", metadata: bytes) -> None:
-        peer.name = agent.connect(metadata)
+        peer.name = str(agent.call("loadRemoteMD", metadata), "ascii")
         self._users[peer.name] += 1
         agent.register(_table([peer.staging]))
 
@@ -129,9 +129,9 @@ class NixlReader:
         try:
             if not self._users[name]:
                 del self._users[name]
-                agent.disconnect(name)
+                agent.call("invalidateRemoteMD", name)
         finally:
-            agent.unregister(_table([peer.staging]))
+            agent.register(_table([peer.staging]), undo=True)
 
     def _release(self, peer: "NixlPeer") -> None:
         """Forgets the peer as soon as its read under way has ended."""
@@ -203,46 +203,35 @@ class _Agent:
         config.useProgThread = serves  # a reader's own calls make its progress
         config.pthrDelay = _IDLE_MICROSECONDS
         self._agent = self._nixl.nixlAgent(secrets.token_hex(16), config)
-        self._call("createBackend", "UCX", {"engine_config": f"NET_DEVICES={devices}"} if devices else {})
+        self.call("createBackend", "UCX", {"engine_config": f"NET_DEVICES={devices}"} if devices else {})
 
-    def _call(self, name: str, *values: Any) -> Any:
+    def call(self, name: str, *values: Any) -> Any:
         try:
             return getattr(self._agent, name)(*values)
         except Exception as error:
             # NIXL's own exceptions have nothing in common but their module.
             raise RuntimeError(f"NIXL: {error}") from error
 
-    def register(self, regions: _Regions) -> None:
-        self._call("registerMem", self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions))
-
-    def unregister(self, regions: _Regions) -> None:
-        self._call("deregisterMem", self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions))
-
-    def metadata(self) -> bytes:
-        return bytes(self._call("getLocalMD"))
-
-    def connect(self, metadata: bytes) -> str:
-        return str(self._call("loadRemoteMD", metadata), "ascii")
-
-    def disconnect(self, name: str) -> None:
-        self._call("invalidateRemoteMD", name)
+    def register(self, regions: _Regions, *, undo: bool = False) -> None:
+        name = "deregisterMem" if undo else "registerMem"
+        self.call(name, self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions))
 
     def read(self, name: str, local: _Regions, remote: _Regions, timeout: float) -> None:
         """Returns when everything is read. Raises TimeoutError after that many seconds: it may still arrive."""
         deadline = time.monotonic() + timeout
         lists = [self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table) for table in (local, remote)]
-        request = self._call("createXferReq", self._nixl.NIXL_READ, *lists, name)
+        request = self.call("createXferReq", self._nixl.NIXL_READ, *lists, name)
         try:
-            status = self._call("postXferReq", request)
+            status = self.call("postXferReq", request)
             while status == self._nixl.NIXL_IN_PROG:
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 time.sleep(_POLL_SECONDS)
-                status = self._call("getXferStatus", request)
+                status = self.call("getXferStatus", request)
             if status != self._nixl.NIXL_SUCCESS:
                 raise RuntimeError(f"NIXL: {status}")
         finally:
-            self._call("releaseXferReq", request)
+            self.call("releaseXferReq", request)
 
     def close(self) -> None:
         self._agent = None

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..threads import settle
 from .backend import Rendezvous, accept_peer, connect_peer, open_group
 from .frames import TransferError
 
@@ -33,39 +35,32 @@ _SECRET_BYTES: Final = 16
 _Future = asyncio.Future[Any]
 
 
+@dataclass(eq=False, repr=False)
 class Pair:
     """Connects two ranks privately. Made by `listen` and `accept` on one side, `join` on the other; used and
     closed in the event loop that made it. Closing it, or breaking it, frees its thread and sockets: at once if it is
     idle, else when the call in progress has ended, after the timeout at the latest (gloo cannot be interrupted)."""
 
-    def __init__(
-        self,
-        make_store: Callable[[], "Store"],
-        secret: str,
-        *,
-        rank: int,
-        host: str,
-        backend: str,
-        device: str,
-        timeout: float,
-        server: socket.socket | None = None,
-    ) -> None:
-        """Use `listen` or `join`. `device` is that of the tensors; `timeout` is in seconds, of every call."""
-        self._make_store = make_store
-        self._server = server
-        self._store: Store | None = None  # outlives the group
-        self._secret = secret
-        self._rank = rank
-        self._host = host
-        self._backend = backend
-        self._device = device
-        self._timeout = timeout
-        self._group: Any = None  # torch's own types know neither send nor recv
-        self._reason = ""  # why it is broken
-        self._loop = asyncio.get_running_loop()
-        self._calls: queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._pending: set[_Future] = set()
-        self.address = ""
+    make_store: Callable[[], "Store"]
+    secret: str
+    _: KW_ONLY
+    rank: int
+    host: str
+    backend: str
+    device: str  # of the tensors
+    timeout: float  # seconds, of every call
+    server: socket.socket | None = None
+    address: str = ""
+    _store: "Store | None" = field(init=False, default=None)  # outlives the group
+    _group: Any = field(init=False, default=None)  # torch's own types know neither send nor recv
+    _reason: str = field(init=False, default="")  # why it is broken
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _calls: queue.SimpleQueue[tuple[_Future, Callable[[], Any]] | None] = field(
+        init=False, default_factory=queue.SimpleQueue
+    )
+    _pending: set[_Future] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._work, name="kv-pair", daemon=True)
         self._thread.start()
         # A thread that comes out of torch when the interpreter has gone ends the process with a signal.
@@ -77,7 +72,7 @@ class Pair:
         seconds, of the wait for the other side and of every call. Raises OSError if there is no such interface."""
         secret = secrets.token_hex(_SECRET_BYTES)
         server = socket.create_server((host, 0))
-        pair = cls(
+        return cls(
             partial(accept_peer, server, backend, timeout),
             secret,
             rank=0,
@@ -86,9 +81,8 @@ class Pair:
             device=device,
             timeout=timeout,
             server=server,
+            address=f"{host}:{server.getsockname()[1]}/{secret}",
         )
-        pair.address = f"{host}:{server.getsockname()[1]}/{secret}"
-        return pair
 
     async def accept(self) -> None:
         """Returns when the other side has joined and has shown that it knows the address. Raises TransferError, also if
@@ -144,7 +138,7 @@ class Pair:
         self._pending.add(future)
         self._calls.put((future, operation))
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 return await future
         except TimeoutError as error:
             self._break("KV pair fell silent")
@@ -167,19 +161,19 @@ class Pair:
             return
         self._reason = reason
         self._calls.put(None)
-        if self._server:
+        if self.server:
             with suppress(OSError):  # ends the wait for the other side
-                self._server.shutdown(socket.SHUT_RDWR)
+                self.server.shutdown(socket.SHUT_RDWR)
         for future in self._pending:
             if not future.done():
                 future.set_exception(TransferError(reason))
-        if self._group and self._backend == "nccl":
+        if self._group and self.backend == "nccl":
             # Takes long, and only from another thread does it free the one that waits.
             threading.Thread(target=self._group.abort, name="kv-pair-abort", daemon=True).start()
 
     def _leave(self) -> None:
         self._calls.put(None)
-        self._thread.join(self._timeout)
+        self._thread.join(self.timeout)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -193,38 +187,37 @@ class Pair:
             except Exception as error:  # raised again where the call is awaited
                 failure = error
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(_settle, future, result, failure)
+                self._loop.call_soon_threadsafe(settle, future, result, failure)
             del call, future, operation, result, failure
         # Frees what they hold here, where it may take time.
         self._close_rendezvous()
         self._group = self._store = None
-        if self._server:
-            self._server.close()
-        del self._make_store
+        if self.server:
+            self.server.close()
         atexit.unregister(self._leave)
 
     def _open(self) -> None:
-        if self._backend == "nccl":
+        if self.backend == "nccl":
             # The thread's device, by its index: torch.cuda.set_device("cuda") raises.
-            index = torch.device(self._device).index
+            index = torch.device(self.device).index
             torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
-        self._store = self._make_store()
+        self._store = self.make_store()
         self._group = open_group(
             self._store,
-            backend=self._backend,
-            rank=self._rank,
+            backend=self.backend,
+            rank=self.rank,
             size=2,
-            host=self._host,
-            timeout=self._timeout,
+            host=self.host,
+            timeout=self.timeout,
             outlives_peers=True,
         )
         self._close_rendezvous()
         # Any process may connect to the interface: each side shows one half of the secret, the joining one first.
-        halves = self._secret[:_SECRET_BYTES].encode(), self._secret[_SECRET_BYTES:].encode()
-        if self._rank == 0:
+        halves = self.secret[:_SECRET_BYTES].encode(), self.secret[_SECRET_BYTES:].encode()
+        if self.rank == 0:
             self._expect(halves[0])
-        self._send(_tensor_over(halves[1 - self._rank]))
-        if self._rank == 1:
+        self._send(_tensor_over(halves[1 - self.rank]))
+        if self.rank == 1:
             self._expect(halves[1])
 
     def _close_rendezvous(self) -> None:
@@ -236,10 +229,10 @@ class Pair:
             raise RuntimeError("the other side does not know the secret")
 
     def _send(self, data: torch.Tensor) -> None:  # [num_bytes] uint8
-        self._run("send", data.to(self._device))
+        self._run("send", data.to(self.device))
 
     def _receive(self, num_bytes: int) -> memoryview:
-        received = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        received = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._run("recv", received)
         array: npt.NDArray[np.uint8] = received.cpu().numpy()
         return array.data
@@ -248,16 +241,7 @@ class Pair:
         if self._group is None:
             raise RuntimeError("not open")
         # Without a limit of its own a call of NCCL would only make the stream wait.
-        getattr(self._group, name)([tensor], 1 - self._rank, 0).wait(timedelta(seconds=self._timeout))
-
-
-def _settle(future: _Future, result: Any, failure: Exception | None) -> None:
-    if future.done():
-        return
-    if failure:
-        future.set_exception(failure)
-    else:
-        future.set_result(result)
+        getattr(self._group, name)([tensor], 1 - self.rank, 0).wait(timedelta(seconds=self.timeout))
 
 
 def _tensor_over(data: bytes | memoryview) -> torch.Tensor:  # [len(data)] uint8

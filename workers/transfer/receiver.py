@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import grpc.aio
@@ -19,7 +19,6 @@ import numpy as np
 
 from ...proto import worker_pb2
 from ..engine.plan import FirstTokens
-from ..kv_cache.layout import KvSpan
 from ..kv_cache.reshard import Piece, plan_layout
 from ..kv_cache.store import KvStore
 from .connections import Connection, KvCall, ReceiverConnections
@@ -45,56 +44,26 @@ from .grpc_connector import GrpcConnector
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchRequest:
-    """Names the cache to fetch, as a handle does, and what the receiver itself knows of it."""
+FetchTarget = tuple[tuple[int, ...], int]
+"""Where a cache goes: the block table of the prompt, and how many tokens the prefix cache holds already."""
 
-    key: TransferKey
-    endpoints: tuple[str, ...]  # HOST:PORT of all ranks of the source group, in their order
-    layout: bytes  # KvLayout.digest
-    num_tokens: int
-    prefix_hash: bytes  # of the tokens that this worker was given
-
-    @classmethod
-    def of_handle(cls, handle: worker_pb2.KvHandle, prefix_hash: bytes) -> "FetchRequest":
-        """Returns the request for what a handle names."""
-        return cls(
-            key=TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch),
-            endpoints=tuple(handle.endpoints),
-            layout=handle.layout,
-            num_tokens=handle.num_tokens,
-            prefix_hash=prefix_hash,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchTarget:
-    """Says where the cache goes: the block table of the prompt, and how many tokens the prefix cache holds already."""
-
-    blocks: tuple[int, ...]
-    num_cached: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchResult:
-    """Reports what a stream has brought, or all of a fetch, and verified."""
-
-    first_tokens: FirstTokens
-    num_bytes: int
-    active_seconds: float  # of the slowest stream: from reading there to writing here, without waits for the prefill
-    transport: str  # several as "grpc+shared"; empty for a stream without KV
+FetchResult = tuple[FirstTokens, worker_pb2.KvReceived]
+"""What a stream has brought, or all of a fetch, and verified. The active seconds go from reading at the sender to
+writing here, without waits for the prefill; the transport of a stream without KV is empty."""
 
 
 class PieceWriter:
     """Checks that frames bring every layer of every token of a piece exactly once and in order, and writes them. Pure
     but for the writes; one per stream. A piece without slots takes nothing, and then is complete."""
 
-    def __init__(self, request: FetchRequest, target: FetchTarget, kv: KvStore, piece: Piece) -> None:
-        self._request = request
-        self._target = target
+    def __init__(self, num_tokens: int, prefix_hash: bytes, target: FetchTarget, kv: KvStore, piece: Piece) -> None:
+        """`num_tokens` and `prefix_hash` are those of the prompt that this worker was given."""
+        self._num_tokens = num_tokens
+        self._prefix_hash = prefix_hash
+        self._blocks, num_cached = target
         self._kv = kv
         self._piece = piece
-        first = target.num_cached if piece.target_slots else request.num_tokens
+        first = num_cached if piece.target_slots else num_tokens
         self._next_token = dict.fromkeys(kv.layout.groups[piece.group], first)  # by layer
         self._num_frames = 0
         self.num_bytes = 0
@@ -104,7 +73,7 @@ class PieceWriter:
         end = frame.first_token + frame.num_tokens
         if frame.index != self._num_frames:
             raise TransferError("KV frame repeated or missing")
-        if not frame.num_layers or not frame.num_tokens or end > self._request.num_tokens:
+        if not frame.num_layers or not frame.num_tokens or end > self._num_tokens:
             raise TransferError("KV frame out of bounds")
         if range(frame.first_slot, frame.first_slot + frame.num_slots) != self._piece.source_slots:
             raise TransferError("KV frame out of bounds")
@@ -115,25 +84,16 @@ class PieceWriter:
             raise TransferError("KV frame out of order")
         if not frame.size(self._kv.layout) == frame.num_bytes == payload.nbytes:
             raise TransferError("KV frame of a wrong length")
-        span = KvSpan(
-            first_layer=frame.first_layer,
-            num_layers=frame.num_layers,
-            first_token=frame.first_token,
-            num_tokens=frame.num_tokens,
-            first_slot=self._piece.target_slots.start,
-            num_slots=frame.num_slots,
-        )
-        self._kv.write(self._target.blocks, span, payload)
+        self._kv.write(self._blocks, replace(frame, first_slot=self._piece.target_slots.start), payload)
         self._next_token |= dict.fromkeys(frame.layers, end)
         self._num_frames += 1
         self.num_bytes += payload.nbytes
 
     def finish(self, commit: Commit) -> FirstTokens:
         """Checks that everything has arrived and is what was asked for. Raises TransferError."""
-        request = self._request
-        if commit.num_frames != self._num_frames or any(n != request.num_tokens for n in self._next_token.values()):
+        if commit.num_frames != self._num_frames or any(n != self._num_tokens for n in self._next_token.values()):
             raise TransferError("KV cache incomplete")
-        if commit.num_tokens != request.num_tokens or commit.prefix_hash != request.prefix_hash:
+        if commit.num_tokens != self._num_tokens or commit.prefix_hash != self._prefix_hash:
             raise TransferError("KV cache of another prompt")
         return commit.first_tokens
 
@@ -142,13 +102,20 @@ class PieceStream:
     """Brings one piece of a fetch over a stream of its own."""
 
     def __init__(
-        self, piece: Piece, request: FetchRequest, context: TransferContext, connections: ReceiverConnections
+        self,
+        piece: Piece,
+        handle: worker_pb2.KvHandle,
+        prefix_hash: bytes,
+        context: TransferContext,
+        connections: ReceiverConnections,
     ) -> None:
         self.piece = piece
-        self._request = request
+        self._key = TransferKey(transfer_id=handle.transfer_id, epoch=handle.epoch)
+        self._num_tokens = handle.num_tokens
+        self._prefix_hash = prefix_hash
         self._kv = context.kv
         self._connector: KvConnector = GrpcConnector(context)
-        self._endpoint = request.endpoints[piece.source_rank]
+        self._endpoint = handle.endpoints[piece.source_rank]
         self._connections = connections
         self._connection: Connection | None = None
         self.call = self._open()
@@ -162,7 +129,7 @@ class PieceStream:
         Raises TransferError."""
         self._extend = extend
         try:
-            await self._send(Open(layout=self._request.layout))
+            await self._send(Open(layout=self._kv.layout.digest))
             place = await self._wait_for(target)
             extend()
             if self.piece.source_slots:
@@ -175,7 +142,7 @@ class PieceStream:
                 self._connections.drop(self._connection)
                 self.call.cancel()
                 self.call = self._open()
-                await self._send(Open(layout=self._request.layout))
+                await self._send(Open(layout=self._kv.layout.digest))
             return await self._transfer(place, None)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise TransferError("KV stream broke") from error
@@ -199,7 +166,7 @@ class PieceStream:
         return self._connections.channel(self._endpoint).stream_stream(PULL_METHOD)()
 
     async def _send(self, message: Message) -> None:
-        await self.call.write(encode(self._request.key, message))
+        await self.call.write(encode(self._key, message))
 
     async def _receive(self) -> tuple[Message, memoryview]:
         try:
@@ -212,7 +179,7 @@ class PieceStream:
         if not isinstance(frame, bytes):
             raise TransferError("KV stream broke")
         key, message, payload = decode(frame)
-        if key != self._request.key:
+        if key != self._key:
             raise TransferError("KV frame of another transfer")
         return message, payload
 
@@ -229,13 +196,13 @@ class PieceStream:
 
     async def _transfer(self, target: FetchTarget, connection: Connection | None) -> FetchResult:
         """Brings the whole piece, from the Pull to the Commit. Raises TransportError if another transport might."""
-        connector, stream = (connection.connector, connection.next_stream()) if connection else (self._connector, 0)
+        connector, stream = (connection.connector, next(connection.streams)) if connection else (self._connector, 0)
         if connector is None:
             raise TransportError(CONNECTION_LOST)
         slots = self.piece.source_slots
         with connector.open_stream(stream):
             pull = Pull(
-                first_token=target.num_cached,
+                first_token=target[1],
                 group=self.piece.group,
                 first_slot=slots.start,
                 num_slots=len(slots),
@@ -243,26 +210,23 @@ class PieceStream:
                 stream=stream,
             )
             await self._send(pull)
-            table, blocks = None, list[int]()
+            table: BlockTable | None = None
+            blocks: list[int] = []
             if connector.one_sided:
-                table, blocks = await self._receive_blocks()
+                answer, payload = await self._receive()
+                if not isinstance(answer, BlockTable) or len(payload) % 4:
+                    raise TransferError("KV pull out of order")
+                table, blocks = answer, np.frombuffer(payload, "<i4").tolist()
                 connector = connector if table.number else self._connector
-            writer = PieceWriter(self._request, target, self._kv, self.piece)
+            writer = PieceWriter(self._num_tokens, self._prefix_hash, target, self._kv, self.piece)
             commit, active_seconds = await self._collect(connector, stream, blocks, writer)
             if table and table.number:
                 await connector.verify(table)
-        return FetchResult(
-            first_tokens=writer.finish(commit),
-            num_bytes=writer.num_bytes,
-            active_seconds=active_seconds,
+        return writer.finish(commit), worker_pb2.KvReceived(
+            transfer_bytes=writer.num_bytes,
+            transfer_active_seconds=active_seconds,
             transport=connector.name if slots else "",
         )
-
-    async def _receive_blocks(self) -> tuple[BlockTable, list[int]]:
-        table, payload = await self._receive()
-        if not isinstance(table, BlockTable) or len(payload) % 4:
-            raise TransferError("KV pull out of order")
-        return table, np.frombuffer(payload, "<i4").tolist()
 
     async def _collect(
         self, connector: KvConnector, stream: int, blocks: list[int], writer: PieceWriter
@@ -310,9 +274,10 @@ class KvReceiver:
 
     @asynccontextmanager
     async def fetch(
-        self, request: FetchRequest, target: asyncio.Future[FetchTarget]
+        self, handle: worker_pb2.KvHandle, prefix_hash: bytes, target: asyncio.Future[FetchTarget]
     ) -> AsyncGenerator[FetchResult, None]:
         """Opens streams to ranks of the source group at once, which pins the cache, and pulls when `target` is known.
+        `prefix_hash` is that of the tokens that this worker was given.
 
         Inside of the context everything has arrived and verified, and the streams are still open. At its clean end rank
         0 acknowledges the cache for its whole group; if that is lost on the way, the source's lease runs out. After an
@@ -320,8 +285,8 @@ class KvReceiver:
         TransferError on entry for every fault; the target's blocks then have undefined content."""
         streams: list[PieceStream] = []
         try:
-            for piece in self._plan(request):
-                streams.append(PieceStream(piece, request, self._context, self.connections))
+            for piece in self._plan(handle):
+                streams.append(PieceStream(piece, handle, prefix_hash, self._context, self.connections))
             yield await self._pull(streams, target)
         except BaseException:
             for stream in streams:
@@ -333,11 +298,11 @@ class KvReceiver:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    def _plan(self, request: FetchRequest) -> tuple[Piece, ...]:
+    def _plan(self, handle: worker_pb2.KvHandle) -> tuple[Piece, ...]:
         """Returns what this rank pulls; rank 0 has at least one stream to rank 0. Raises TransferError if the source
         cannot be split so."""
-        kv, source_tp = self._context.kv, len(request.endpoints)
-        if request.layout != kv.layout.digest:
+        kv, source_tp = self._context.kv, len(handle.endpoints)
+        if handle.layout != kv.layout.digest:
             raise TransferError("KV layouts differ")
         if source_tp not in self._pieces:
             try:
@@ -382,15 +347,19 @@ class KvReceiver:
 def _merge(results: Sequence[FetchResult | BaseException]) -> FetchResult:
     """Returns what the streams of one fetch have brought. Raises the failure of one, and TransferError if they are not
     of one cache."""
-    parts = [result for result in results if isinstance(result, FetchResult)]
-    failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:  # the others were cancelled
+    if failures := [result for result in results if isinstance(result, BaseException)]:  # the others were cancelled
         raise next((failure for failure in failures if isinstance(failure, Exception)), failures[0])
-    if len({part.first_tokens for part in parts}) > 1:
+    parts = [result for result in results if not isinstance(result, BaseException)]
+    if len({first_tokens for first_tokens, _ in parts}) > 1:
         raise TransferError("KV cache of another prompt")
-    return FetchResult(
-        first_tokens=parts[0].first_tokens,
-        num_bytes=sum(part.num_bytes for part in parts),
-        active_seconds=max(part.active_seconds for part in parts),
-        transport="+".join(sorted({part.transport for part in parts} - {""})),
+    return parts[0][0], merge([received for _, received in parts])
+
+
+def merge(parts: Sequence[worker_pb2.KvReceived]) -> worker_pb2.KvReceived:
+    """Returns what several streams or ranks have received together."""
+    transports = {name for part in parts for name in part.transport.split("+")}
+    return worker_pb2.KvReceived(
+        transfer_bytes=sum(part.transfer_bytes for part in parts),
+        transfer_active_seconds=max(part.transfer_active_seconds for part in parts),
+        transport="+".join(sorted(transports - {""})),
     )

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Final
 
 import numpy as np
@@ -68,6 +68,7 @@ class KvOffer:
             raise TransferError("KV cache withdrawn")
 
 
+@dataclass(eq=False)
 class KvSender:
     """Offers the KV cache of this rank, by transfer id. An offer stays, for any receiver, until one acknowledges it,
     its lease runs out or it is withdrawn.
@@ -77,28 +78,22 @@ class KvSender:
     and offers end by `withdraw` alone: rank 0 decides for its group.
     """
 
-    def __init__(
-        self,
-        context: TransferContext,
-        *,
-        epoch: int,
-        lease_seconds: float | None,
-        stall_seconds: float,
-        on_release: Callable[[int], None],
-        frame_hook: FrameHook | None = None,
-    ) -> None:
-        self.connections = SenderConnections(context, epoch=epoch)
-        self._kv = context.kv
-        self._leases = context.leases
-        self._grpc = GrpcConnector(context)
-        self._epoch = epoch
-        self._lease_seconds = lease_seconds
-        self._stall_seconds = stall_seconds
-        self._on_release = on_release
-        self._frame_hook = frame_hook
-        self._offers: dict[bytes, KvOffer] = {}
-        self._by_sequence: dict[int, KvOffer] = {}
-        self._offered = asyncio.Event()
+    context: TransferContext
+    _: KW_ONLY
+    epoch: int
+    lease_seconds: float | None
+    stall_seconds: float
+    on_release: Callable[[int], None]
+    frame_hook: FrameHook | None = None
+    connections: SenderConnections = field(init=False)
+    _grpc: GrpcConnector = field(init=False)
+    _offers: dict[bytes, KvOffer] = field(init=False, default_factory=dict)
+    _by_sequence: dict[int, KvOffer] = field(init=False, default_factory=dict)
+    _offered: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.connections = SenderConnections(self.context, epoch=self.epoch)
+        self._grpc = GrpcConnector(self.context)
 
     @property
     def num_offers(self) -> int:
@@ -112,8 +107,8 @@ class KvSender:
         self, sequence_id: int, transfer_id: bytes, blocks: tuple[int, ...], num_tokens: int, prefix_hash: bytes
     ) -> None:
         """Opens an offer. The transfer id is 128 random bits, the same on every rank of the group."""
-        key = TransferKey(transfer_id=transfer_id, epoch=self._epoch)
-        offer = KvOffer(key, sequence_id, blocks, num_tokens, prefix_hash, self._leases.open())
+        key = TransferKey(transfer_id=transfer_id, epoch=self.epoch)
+        offer = KvOffer(key, sequence_id, blocks, num_tokens, prefix_hash, self.context.leases.open())
         self._offers[transfer_id] = self._by_sequence[sequence_id] = offer
         self._offered.set()
 
@@ -143,11 +138,11 @@ class KvSender:
     async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
         """Answers one Pull stream. Raises TransferError for every way it can fail."""
         async with aclosing(self._answer(aiter(incoming))) as frames:
-            async for frame in self._frame_hook(frames) if self._frame_hook else frames:
+            async for frame in self.frame_hook(frames) if self.frame_hook else frames:
                 yield frame
 
     async def _answer(self, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        key, first = await receive(incoming, self._stall_seconds)
+        key, first = await receive(incoming, self.stall_seconds)
         if not isinstance(first, Open):
             raise TransferError("KV pull out of order")
         offer = await self._find(key, first)
@@ -172,7 +167,7 @@ class KvSender:
                     num_frames += 1
                     yield frame
             yield encode(key, _commit(offer, num_frames))
-            _, last = await receive(incoming, self._stall_seconds, key)
+            _, last = await receive(incoming, self.stall_seconds, key)
             if last is not None:
                 self._acknowledge(offer, last)
         finally:
@@ -180,9 +175,9 @@ class KvSender:
             self._start_lease(offer)
 
     async def _find(self, key: TransferKey, first: Open) -> KvOffer:
-        if first.layout != self._kv.layout.digest:
+        if first.layout != self.context.kv.layout.digest:
             raise TransferError("KV layouts differ")
-        if self._lease_seconds is None:
+        if self.lease_seconds is None:
             # Rank 0 sends the offer to this rank and to the router at the same time: a receiver may be here first.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_OFFER_SECONDS):
@@ -195,15 +190,15 @@ class KvSender:
         return offer
 
     def _has(self, offer: KvOffer, request: Pull) -> bool:
-        groups = self._kv.layout.groups
+        groups = self.context.kv.layout.groups
         if request.first_token > offer.num_tokens or request.group >= len(groups):
             return False
-        return request.first_slot + request.num_slots <= self._kv.num_slots(groups[request.group][0])
+        return request.first_slot + request.num_slots <= self.context.kv.num_slots(groups[request.group][0])
 
     async def _send_data(self, offer: KvOffer, request: Pull, connector: KvConnector) -> AsyncGenerator[bytes, None]:
         """Yields the frames of all tokens that were asked for, as soon as each is computed; returns when the first
         tokens are known."""
-        index, burst, layout = 0, 0, self._kv.layout
+        index, burst, layout = 0, 0, self.context.kv.layout
         sent = dict.fromkeys(layout.groups[request.group], request.first_token)
         slots = range(request.first_slot, request.first_slot + request.num_slots)
         while min(sent.values()) < offer.num_tokens or offer.first_tokens is None:
@@ -232,33 +227,33 @@ class KvSender:
             return any(offer.ready(layer) > num_tokens for layer, num_tokens in sent.items())
 
         try:
-            await offer.wait(lambda: more() or offer.first_tokens is not None, self._stall_seconds)
+            await offer.wait(lambda: more() or offer.first_tokens is not None, self.stall_seconds)
         except TimeoutError as error:
             raise TransferError("KV cache made no progress") from error
         offer.check()
 
     def _acknowledge(self, offer: KvOffer, message: Message) -> None:
-        if not isinstance(message, Ack) or self._lease_seconds is None:
+        if not isinstance(message, Ack) or self.lease_seconds is None:
             raise TransferError("KV pull out of order")
         if not offer.withdrawn:
             self._forget(offer)
-            self._on_release(offer.sequence_id)
+            self.on_release(offer.sequence_id)
 
     def _start_lease(self, offer: KvOffer) -> None:
         """Starts the lease of a finished prefill that has no open stream."""
-        if self._lease_seconds is None or offer.first_tokens is None or offer.num_streams or offer.withdrawn:
+        if self.lease_seconds is None or offer.first_tokens is None or offer.num_streams or offer.withdrawn:
             return
         if offer.expiry:
             offer.expiry.cancel()
-        offer.expiry = asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, offer)
+        offer.expiry = asyncio.get_running_loop().call_later(self.lease_seconds, self._expire, offer)
 
     def _expire(self, offer: KvOffer) -> None:
         self._forget(offer)
-        self._on_release(offer.sequence_id)
+        self.on_release(offer.sequence_id)
 
     def _forget(self, offer: KvOffer) -> None:
         if not offer.withdrawn:
-            self._leases.close(*offer.entry)
+            self.context.leases.close(*offer.entry)
         offer.withdrawn = True
         if offer.expiry:
             offer.expiry.cancel()

@@ -13,7 +13,7 @@ from tandem.proto.errors import Unavailable
 from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenRequest
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
-from tandem.workers.engine.fake import expected_tokens
+from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.tp.rank import Rank
 
 NUM_CANCELS = 200

@@ -15,7 +15,7 @@ from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
-from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
+from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 

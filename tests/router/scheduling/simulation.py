@@ -180,7 +180,7 @@ class Worker:
             step_seconds=STEP_SECONDS,
         )
 
-        message = worker_pb2.SessionResponse(load=load, cache=worker_pb2.CacheChange(stored=stored, evicted=evicted))
+        message = worker_pb2.SessionResponse(load=load, stored_blocks=stored, evicted_blocks=evicted)
 
         def arrive() -> None:
             for registry in self._simulation.registries:

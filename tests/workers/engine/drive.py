@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, engine_config
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.events import Admitted, Event, NewTokens
-from tandem.workers.engine.fake import expected_tokens
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, Task
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
@@ -19,7 +20,6 @@ from tandem.workers.engine.events import (
     PrefillFinished,
     Progress,
 )
-from tandem.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.tests.workers.engine.fake import expected_logprobs, expected_tokens
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted, PrefillFinished, Progress
-from tandem.workers.engine.fake import expected_logprobs, expected_tokens
 from tandem.workers.engine.plan import FirstTokens, SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, SequenceSpec, State, Task
 

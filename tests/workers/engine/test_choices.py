@@ -18,10 +18,10 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
+from tandem.tests.workers.engine.fake import expected_choices
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.events import Admitted, Event, NewTokens, Preempted, PrefillFinished, Progress
-from tandem.workers.engine.fake import expected_choices
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import FinishReason, Task
 

@@ -19,12 +19,12 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
+from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.tests.workers.engine.harness import SeqEvent, engine_config
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
-from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
 
@@ -314,7 +314,7 @@ def test_executor_that_returns_too_few_or_too_many_tokens_is_refused(wrong: list
 @pytest.mark.io
 def test_engine_imports_no_torch_ray_or_grpc() -> None:
     code = (
-        "import sys, tandem.workers.engine.engine, tandem.workers.engine.fake\n"
+        "import sys, tandem.workers.engine.engine, tandem.tests.workers.engine.fake\n"
         "found = {'torch', 'ray', 'grpc', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {found}' if found else 0)"
     )

@@ -3,9 +3,9 @@
 import pytest
 
 from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, expected, finish_of, run, spec, tokens_of
+from tandem.tests.workers.engine.fake import expected_choices
 from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent
 from tandem.workers.engine.events import Admitted, Failed, Progress
-from tandem.workers.engine.fake import expected_choices
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import FinishReason, Task
 

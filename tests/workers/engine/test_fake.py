@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 
 BLOCK_SIZE = 4

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from tandem.proto.hashing import hash_chain
+from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.engine.harness import Worker, engine_config
 from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.block_pool import BlockPool
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, NewTokens, Progress
-from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import OnLayers, Samples, SequenceStep, StepPlan
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.sequence import BeamSearch

@@ -18,12 +18,12 @@ from tandem.tests.workers.engine.drive import (
     spec,
     tokens_of,
 )
+from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.tests.workers.engine.harness import LateExecutor, SeqEvent, Worker
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
-from tandem.workers.engine.fake import FakeExecutor
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import FinishReason, Task
 

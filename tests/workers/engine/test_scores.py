@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.tests.workers.engine.drive import PROMPT, MakeWorker, cached_of, expected, run, spec
+from tandem.tests.workers.engine.fake import expected_logprobs
 from tandem.tests.workers.engine.harness import VOCAB_SIZE
 from tandem.workers.engine.events import Event, NewTokens
-from tandem.workers.engine.fake import expected_logprobs
 from tandem.workers.engine.plan import SampledLogprobs, SamplingParams
 from tandem.workers.engine.sequence import Task
 

@@ -1,17 +1,30 @@
 """gRPC calls whose other side is a sender of the same process."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import cast
 
 import grpc
 import grpc.aio
 
-from tandem.workers.transfer.frames import CONNECT_METHOD, Message, TransferError, decode
+from tandem.proto import worker_pb2
+from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.transfer.frames import CONNECT_METHOD, Message, TransferError, TransferKey, decode
 from tandem.workers.transfer.sender import KvSender
 
 Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
+
+
+def handle(key: TransferKey, endpoints: Iterable[str], layout: KvLayout, num_tokens: int) -> worker_pb2.KvHandle:
+    """Names an offer under this key."""
+    return worker_pb2.KvHandle(
+        transfer_id=key.transfer_id,
+        epoch=key.epoch,
+        endpoints=endpoints,
+        layout=layout.digest,
+        num_tokens=num_tokens,
+    )
 
 
 class Call:

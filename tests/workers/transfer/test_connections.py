@@ -14,9 +14,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tandem.proto import worker_pb2
 from tandem.proto.channel import bind, peer_server
 from tandem.tests.fleet import fleet, token_request
 from tandem.tests.workers.spans import span
+from tandem.tests.workers.transfer.played import handle
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.model.kv_store import PagedKv
@@ -39,8 +41,9 @@ from tandem.workers.transfer.frames import (
     encode,
 )
 from tandem.workers.transfer.pair import Pair
-from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget
+from tandem.workers.transfer.receiver import FetchTarget
 from tandem.workers.transfer.registry import capabilities
+from tandem.workers.transfer.sender import KvSender
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
@@ -75,11 +78,13 @@ class Two:
 
     def _endpoint(self, kv: PagedKv, transports: tuple[str, ...]) -> KvEndpoint:
         return KvEndpoint(
-            TransferContext(kv=kv, transports=transports),
-            epoch=EPOCH,
-            lease_seconds=30,
-            stall_seconds=self.stall_seconds,
-            on_release=lambda sequence_id: None,
+            KvSender(
+                TransferContext(kv=kv, transports=transports),
+                epoch=EPOCH,
+                lease_seconds=30,
+                stall_seconds=self.stall_seconds,
+                on_release=lambda sequence_id: None,
+            )
         )
 
     def blocks(self, number: int) -> tuple[int, ...]:
@@ -95,26 +100,20 @@ class Two:
     def half(self, number: int = 0) -> None:
         self.sender.progress(number, NUM_TOKENS // 2)
 
-    async def fetch(self, number: int = 0) -> FetchResult:
-        request = FetchRequest(
-            key=key(number),
-            endpoints=(self.address,),
-            layout=LAYOUT.digest,
-            num_tokens=NUM_TOKENS,
-            prefix_hash=b"hash",
-        )
+    async def fetch(self, number: int = 0) -> worker_pb2.KvReceived:
+        offered = handle(key(number), [self.address], LAYOUT, NUM_TOKENS)
         target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result(FetchTarget(blocks=self.blocks(number), num_cached=0))
-        async with self.receiver.fetch(request, target) as fetched:
-            return fetched
+        target.set_result((self.blocks(number), 0))
+        async with self.receiver.fetch(offered, b"hash", target) as (first_tokens, received):
+            assert first_tokens.tokens == (42,)
+            return received
 
-    async def move(self, number: int = 0) -> FetchResult:
+    async def move(self, number: int = 0) -> worker_pb2.KvReceived:
         """A whole transfer, from the offer to the check of its bytes."""
         await until(lambda: key(number).transfer_id not in self.sender._offers)
         self.offer(number)
         self.finish(number)
         fetched = await self.fetch(number)
-        assert fetched.first_tokens.tokens == (42,)
         self.check(number)
         return fetched
 
@@ -214,7 +213,7 @@ async def test_the_first_of_the_receiver_s_order_that_both_can_use_is_taken_and_
 ) -> None:
     async with two(transports=receiver, sender_transports=sender) as pair:
         fetched = await pair.move()
-        assert (fetched.transport, fetched.num_bytes) == (taken, len(pair.whole()))
+        assert (fetched.transport, fetched.transfer_bytes) == (taken, len(pair.whole()))
         await until(lambda: bool(pair.used))
         assert pair.receiver.connections.transports == {pair.address: taken}
         connection = pair.connection
@@ -306,11 +305,7 @@ async def test_a_pair_that_breaks_in_a_transfer_costs_nothing_but_time(side: str
             pair.connectors[side == "receiver"].pair.close()
         pair.finish(1)
         fetched = await fetching
-        assert (fetched.first_tokens.tokens, fetched.transport, fetched.num_bytes) == (
-            (42,),
-            "grpc",
-            len(pair.whole(1)),
-        )
+        assert (fetched.transport, fetched.transfer_bytes) == ("grpc", len(pair.whole(1)))
         pair.check(1)
         await until(lambda: pair.num_connections == 0)
         assert (broken.transport, pair.used) == ("", [])
@@ -424,7 +419,10 @@ async def test_a_transfer_that_is_cancelled_leaves_the_others_alone(transport: s
         assert isinstance(results[1], asyncio.CancelledError)
         for number in (0, 2):
             pair.check(number)
-        assert [result.transport for result in results if isinstance(result, FetchResult)] == [transport, transport]
+        assert [result.transport for result in results if isinstance(result, worker_pb2.KvReceived)] == [
+            transport,
+            transport,
+        ]
         assert pair.cache(1) == left
         assert pair.connection is connection
         assert (await pair.move(3)).transport == transport

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.proto import worker_pb2
 from tandem.proto.channel import bind, peer_server
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer import fake_nixl
-from tandem.tests.workers.transfer.test_unequal import FIRST_TOKENS, NUM_TOKENS, Transfer, layout_of
+from tandem.tests.workers.transfer.played import handle
+from tandem.tests.workers.transfer.test_unequal import NUM_TOKENS, Transfer, layout_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.kv_store import PagedKv
@@ -31,7 +33,8 @@ from tandem.workers.transfer.endpoint import KvEndpoint
 from tandem.workers.transfer.frames import Commit, TransferError, TransferKey, TransportError, decode
 from tandem.workers.transfer.nixl import NixlConnector
 from tandem.workers.transfer.nixl_agent import NixlMemory, NixlPeer, NixlReader, available
-from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget
+from tandem.workers.transfer.receiver import FetchTarget
+from tandem.workers.transfer.sender import KvSender
 
 installed = pytest.mark.skipif(not available(), reason="NIXL is not installed")
 
@@ -226,7 +229,7 @@ async def test_ranks_move_kv_cache(source_tp: int, source_block: int, num_cached
     (fetched,) = await transfer.run()
     transfer.check()
     moved = span(transfer.targets[0], num_cached, NUM_TOKENS - num_cached)
-    assert (fetched.transport, fetched.num_bytes) == ("nixl", moved.size(transfer.layout))
+    assert (fetched.transport, fetched.transfer_bytes) == ("nixl", moved.size(transfer.layout))
     assert transfer.released == [1]
 
 
@@ -260,7 +263,7 @@ async def test_what_is_larger_than_the_staging_comes_in_parts(library: None, mon
     await context.close()
 
 
-async def withdrawn_at_commit() -> FetchResult:
+async def withdrawn_at_commit() -> worker_pb2.KvReceived:
     transfer = Transfer(layout_of(4), 1, 1, transports=lambda rank: ("nixl",))
     (sender,) = transfer.senders
 
@@ -270,7 +273,7 @@ async def withdrawn_at_commit() -> FetchResult:
                 sender.withdraw(1)
             yield frame
 
-    sender._frame_hook = hook
+    sender.frame_hook = hook
     try:
         (fetched,) = await transfer.run()
     finally:
@@ -287,7 +290,7 @@ async def test_without_the_lease_table_it_would_be_taken(library: None, monkeypa
     """The negative control of the test above."""
     monkeypatch.setattr(nixl, "check_entry", lambda content, table: None)
     fetched = await withdrawn_at_commit()
-    assert (fetched.first_tokens, fetched.transport) == (FIRST_TOKENS, "nixl")
+    assert fetched.transport == "nixl"
 
 
 async def test_a_peer_that_is_lost_costs_nothing_but_time(library: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,11 +348,13 @@ def endpoint_of(seed: int) -> KvEndpoint:
     kv = PagedKv(LAYOUT, num_blocks=8, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return KvEndpoint(
-        TransferContext(kv=kv, transports=("nixl",)),
-        epoch=3,
-        lease_seconds=30,
-        stall_seconds=20,
-        on_release=lambda sequence_id: None,
+        KvSender(
+            TransferContext(kv=kv, transports=("nixl",)),
+            epoch=3,
+            lease_seconds=30,
+            stall_seconds=20,
+            on_release=lambda sequence_id: None,
+        )
     )
 
 
@@ -367,20 +372,18 @@ async def serve() -> None:
     await server.wait_for_termination()
 
 
-async def fetch(here: KvEndpoint, address: str, number: int) -> FetchResult:
+async def fetch(here: KvEndpoint, address: str, number: int) -> worker_pb2.KvReceived:
     target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-    target.set_result(FetchTarget(blocks=BLOCKS[number], num_cached=0))
-    request = FetchRequest(
-        key=KEYS[number], endpoints=(address,), layout=LAYOUT.digest, num_tokens=NUM_TOKENS, prefix_hash=b"hash"
-    )
-    async with here.receiver.fetch(request, target) as fetched:
-        return fetched
+    target.set_result((BLOCKS[number], 0))
+    offered = handle(KEYS[number], [address], LAYOUT, NUM_TOKENS)
+    async with here.receiver.fetch(offered, b"hash", target) as (_, received):
+        return received
 
 
 @installed
 async def test_between_processes_until_one_is_killed(transports: str) -> None:
-    here, expected = endpoint_of(2), endpoint_of(1).context.kv
-    own = here.context.kv
+    here, expected = endpoint_of(2), endpoint_of(1).sender.context.kv
+    own = here.sender.context.kv
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

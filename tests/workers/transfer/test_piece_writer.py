@@ -9,25 +9,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.fake import FakeKv
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.reshard import Piece
-from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError, TransferKey
-from tandem.workers.transfer.receiver import FetchRequest, FetchTarget, PieceWriter
+from tandem.workers.transfer.frames import FRAME_BYTES, Commit, Data, TransferError
+from tandem.workers.transfer.receiver import PieceWriter
 from tandem.workers.transfer.sender import plan_frames
 
 LAYOUT = KvLayout.uniform(num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, dtype="float32", model="fake")
 NUM_TOKENS, NUM_CACHED, BLOCK = 44, 16, 16
 BLOCKS = (5, 2, 7)
-REQUEST = FetchRequest(
-    key=TransferKey(transfer_id=b"t", epoch=1),
-    endpoints=("rank 0",),
-    layout=LAYOUT.digest,
-    num_tokens=NUM_TOKENS,
-    prefix_hash=b"hash",
-)
-TARGET = FetchTarget(blocks=BLOCKS, num_cached=NUM_CACHED)
+TARGET = (BLOCKS, NUM_CACHED)
 PIECE = Piece(source_rank=0, source_slots=range(2), target_slots=range(1, 3))
 PIN = Piece(source_rank=0, source_slots=range(0), target_slots=range(0))
 COMMIT = Commit(num_frames=0, num_tokens=NUM_TOKENS, prefix_hash=b"hash", tokens=[42], logprobs=[])
@@ -66,7 +59,7 @@ SOURCE = source()
 def transfer(frames: list[Frame], commit: Commit) -> FakeKv:
     """Writes the frames; returns the memory written. Raises TransferError unless all of them are right."""
     kv = memory()
-    writer = PieceWriter(REQUEST, TARGET, kv, PIECE)
+    writer = PieceWriter(NUM_TOKENS, b"hash", TARGET, kv, PIECE)
     for frame, payload in frames:
         writer.write(frame, payload)
     assert writer.finish(commit) == commit.first_tokens
@@ -125,7 +118,7 @@ def test_a_plan_covers_every_layer_of_every_token_once(
 def test_without_slots_there_are_no_frames_and_none_is_taken() -> None:
     assert plan_frames(LAYOUT, range(0), dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 44), FRAME_BYTES) == []
     kv = memory()
-    writer = PieceWriter(REQUEST, TARGET, kv, PIN)
+    writer = PieceWriter(NUM_TOKENS, b"hash", TARGET, kv, PIN)
     for frame, payload in cut(SOURCE)[:1]:
         for first_token in (frame.first_token, NUM_TOKENS - frame.num_tokens, NUM_TOKENS):
             for message in (frame, replace(frame, num_slots=0, num_bytes=0)):

@@ -8,8 +8,9 @@ from typing import cast
 import grpc.aio
 import pytest
 
+from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.fake import FakeKv
+from tandem.tests.workers.transfer.played import handle
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.transfer.connector import TransferContext
@@ -26,11 +27,10 @@ from tandem.workers.transfer.frames import (
     decode,
     encode,
 )
-from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget, KvReceiver
+from tandem.workers.transfer.receiver import FetchResult, FetchTarget, KvReceiver
 
 LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=1)
-REQUEST = FetchRequest(key=KEY, endpoints=(), layout=LAYOUT.digest, num_tokens=2, prefix_hash=b"hash")
 PAYLOAD = bytes(range(128)) * 3
 DATA = Data(
     index=0,
@@ -117,14 +117,13 @@ class Side:
         return cast(grpc.aio.Channel, PlayedChannel(self.calls[endpoint]))
 
     async def _fetch(self, layout: KvLayout) -> FetchResult:
-        request = replace(REQUEST, endpoints=tuple(self.calls), layout=layout.digest)
-        async with self.receiver.fetch(request, self.target) as fetched:
+        async with self.receiver.fetch(handle(KEY, self.calls, layout, 2), b"hash", self.target) as fetched:
             self.inside.set()
             await self.leave
         return fetched
 
     def place(self) -> None:
-        self.target.set_result(FetchTarget(blocks=(1,), num_cached=0))
+        self.target.set_result(((1,), 0))
 
     def send(self, message: Message, payload: bytes = b"", key: TransferKey = KEY, rank: int = 0) -> None:
         self.calls[f"rank {rank}"].reads.put_nowait(encode(key, message, payload))
@@ -152,8 +151,8 @@ async def test_a_whole_transfer_is_acknowledged_when_the_context_ends_well() -> 
     await turns()
     assert (side.num_acks, side.call.half_closed, side.receiver.num_closing) == (0, False, 0)
     side.leave.set_result(None)
-    fetched = await side.fetch
-    assert (fetched.first_tokens, fetched.num_bytes, fetched.transport) == (FIRST_TOKENS, 384, "grpc")
+    first_tokens, received = await side.fetch
+    assert (first_tokens, received.transfer_bytes, received.transport) == (FIRST_TOKENS, 384, "grpc")
     assert side.receiver.num_closing == 1
     await turns()
     assert isinstance(side.call.written[-1], Ack)
@@ -192,7 +191,7 @@ async def test_an_ack_that_finds_the_stream_broken_is_no_fault() -> None:
     await side.inside.wait()
     side.call.ended.set_result(None)
     side.leave.set_result(None)
-    assert (await side.fetch).first_tokens == FIRST_TOKENS
+    assert (await side.fetch)[0] == FIRST_TOKENS
     await turns()
     assert (side.num_acks, side.receiver.num_closing, side.call.cancelled) == (0, 0, True)
 
@@ -204,8 +203,8 @@ async def test_pieces_of_several_ranks_go_to_their_slots_and_rank_0_hears_the_ac
     for rank in (1, 0):
         side.send(HALF, halves[rank], rank=rank)
         side.send(COMMIT, rank=rank)
-    fetched = await side.fetch
-    assert (fetched.first_tokens, fetched.num_bytes, fetched.transport) == (FIRST_TOKENS, 384, "grpc")
+    first_tokens, received = await side.fetch
+    assert (first_tokens, received.transfer_bytes, received.transport) == (FIRST_TOKENS, 384, "grpc")
     assert side.written() == (bytes([1]) * 16 + bytes([2]) * 16) * 12  # [layer, key or value, token, slot]
     assert side.receiver.num_closing == 2
     await turns()
@@ -301,7 +300,7 @@ async def test_a_source_that_cannot_be_split_so_is_refused(num_sources: int) -> 
     side = Side()
     side.fetch.cancel()
     with pytest.raises(TransferError, match="layouts differ"):
-        async with side.receiver.fetch(replace(REQUEST, endpoints=("rank 0",) * num_sources), side.target):
+        async with side.receiver.fetch(handle(KEY, ["rank 0"] * num_sources, LAYOUT, 2), b"hash", side.target):
             pass
     assert side.call.written == []
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import span
-from tandem.workers.engine.fake import FakeKv
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.transfer.connector import KvConnector, TransferContext

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.proto import worker_pb2
 from tandem.tests.workers.spans import span
-from tandem.tests.workers.transfer.played import Calls
+from tandem.tests.workers.transfer.played import Calls, handle
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.kv_store import PagedKv
@@ -25,7 +26,7 @@ from tandem.workers.transfer import leases, shared_memory
 from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import BlockTable, Commit, Data, TransferError, TransferKey, decode, encode
 from tandem.workers.transfer.leases import LeaseTable
-from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget, KvReceiver
+from tandem.workers.transfer.receiver import FetchTarget, KvReceiver
 from tandem.workers.transfer.sender import FrameHook, KvSender
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
@@ -70,15 +71,12 @@ class Pair:
 
     async def move(
         self, blocks: tuple[int, ...], into: tuple[int, ...], num_tokens: int, cached: int = 0, chunk: int = 1000
-    ) -> FetchResult:
+    ) -> worker_pb2.KvReceived:
         key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
         self.sender.offer(1, key.transfer_id, blocks, num_tokens, b"hash")
         target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result(FetchTarget(blocks=into, num_cached=cached))
-        request = FetchRequest(
-            key=key, endpoints=("there",), layout=LAYOUT.digest, num_tokens=num_tokens, prefix_hash=b"hash"
-        )
-        fetching = asyncio.create_task(self._fetch(request, target))
+        target.set_result((into, cached))
+        fetching = asyncio.create_task(self._fetch(handle(key, ["there"], LAYOUT, num_tokens), target))
         for ready in range(chunk, num_tokens + chunk, chunk):
             self.sender.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)
@@ -89,9 +87,10 @@ class Pair:
             await self.receiver.connections.close()
             await self.calls.ended()
 
-    async def _fetch(self, request: FetchRequest, target: asyncio.Future[FetchTarget]) -> FetchResult:
-        async with self.receiver.fetch(request, target) as fetched:
-            return fetched
+    async def _fetch(self, offered: worker_pb2.KvHandle, target: asyncio.Future[FetchTarget]) -> worker_pb2.KvReceived:
+        async with self.receiver.fetch(offered, b"hash", target) as (first_tokens, received):
+            assert first_tokens.tokens == (42,)
+            return received
 
     @property
     def payload_bytes(self) -> int:
@@ -110,17 +109,16 @@ async def test_what_arrives_is_what_was_there(
     cached = data.draw(st.integers(0, num_tokens - 1))
     pair = Pair(source, target)
     fetched = await pair.move(blocks, into, num_tokens, cached, chunk)
-    assert fetched.first_tokens.tokens == (42,)
     assert pair.payload_bytes == 0
     moved = span(source, cached, num_tokens - cached)
-    assert (fetched.num_bytes, fetched.transport) == (moved.size(LAYOUT), "shared")
+    assert (fetched.transfer_bytes, fetched.transport) == (moved.size(LAYOUT), "shared")
     assert target.read(into, moved) == source.read(blocks, moved)
     if cached:  # is as it was
         kept = span(target, 0, cached)
         assert target.read(into, kept) == memory(sizes[1], 64, 2).read(into, kept)
 
 
-async def withdrawn_at_commit() -> FetchResult:
+async def withdrawn_at_commit() -> worker_pb2.KvReceived:
     """The sender frees the blocks when the Commit is under way already."""
     pair = Pair(memory(seed=1), memory())
 
@@ -142,7 +140,7 @@ async def test_a_copy_of_blocks_that_were_freed_is_refused() -> None:
 async def test_without_the_lease_table_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test above."""
     monkeypatch.setattr(shared_memory, "check_entry", lambda content, table: None)
-    assert (await withdrawn_at_commit()).first_tokens.tokens == (42,)
+    await withdrawn_at_commit()  # which checks the first tokens
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ async def test_kv_cache_moves_by_a_transport_from_outside() -> None:
         async with two(transports=("dict", "shared")) as pair:
             for number in range(3):
                 fetched = await pair.move(number)  # which checks the bytes
-                assert (fetched.transport, fetched.num_bytes) == ("dict", len(pair.whole(number)))
+                assert (fetched.transport, fetched.transfer_bytes) == ("dict", len(pair.whole(number)))
             assert pair.used == ["dict"]
     assert not SPANS
 

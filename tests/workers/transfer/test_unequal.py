@@ -4,16 +4,16 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
+from tandem.proto import worker_pb2
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer import fake_nixl
-from tandem.tests.workers.transfer.played import Calls
+from tandem.tests.workers.transfer.played import Calls, handle
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
@@ -22,7 +22,7 @@ from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.transfer import connections, nixl_agent
 from tandem.workers.transfer.connector import KvConnector, TransferContext
 from tandem.workers.transfer.frames import Ack, Open, Pull, TransferError, TransferKey
-from tandem.workers.transfer.receiver import FetchRequest, FetchResult, FetchTarget, KvReceiver
+from tandem.workers.transfer.receiver import FetchTarget, KvReceiver
 from tandem.workers.transfer.sender import KvSender
 
 Bytes = npt.NDArray[np.uint8]
@@ -125,29 +125,24 @@ class Transfer:
             sender.progress(1, NUM_TOKENS)
             sender.complete(1, FIRST_TOKENS)
 
-    def request(self) -> FetchRequest:
-        return FetchRequest(
-            key=KEY,
-            endpoints=tuple(self.endpoints),
-            layout=self.layout.digest,
-            num_tokens=NUM_TOKENS,
-            prefix_hash=b"hash",
-        )
+    def handle(self) -> worker_pb2.KvHandle:
+        return handle(KEY, self.endpoints, self.layout, NUM_TOKENS)
 
     def target(self) -> asyncio.Future[FetchTarget]:
         target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result(FetchTarget(blocks=self.into, num_cached=self.num_cached))
+        target.set_result((self.into, self.num_cached))
         return target
 
-    async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> FetchResult:
+    async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> worker_pb2.KvReceived:
         """As a rank does that hears from its group when all have their part."""
-        async with self.receivers[rank].fetch(self.request(), self.target()) as fetched:
+        async with self.receivers[rank].fetch(self.handle(), b"hash", self.target()) as (first_tokens, received):
+            assert first_tokens == FIRST_TOKENS
             if arrived:
                 await arrived.wait()
             assert self.num_acks == 0
-        return fetched
+        return received
 
-    async def run(self) -> list[FetchResult]:
+    async def run(self) -> list[worker_pb2.KvReceived]:
         """The whole of it, with the prefill in two chunks; returns when every stream and connection has ended."""
         arrived = asyncio.Barrier(self.target_tp)
         fetches = [asyncio.create_task(self.fetch(rank, arrived)) for rank in range(self.target_tp)]
@@ -251,7 +246,7 @@ async def test_every_rank_gets_its_heads(
         transfer.check()
         for rank, part in enumerate(fetched):
             moved = span(transfer.targets[rank], num_cached, NUM_TOKENS - num_cached)
-            assert (part.first_tokens, part.num_bytes) == (FIRST_TOKENS, moved.size(transfer.layout))
+            assert part.transfer_bytes == moved.size(transfer.layout)
             assert part.transport == transport
         assert (transfer.released, transfer.num_acks) == ([1], 1)
         assert [sender.num_offers for sender in transfer.senders] == [0] + [1] * (source_tp - 1)
@@ -282,7 +277,7 @@ async def test_layers_of_unequal_geometry_arrive(
         transfer.check()
         for kv, part in zip(transfer.targets, fetched, strict=True):
             sizes = [span(kv, 21, NUM_TOKENS - 21, layer, 1).size(layout) for layer in range(layout.num_layers)]
-            assert (part.num_bytes, part.transport) == (sum(sizes), transport)
+            assert (part.transfer_bytes, part.transport) == (sum(sizes), transport)
         assert (transfer.released, transfer.num_acks) == ([1], 1)
 
 
@@ -409,7 +404,7 @@ async def test_an_exception_in_the_context_leaves_the_cache_pinned_for_another_r
     transfer = Transfer(layout_of(2), 2, 2)
     transfer.complete()
     with pytest.raises(ZeroDivisionError):
-        async with transfer.receivers[0].fetch(transfer.request(), transfer.target()):
+        async with transfer.receivers[0].fetch(transfer.handle(), b"hash", transfer.target()):
             raise ZeroDivisionError
     await turns()
     assert (transfer.num_acks, transfer.released) == (0, [])
@@ -420,14 +415,16 @@ async def test_an_exception_in_the_context_leaves_the_cache_pinned_for_another_r
 
 async def test_groups_of_different_models_exchange_nothing() -> None:
     transfer = Transfer(layout_of(4), 2, 1)
-    changes: list[dict[str, Any]] = [
-        {"layout": layout_of(2).digest},
-        {"layout": replace(layout_of(4), model="other").digest},
-        {"endpoints": ("rank 0",) * 3},  # 3 does not divide 8 heads
-        {"endpoints": ()},
+    endpoints, layout = tuple(transfer.endpoints), transfer.layout
+    offers: list[tuple[tuple[str, ...], KvLayout]] = [
+        (endpoints, layout_of(2)),
+        (endpoints, replace(layout, model="other")),
+        (("rank 0",) * 3, layout),  # 3 does not divide 8 heads
+        ((), layout),
     ]
-    for change in changes:
+    for offer in offers:
+        offered = handle(KEY, *offer, NUM_TOKENS)
         with pytest.raises(TransferError, match="layouts differ"):
-            async with transfer.receivers[0].fetch(replace(transfer.request(), **change), transfer.target()):
+            async with transfer.receivers[0].fetch(offered, b"hash", transfer.target()):
                 pass
     assert transfer.calls[0].made == []

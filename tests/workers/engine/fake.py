@@ -14,9 +14,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from ..kv_cache.layout import KvLayout, KvSpan
-from ..kv_cache.store import KvRead
-from .plan import PENDING_TOKEN, Executor, OnLayers, SampledLogprobs, Samples, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.engine.plan import (
+    PENDING_TOKEN,
+    Executor,
+    OnLayers,
+    SampledLogprobs,
+    Samples,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+)
+from tandem.workers.kv_cache.layout import KvLayout, KvSpan
+from tandem.workers.kv_cache.store import KvRead
 
 
 def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int, seed: int = 0) -> list[int]:
