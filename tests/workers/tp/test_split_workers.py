@@ -25,7 +25,6 @@ from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
-from tandem.workers.model.sampling.grammar import GrammarCache
 from tandem.workers.tp.rank_client import RankLost
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.worker import Worker
@@ -108,6 +107,29 @@ async def test_what_several_continuations_begin_with_comes_through_every_rank(
         fields["sampling"] = inference_pb2.SamplingParams(
             temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1
         )
+    made = []
+    for tp in ({"decode": [1]}, {"prefill": [2], "decode": [1]}, {"prefill": [1], "decode": [2]}):
+        async with split_fleet(folder, tp, chunk_tokens=64) as fleet:
+            requests = [token_request(prompt, 12, name=f"{n}", **fields) for n, prompt in enumerate(prompts)]
+            answers = await asyncio.gather(*(fleet.choices(request) for request in requests))
+            assert [timeline.attempts for _, timeline in answers] == [1] * len(prompts)
+            made.append([tokens for tokens, _ in answers])
+    assert made[0] == made[1] == made[2]
+    assert all(len({tuple(tokens) for tokens in choices}) == 3 for choices in made[0])
+
+
+async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){5}")
+    sampling = inference_pb2.SamplingParams(
+        temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1, presence_penalty=0.7
+    )
+    reads: list[str] = []
+
+    def counted(text: str, **options: Any) -> LLTokenizer:
+        reads.append(text)
+        return LLTokenizer(text, **options)
+
+    monkeypatch.setattr("tandem.workers.model.sampling.grammar.LLTokenizer", counted)
     made = []
     for tp in ({"decode": [1]}, {"prefill": [2], "decode": [1]}, {"prefill": [1], "decode": [2]}):
         async with split_fleet(folder, tp, chunk_tokens=64) as fleet:
