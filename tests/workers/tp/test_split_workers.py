@@ -131,30 +131,6 @@ async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch
 
     monkeypatch.setattr("tandem.workers.model.sampling.grammar.LLTokenizer", counted)
     made = []
-    for tp in ({"decode": [1]}, {"prefill": [2], "decode": [1]}, {"prefill": [1], "decode": [2]}):
-        async with split_fleet(folder, tp, chunk_tokens=64) as fleet:
-            requests = [token_request(prompt, 12, name=f"{n}", **fields) for n, prompt in enumerate(prompts)]
-            answers = await asyncio.gather(*(fleet.choices(request) for request in requests))
-            assert [timeline.attempts for _, timeline in answers] == [1] * len(prompts)
-            made.append([tokens for tokens, _ in answers])
-    assert made[0] == made[1] == made[2]
-    assert all(len({tuple(tokens) for tokens in choices}) == 3 for choices in made[0])
-
-
-async def test_rank_0_alone_reads_and_follows_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){5}")
-    sampling = inference_pb2.SamplingParams(
-        temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1, presence_penalty=0.7
-    )
-    reads: list[GrammarCache] = []
-    read = GrammarCache._read_tokenizer
-
-    def counted(grammars: GrammarCache) -> LLTokenizer:
-        reads.append(grammars)
-        return read(grammars)
-
-    monkeypatch.setattr(GrammarCache, "_read_tokenizer", counted)
-    made = []
     for tp in ({"decode": [1]}, {"decode": [2]}, {"prefill": [2], "decode": [2]}):
         reads.clear()
         async with split_fleet(folder, tp) as fleet:
