@@ -25,30 +25,22 @@ router.frontend.prepare:prepare
 router.frontend.prepare:encode_prompt
 router.frontend.tokenizer:Tokenizer.encode
 router.frontend.tokenizer:Tokenizer._encode
-router.frontend.prepare:_fit < prepare
+router.frontend.prepare:_fit_context < prepare
+router.frontend.prepare:_token_request < prepare
 router.api.service:GenerationService.run < GrpcServer._generate
-router.dispatch.dispatcher:Dispatcher.generate
-router.dispatch.dispatcher:Dispatcher._admit
-router.scheduling.admission:Admission.slot
-router.dispatch.execution:RequestExecution.start < Dispatcher.generate
-router.dispatch.execution:RequestExecution._launch_all
-router.dispatch.execution:RequestExecution._submit
-router.dispatch.execution:RequestExecution._launch < RequestExecution._launch_all
-router.scheduling.registry:WorkerRegistry.place
-router.dispatch.attempt:Attempt.start < RequestExecution._launch
-router.dispatch.attempt:Attempt._start_leg
+router.dispatch.dispatcher:Dispatcher.generate ~ generate
+router.dispatch.execution:RequestExecution.start
+router.dispatch.attempt:Attempt.start
 router.dispatch.dispatcher:Dispatcher._send
 router.dispatch.worker_client:WorkerClient.submit
 router.dispatch.worker_client:WorkerClient._write ~ _commands
-workers.worker:Worker._read ~ SessionRequest
+workers.worker:Worker._read < WorkerClient.submit ~ SessionRequest
 workers.request_manager:RequestManager.submit
 workers.submit:parse_submit
-workers.request_manager:RequestManager._accept < RequestManager.submit
-workers.engine_thread:EngineThread.post
+workers.engine_thread:EngineThread.post < RequestManager.submit
 workers.engine_thread:EngineThread._take_commands ~ _commands
-workers.request_manager:RequestManager._enqueue < RequestManager._accept
+workers.request_manager:RequestManager._enqueue < RequestManager.submit
 workers.engine.engine:Engine.submit
-workers.engine.scheduler:Scheduler.add
 workers.engine.request_table:RequestTable.add
 """
 
@@ -58,64 +50,57 @@ workers.model.runner:ModelRunner.launch
 workers.model.runner:_collect
 workers.engine.engine:Engine.step ~ collect
 workers.engine.scheduler:Scheduler.update
-workers.engine.update:OutputUpdate.take
+workers.engine.update:append_tokens
 workers.engine_thread:EngineThread._run < Engine.step
-workers.engine_thread:EngineThread._emit
-workers.worker:Worker._deliver
-workers.request_manager:RequestManager.deliver
-workers.request_manager:RequestManager._route
-workers.request_manager:RequestManager._put_tokens
+workers.request_manager:RequestManager.deliver ~ events
+workers.request_manager:RequestManager._handle
 workers.session:RouterSession.put_tokens
-workers.session:RouterSession._queue
+workers.session:RouterSession.put
 workers.session:RouterSession.take ~ _outputs
 workers.worker:Worker.Session
-router.dispatch.worker_client:WorkerClient._run ~ SessionResponse
-router.dispatch.worker_client:WorkerClient._route
+router.dispatch.worker_client:WorkerClient._run
+router.dispatch.worker_client:WorkerClient._receive
 router.dispatch.worker_client:WorkerStream.put
-router.dispatch.worker_client:WorkerStream.take ~ _waiting
+router.dispatch.worker_client:WorkerStream.take ~ _outputs
 router.dispatch.attempt:Attempt._read
 router.dispatch.attempt:Attempt._tokens
 router.dispatch.attempt:Attempt.poll < Attempt._read
 router.dispatch.execution:RequestExecution.deltas
 router.dispatch.dispatcher:Dispatcher.generate
-router.api.service:GenerationService.run
+router.api.service:GenerationService.run ~ generate
 router.output.processor:OutputProcessor.push
 router.output.processor:_ChoiceOutput.push
-router.output.detokenizer:CompletionText.push
+router.output.detokenizer:CompletionText.push ~ ids
 router.api.grpc_server:GrpcServer._generate < GenerationService.run
 """
 
 HANDLE: Final = """
 workers.request_manager:RequestManager.submit
-workers.request_manager:RequestManager._accept
-workers.request_manager:RequestManager._fetch
 workers.tp.kv_group:KvGroup.fetch
-workers.transfer.messages:parse_layout
-workers.transfer.receiver:KvReceiver.fetch < KvGroup.fetch
+workers.tp.kv_group:KvGroup._fetch
+workers.transfer.receiver:KvReceiver.fetch
 workers.transfer.receiver:KvReceiver._plan
-workers.kv_cache.reshard:plan
-workers.transfer.receiver:KvReceiver._call < KvReceiver.fetch
-workers.transfer.connector:KvMover._channel
-workers.transfer.connect:Connections.want < KvReceiver.fetch
-workers.transfer.receiver:KvReceiver._gather < KvReceiver.fetch
-workers.transfer.receiver:KvReceiver._pull
-workers.transfer.receiver:KvReceiver._place
-workers.transfer.connect:Connections.get < KvReceiver._pull
-workers.transfer.receiver:KvReceiver._bring < KvReceiver._pull
-workers.transfer.connect:Connection.source
-workers.transfer.receiver:KvReceiver._receive < KvReceiver._bring
-workers.transfer.wire:decode
-workers.transfer.receiver:KvReceiver._collect < KvReceiver._bring
-workers.transfer.receiver:Assembly.take
+workers.kv_cache.reshard:plan_layout
+workers.transfer.receiver:PieceStream.__init__ < KvReceiver.fetch
+workers.transfer.connections:ReceiverConnections.connect
+workers.transfer.receiver:KvReceiver._pull < KvReceiver.fetch
+workers.transfer.receiver:PieceStream.pull
+workers.transfer.connections:ReceiverConnections.get
+workers.transfer.receiver:PieceStream._transfer < PieceStream.pull
+workers.transfer.receiver:PieceStream._collect
+workers.transfer.receiver:PieceStream._receive
+workers.transfer.frames:decode
+workers.transfer.shared_memory:SharedMemoryConnector.fetch < PieceStream._collect
+workers.transfer.receiver:PieceWriter.write < PieceStream._collect
 workers.model.kv_store:PagedKv.write
-workers.transfer.receiver:Assembly.finish < KvReceiver._collect
-workers.transfer.receiver:_sum < KvReceiver._gather
-workers.engine_thread:EngineThread.post < RequestManager._fetch
-workers.engine.engine:Engine.commit_import < RequestManager._fetch
+workers.transfer.receiver:PieceWriter.finish < PieceStream._transfer
+workers.transfer.receiver:_merge < KvReceiver._pull
+workers.request_manager:RequestManager._fetched < RequestManager.submit
+workers.engine.engine:Engine.commit_import
 workers.engine.scheduler:Scheduler.commit_import
 """
 
-PATHS: Final = {"prompt": (PROMPT, 30, 14), "token": (TOKEN, 22, 12), "KV handle": (HANDLE, 26, 11)}
+PATHS: Final = {"prompt": (PROMPT, 30, 14), "token": (TOKEN, 27, 17), "KV handle": (HANDLE, 26, 11)}
 """Each path with the most functions and files that it may have."""
 
 
