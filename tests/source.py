@@ -41,9 +41,9 @@ Rule = Callable[[list[Module]], list[str]]
 @cache
 def package_modules() -> list[Module]:
     outside = ("tests", "build", "dist")
-    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in outside]
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in outside]
     modules = []
-    for path in sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]):
+    for path in sorted([*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]):
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(("tandem", *(parts[:-1] if is_package else parts)))

@@ -82,17 +82,19 @@ ARROWS["workers.tp"] = {
     "workers.threads",
     "workers.malloc",
 }
-ROOMS = {name: [other for other in ARROWS if other.split(".")[0] == name] for name in ("workers", "router", "cluster")}
-ARROWS["workers"] = {*ROOMS["workers"]}
-ARROWS["workers.bench"] = {*ROOMS["workers"], "workers"}
-ARROWS["cluster"] = {*ROOMS["workers"], "workers", *ROOMS["router"], *ROOMS["cluster"]}
+FOLDERS = {
+    name: [other for other in ARROWS if other.split(".")[0] == name] for name in ("workers", "router", "cluster")
+}
+ARROWS["workers"] = {*FOLDERS["workers"]}
+ARROWS["workers.bench"] = {*FOLDERS["workers"], "workers"}
+ARROWS["cluster"] = {*FOLDERS["workers"], "workers", *FOLDERS["router"], *FOLDERS["cluster"]}
 ARROWS["cluster.bench.router"] = {*ARROWS["cluster"]}
 ARROWS["cluster.cli"] = {*ARROWS["cluster"], "cluster"}
 for folder, targets in ARROWS.items():
     if folder != "proto":
         targets.add("proto")
 
-# Which rooms alone may import a library, or which may not.
+# Which folders alone may import a library, or which may not.
 ONLY_IN = {"ray": {"cluster"}}
 NOT_IN = {
     "torch": {"proto", "workers.engine", "router", ""},
@@ -108,10 +110,10 @@ FORBIDDEN_IMPORTS |= {"yaml.unsafe_load", "yaml.full_load", "builtins.eval", "bu
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "ray.cloudpickle"}
 
 
-def room_of(name: str) -> str:
+def folder_of(name: str) -> str:
     """The entry of ARROWS that is the module or its folder; `` is the package's root. Unknown: its own name."""
     inner = name.partition(".")[2]
-    return next((room for room in (inner, inner.rpartition(".")[0]) if room in ARROWS), name)
+    return next((folder for folder in (inner, inner.rpartition(".")[0]) if folder in ARROWS), name)
 
 
 def edges(modules: list[Module]) -> dict[str, set[str]]:
@@ -132,21 +134,21 @@ def edges(modules: list[Module]) -> dict[str, set[str]]:
 def breaks_arrows(modules: list[Module]) -> list[str]:
     complaints = []
     for name, targets in edges(modules).items():
-        room = room_of(name)
-        if room not in ARROWS:
-            complaints.append(f"{name} lies in a room that the arrows do not know")
+        folder = folder_of(name)
+        if folder not in ARROWS:
+            complaints.append(f"{name} lies in a folder that the arrows do not know")
             continue
-        allowed = ARROWS[room] | {room}
-        complaints += [f"{name} imports {target}" for target in sorted(targets) if room_of(target) not in allowed]
+        allowed = ARROWS[folder] | {folder}
+        complaints += [f"{name} imports {target}" for target in sorted(targets) if folder_of(target) not in allowed]
     return complaints
 
 
 def breaks_library_bans(modules: list[Module]) -> list[str]:
     complaints = []
     for module in modules:
-        room = room_of(module.name)
+        folder = folder_of(module.name)
         for library in sorted({name.split(".")[0] for name in module.imports}):
-            if room in NOT_IN.get(library, set()) or room not in ONLY_IN.get(library, {room}):
+            if folder in NOT_IN.get(library, set()) or folder not in ONLY_IN.get(library, {folder}):
                 complaints.append(f"{module.name} imports {library}")
     return complaints
 
@@ -156,10 +158,10 @@ def has_cycle(modules: list[Module]) -> list[str]:
 
 
 def has_folder_cycle(modules: list[Module]) -> list[str]:
-    """Complains about a cycle among the entries of ARROWS, so about one inside a room too."""
+    """Complains about a cycle among the entries of ARROWS, so about one inside a folder too."""
     graph: dict[str, set[str]] = {}
     for name, targets in edges(modules).items():
-        graph.setdefault(room_of(name), set()).update({room_of(target) for target in targets} - {room_of(name)})
+        graph.setdefault(folder_of(name), set()).update({folder_of(target) for target in targets} - {folder_of(name)})
     return cycle_in(graph)
 
 
