@@ -20,11 +20,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ..proto import worker_pb2
+from ..proto.errors import Unavailable
 from ..workers.engine.config import Budgets
 from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, PoolRole, TandemConfig, nodes_offering, ranks_per_node
-from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryUnavailable, DirectoryWatcher, RouterInfo
+from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
 from .ranks import node_host, rank_threads, start_ranks
 from .status import describe_workers
 
@@ -75,7 +76,7 @@ class Replica:
             return
         try:
             await self._directory.remove(self._member_id)
-        except DirectoryUnavailable as error:  # it drops silent members by itself
+        except Unavailable as error:  # it drops silent members by itself
             log.warning("not removed from the directory: %s", error)
         await self._stop_server(self._config.grace_seconds)
 
@@ -129,7 +130,7 @@ class WorkerPool(Replica):
         while True:
             try:
                 await self._directory.register(worker.info())
-            except DirectoryUnavailable as error:
+            except Unavailable as error:
                 log.warning("heartbeat lost: %s", error)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
@@ -189,7 +190,7 @@ class Router(Replica):
             )
             try:
                 workers = await self._directory.watch(watcher, me)
-            except DirectoryUnavailable as error:
+            except Unavailable as error:
                 log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
                 continue

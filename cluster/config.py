@@ -28,12 +28,13 @@ class ConfigError(Exception):
     """Refuses a configuration; the text has one line for each wrong value, naming its key and the bound."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+_SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class RouterConfig(_Section):
+class RouterConfig(BaseModel):
     """Configures the routers: how many, the ports of their API servers, the bounds of the queue, where they may run."""
+
+    model_config = _SECTION
 
     replicas: int | None = Field(default=None, ge=1, le=256)  # None: 1 on a local Ray, one a node on a cluster
     # Ports of each router; 0 takes a free one. A router whose node has another router on them takes free ones.
@@ -54,8 +55,10 @@ class RouterConfig(_Section):
     resources: Resources = {}
 
 
-class PoolConfig(_Section):
+class PoolConfig(BaseModel):
     """Configures one pool of workers: how many, how each is split, its budgets, and where it may run."""
+
+    model_config = _SECTION
 
     replicas: int = Field(default=1, ge=0, le=256)
     tp: int = Field(default=1, ge=1, le=64)  # ranks of a worker, which share the model
@@ -82,8 +85,10 @@ class PoolConfig(_Section):
         return self.replicas * self.tp
 
 
-class TandemConfig(_Section):
+class TandemConfig(BaseModel):
     """Configures a whole service. `name` keeps two services apart on one Ray cluster."""
+
+    model_config = _SECTION
 
     model: str = Field(min_length=1, max_length=4096)  # a demo model's name, a local folder or a hub id
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import ray
 
 from ..proto import worker_pb2
+from ..proto.errors import Unavailable
 
 NAMESPACE: Final = "tandem"
 HEARTBEAT_SECONDS: Final = 1.0
@@ -155,14 +156,11 @@ class DirectoryWatcher:
         return [*self._carried.values(), *self._current.values()]
 
 
-class DirectoryUnavailable(Exception):
-    """Says that the directory cannot be reached now; Ray restarts it or a later call starts a new one."""
-
-
 class DirectoryClient:
     """Calls the directory's actor with deadlines, and opens it again when it is lost.
 
-    Every method raises DirectoryUnavailable if the directory does not answer in time."""
+    Every method raises Unavailable if the directory does not answer in time; Ray restarts it, or a later call starts
+    a new one."""
 
     def __init__(self, service: str) -> None:
         self._service = service
@@ -188,7 +186,7 @@ class DirectoryClient:
                 return await getattr(self._handle, method).remote(*args)
         except (ray.exceptions.RayActorError, TimeoutError) as error:
             self._handle = None
-            raise DirectoryUnavailable(f"the directory does not answer ({type(error).__name__})") from error
+            raise Unavailable(f"the directory does not answer ({type(error).__name__})") from error
 
 
 def open_directory(service: str) -> Any:

@@ -145,8 +145,8 @@ def _decode(
         tokens_per_s=batch / seconds,
         floor_ms=floors.seconds(cost) * 1e3,
         roofline_share=floors.seconds(cost) / seconds,
-        bandwidth_share=cost.num_bytes / floors.bytes_per_s / seconds,
-        matmul_share=cost.flops / floors.matmul_flops_per_s / seconds,
+        bandwidth_share=cost[0] / floors.bytes_per_s / seconds,
+        matmul_share=cost[1] / floors.matmul_flops_per_s / seconds,
         split_ms={part: statistics.median(step[part] for step in run.steps) * 1e3 for part in PARTS}
         if has_split
         else None,
@@ -161,7 +161,7 @@ def _prefill(
 ) -> PrefillFigure:
     seconds, token = runner.prefill(prompt)
     _print_progress(f"prefill of {prompt}: {seconds:.3f} s")
-    flops = prefill_cost(config, options.dtype, prompt).flops
+    _, flops = prefill_cost(config, options.dtype, prompt)
     return PrefillFigure(
         prompt=prompt,
         seconds=seconds,

@@ -34,7 +34,8 @@ class Floors:
 
     def seconds(self, cost: StepCost) -> float:
         """Returns the roofline: the longer of moving the bytes and computing the products."""
-        return max(cost.num_bytes / self.bytes_per_s, cost.flops / self.matmul_flops_per_s)
+        num_bytes, flops = cost
+        return max(num_bytes / self.bytes_per_s, flops / self.matmul_flops_per_s)
 
 
 def synchronize(device: torch.device) -> None:

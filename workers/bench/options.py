@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
 
@@ -69,11 +69,6 @@ class EngineBenchOptions:
         return wanted
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"bench: {message}\n")
-
-
 def parse(arguments: list[str] | None) -> EngineBenchOptions:
     """Returns the options; exits with 2 after one line on stderr if an argument is not valid."""
     parser = _parser()
@@ -86,7 +81,9 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m tandem.workers.bench", description=_DESCRIPTION, epilog=_EPILOG)
+    parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench", description=_DESCRIPTION, epilog=_EPILOG)
+    # One line, without the usage.
+    parser.error = lambda message: parser.exit(2, f"bench: {message}\n")  # type: ignore[method-assign]
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--shape", choices=SHAPES)
     which.add_argument("--model", type=Path, metavar="FOLDER")

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -14,13 +13,9 @@ from ..model.loader import weight_shapes
 from ..model.module import WeightSlice
 from ..model.registry import parse_model_config
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """Holds the least that a step, or a whole prefill, moves and computes."""
-
-    num_bytes: int  # weights and KV cache read, each once
-    flops: int  # of matrix products, attention's included
+StepCost = tuple[int, int]
+"""The least that a step, or a whole prefill, moves and computes: bytes of weights and KV cache, and FLOPs
+of matrix products, attention's included."""
 
 
 def _hf_config(family: str, sizes: tuple[int, int, int, int, int, int, int], **fields: Any) -> dict[str, Any]:
@@ -78,9 +73,7 @@ def decode_cost(config: ModelConfig, dtype: str, batch: int, context: float) -> 
     keys = sum(2 * layer.num_kv_heads * layer.head_dim * positions for layer, positions in visible)
     attention = sum(4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible)
     params = _linear_params(config) + _head_params(config)
-    return StepCost(
-        num_bytes=int((params + batch * keys) * ITEM_BYTES[dtype]), flops=int(batch * (2 * params + attention))
-    )
+    return int((params + batch * keys) * ITEM_BYTES[dtype]), int(batch * (2 * params + attention))
 
 
 def prefill_cost(config: ModelConfig, dtype: str, prompt: int) -> StepCost:
@@ -88,7 +81,7 @@ def prefill_cost(config: ModelConfig, dtype: str, prompt: int) -> StepCost:
     pairs = [(layer, _causal_pairs(prompt, layer.window)) for layer in config.layers]
     attention = sum(4 * layer.num_heads * layer.head_dim * count for layer, count in pairs)
     linear, head = _linear_params(config), _head_params(config)
-    return StepCost(num_bytes=(linear + head) * ITEM_BYTES[dtype], flops=2 * prompt * linear + 2 * head + attention)
+    return (linear + head) * ITEM_BYTES[dtype], 2 * prompt * linear + 2 * head + attention
 
 
 def loaded_bytes(config: ModelConfig, dtype: str, device: torch.device) -> int:
