@@ -1,5 +1,6 @@
 """Holds the KV cache memory of one rank: paged tensors, and their canonical form for transfers."""
 
+import ctypes
 import math
 import mmap
 import os
@@ -15,7 +16,7 @@ import torch
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import KvRead, paged_shapes
 from .device import indices, to_device
-from .kernels.build import kernel, library
+from .kernels.build import library
 
 Bytes = npt.NDArray[np.uint8]
 # Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block and offset of each
@@ -193,11 +194,11 @@ class HostKv:
 
 
 def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
-    """Runs a kernel between a group's memory and `dense`, [layers, 2, tokens, slots, bytes of a head], contiguous."""
+    """Copies between a group's memory and `dense`, [layers, 2, tokens, slots, bytes of a head], contiguous."""
     layers, _, block, offset, slots = index
     layer_bytes, half_bytes, block_bytes, slot_bytes, head_bytes = raw.strides[:5]
     places = block * block_bytes + offset * head_bytes
-    kernel(name)(
+    numbers = (
         raw.ctypes.data + layers.start * layer_bytes + slots.start * slot_bytes,
         dense.ctypes.data,
         places.ctypes.data,
@@ -208,6 +209,7 @@ def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
         slot_bytes,
         head_bytes,
     )
+    getattr(library(), name)(*map(ctypes.c_int64, numbers))
 
 
 def _locate(

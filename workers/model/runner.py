@@ -17,6 +17,7 @@ from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
 from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .decode_programs import DecodePrograms
 from .device import DTYPES, copy_to_device, enter_device, to_host
 from .kv_store import PagedKv
 from .loader import build_model, checkpoint_reader, load_weights
@@ -55,7 +56,9 @@ class ModelRunner(Executor):
         self._device = kv.device
         tp = TensorParallel(group)
         self._attention = _attention_backend(kv, config, tp)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | DecodePrograms | None = None
+        if group is None and isinstance(self._attention, TorchAttentionBackend):
+            self._graphs = DecodePrograms.record(self._forward, self._attention)
         self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
         # Where a step starts before the tokens of the last are known on the host, ranks take rank 0's on the device:
@@ -154,6 +157,10 @@ class ModelRunner(Executor):
 
             self.capture_graphs(cuda_capture(), BATCHES)
 
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+        """Computes the logits of every token, [num_tokens, vocab_size]."""
+        return self._model.compute_logits(self._model(token_ids, positions, attention))
+
     @torch.inference_mode()
     def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:
         """Makes decode steps of up to the largest of `batches` sequences replay graphs. Only with
@@ -162,11 +169,7 @@ class ModelRunner(Executor):
         from .graphs import DecodeGraphs  # with Triton, which is not everywhere and takes a second
 
         assert isinstance(self._attention, TritonAttentionBackend)
-
-        def forward(token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-            return self._model.compute_logits(self._model(token_ids, positions, attention))
-
-        self._graphs = DecodeGraphs(forward, self._attention, capture, batches)
+        self._graphs = DecodeGraphs(self._forward, self._attention, capture, batches)
 
     def _release(self, sequence_id: int) -> None:
         self._tables.pop(sequence_id, None)
@@ -197,7 +200,7 @@ class ModelRunner(Executor):
         ]
         token_ids = self._token_ids(plan)
         num_sampled = sum(step.num_samples > 0 for step in plan.sequences)
-        if self._graphs and len(spans) == len(token_ids) == num_sampled:
+        if self._graphs and len(spans) == len(token_ids) == num_sampled and not self._num_top:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
             if logits is not None:

@@ -13,7 +13,6 @@ from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
 from ..model.device import enter_device
 from ..model.footprint import kv_bytes_per_token
-from ..model.kernels import cpu
 from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
 from ..threads import available_cores
@@ -108,8 +107,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
 
 
 def enter_engine_thread(config: RankConfig) -> None:
-    """Prepares the calling thread to run the executor of this process's only rank: device, niceness and CPU binding."""
+    """Prepares the calling thread to run the executor of this process's only rank: device and niceness."""
     enter_device(config.device)
     if config.device == "cpu" and config.nice:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
-    cpu.bind_threads()

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -87,7 +86,9 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     assert (cpu.rms_norm(x, weight, 1e-5) - plain(x)).abs().max() <= 4 * tolerance
     gate, up = x.chunk(2, -1)
     assert (cpu.silu_mul(x) - functional.silu(gate) * up).abs().max() <= 4 * tolerance
-    cos, sin = RotaryEmbedding(RopeConfig(), 64, dtype=kind, device=torch.device("cpu"))(torch.arange(rows) * 3)
+    cos, sin = RotaryEmbedding(RopeConfig(), 64, max_positions=600, dtype=kind, device=torch.device("cpu"))(
+        torch.arange(rows) * 3
+    )
     heads = x.view(rows, 9, 64)[:, 2:7]  # a view, as the decoder has it
     expected = heads.float() * cos.float() + heads.float().roll(32, -1) * sin.float()
     untouched = x.view(rows, 9, 64)[:, 7:].clone()
@@ -172,27 +173,6 @@ def test_equal_logits_are_drawn_equally_often() -> None:
         counts += torch.bincount(tokens, minlength=64)
     chi_square = ((counts - 1024).square() / 1024).sum().item()
     assert abs(chi_square - 63) < 5 * (2 * 63) ** 0.5
-
-
-def test_a_team_of_all_cores_gets_one_each() -> None:
-    cores = os.sched_getaffinity(0)
-    if len(cores) == 1:
-        pytest.skip("one core")
-    seen: list[set[int]] = []
-
-    def run() -> None:
-        torch.set_num_threads(len(cores) - 1)
-        cpu.bind_threads()
-        seen.append(os.sched_getaffinity(0))
-        torch.set_num_threads(len(cores))
-        cpu.bind_threads()
-        seen.append(os.sched_getaffinity(0))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [cores, {min(cores)}]
-    assert os.sched_getaffinity(0) == cores, "the threads that compute nothing stay free"
 
 
 def test_they_compile_without_a_warning() -> None:

@@ -11,6 +11,7 @@ from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..kv_store import PagedKv
 from .backend import SequenceSpan, StepAttention
+from .decode_tables import DecodeTables
 
 _Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Attends in a layer for query [rows, num_heads, head_dim]; writes the result to out [rows, num_heads * head_dim]."""
@@ -50,6 +51,29 @@ class TorchAttentionBackend:
                 slots[layer.num_kv_heads] = planner.slots()
             tables[layer] = (slots[layer.num_kv_heads], planner.parts(), native)
         return partial(self._step, [tables[layer] for layer in self._layers])
+
+    def static_decodes(self, max_batch: int) -> tuple[StepAttention, Callable[[Sequence[SequenceSpan]], None]] | None:
+        """Returns the attention of steps of single tokens, over tables that stay in place, and what loads them; None if
+        some layer has no kernel for it."""
+        if not all(decodes for decodes, _ in self._kernels.values()):
+            return None
+        heads = {layer.num_kv_heads for layer in self._layers}
+        slots = {num_kv_heads: torch.zeros(max_batch * num_kv_heads, dtype=torch.int64) for num_kv_heads in heads}
+        decodes = {layer: DecodeTables(max_batch, layer.window) for layer in self._kernels}
+
+        def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+            keys, values = self._kv.layers[layer]
+            decodes[self._layers[layer]].attend(query, keys, values, out)
+
+        def fill(spans: Sequence[SequenceSpan]) -> None:
+            for layer, tables in decodes.items():
+                planner = _Planner(self._kv, layer, spans, native=True, native_chunks=True)
+                new = planner.slots()
+                slots[layer.num_kv_heads][: len(new)] = new
+                tables.fill(spans)
+
+        parts: list[_Part] = [(slice(0, max_batch), attend)]
+        return partial(self._step, [(slots[layer.num_kv_heads], parts, True) for layer in self._layers]), fill
 
     def _step(
         self, tables: list[_LayerTables], layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -120,15 +144,12 @@ class _Planner:
 
     def _native_decodes(self, spans: Sequence[SequenceSpan]) -> _Attend:
         """Attends for sequences with one new token, on a CPU: the kernel reads their blocks in place."""
-        tables = torch.tensor(list(itertools.chain.from_iterable(span.blocks for span in spans)), dtype=torch.int32)
-        lengths = torch.tensor([0, *(len(span.blocks) for span in spans)])
-        last_keys = torch.tensor([span.start for span in spans])
-        first_keys = (last_keys + 1 - self._window).clamp(min=0) if self._window else torch.zeros_like(last_keys)
-        starts = (lengths.cumsum(0)[:-1], first_keys, last_keys)
+        tables = DecodeTables(len(spans), self._window)
+        tables.fill(spans)
 
         def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
             keys, values = self._kv.layers[layer]
-            cpu.decode_attention(query, keys, values, tables, *starts, out)
+            tables.attend(query, keys, values, out)
 
         return attend
 

@@ -117,45 +117,47 @@ int has_chunk_attention(int64_t group, int64_t head_dim) {
     return head_dim % 64 == 0 && head_dim <= MAX_DIM && group <= MAX_GROUP;
 }
 
-void chunk_attention_bf16(const uint16_t *query, int64_t query_stride, uint16_t *out, int64_t out_stride,
-                          const uint16_t *keys, const uint16_t *values, const int32_t *table, int64_t start,
-                          int64_t tokens, int64_t window, int64_t kv_heads, int64_t group, int64_t head_dim,
-                          int64_t block_size, float scale) {
-    const int64_t D = head_dim;
-    const int64_t step = 256 / group < 32 ? 256 / group : 32;  // tokens of an item
-    const int64_t items = (tokens + step - 1) / step;
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t item = items * kv_heads - 1; item >= 0; item--) {  // the longest, which are the last, come first
-        static __thread Tile tile;
-        Tile *t = &tile;
-        const int64_t head = item % kv_heads, token = item / kv_heads * step;
-        const int64_t count = token + step <= tokens ? step : tokens - token, rows = count * group;
-        const int64_t padded = (rows + ROWS - 1) / ROWS * ROWS, last = start + token + count - 1;
-        memset(t->acc, 0, sizeof t->acc[0] * padded);
-        for (int64_t r = 0; r < padded; r++) {
-            const int64_t from = r < rows ? r : rows - 1;
-            const uint16_t *row = query + (token + from / group) * query_stride + (head * group + from % group) * D;
-            memcpy(t->query[r], row, 2 * D);
-            t->top[r] = -1e30f, t->sum[r] = 0;
-        }
-        int64_t begin = start + token + 1 - window;
-        for (begin = begin > 0 ? begin : 0; begin <= last; begin += TILE) {
-            load_tile(t, keys, values, table, begin, last + 1 - begin, head, kv_heads, D, block_size);
-            for (int64_t r = 0; r < padded; r += ROWS)
-                multiply(t->score[r], TILE, t->query[r], MAX_DIM / 2, t->key[0], TILE, D / 2, 0);
-            for (int64_t r = 0; r < padded; r++) {
-                const int64_t position = start + token + (r < rows ? r : rows - 1) / group;
-                weigh(t, r, position + 1 - window - begin, position - begin, D, scale);
-            }
-            for (int64_t r = 0; r < padded; r += ROWS)
-                for (int64_t d = 0; d < D; d += 64)
-                    multiply(t->acc[r] + d, MAX_DIM, t->weight[r], TILE / 2, t->value[0] + d, MAX_DIM, TILE / 2, 1);
-        }
-        for (int64_t r = 0; r < rows; r++) {
-            uint16_t *to = out + (token + r / group) * out_stride + (head * group + r % group) * D;
-            for (int64_t d = 0; d < D; d++) to[d] = store_bf16(t->acc[r][d] / t->sum[r]);
-        }
+// An item is some tokens of a KV head.
+int64_t chunk_attention_bf16(const Arg *a, int64_t tokens, int64_t item) {
+    const uint16_t *query = a[0].p, *keys = a[4].p, *values = a[5].p;
+    uint16_t *out = a[2].p;
+    const int32_t *table = a[6].p;
+    const int64_t query_stride = a[1].n, out_stride = a[3].n, start = a[7].n, window = a[8].n;
+    const int64_t kv_heads = a[9].n, group = a[10].n, D = a[11].n, block_size = a[12].n;
+    const float scale = a[13].f;
+    const int64_t step = least(256 / group, 32), items = ceil_div(tokens, step) * kv_heads;
+    if (item < 0) return items;
+    item = items - 1 - item;  // the longest, which are the last, come first
+    static __thread Tile tile;
+    Tile *t = &tile;
+    const int64_t head = item % kv_heads, token = item / kv_heads * step;
+    const int64_t count = least(step, tokens - token), rows = count * group;
+    const int64_t padded = ceil_div(rows, ROWS) * ROWS, last = start + token + count - 1;
+    memset(t->acc, 0, sizeof t->acc[0] * padded);
+    for (int64_t r = 0; r < padded; r++) {
+        const int64_t from = r < rows ? r : rows - 1;
+        const uint16_t *row = query + (token + from / group) * query_stride + (head * group + from % group) * D;
+        memcpy(t->query[r], row, 2 * D);
+        t->top[r] = -1e30f, t->sum[r] = 0;
     }
+    int64_t begin = start + token + 1 - window;
+    for (begin = begin > 0 ? begin : 0; begin <= last; begin += TILE) {
+        load_tile(t, keys, values, table, begin, last + 1 - begin, head, kv_heads, D, block_size);
+        for (int64_t r = 0; r < padded; r += ROWS)
+            multiply(t->score[r], TILE, t->query[r], MAX_DIM / 2, t->key[0], TILE, D / 2, 0);
+        for (int64_t r = 0; r < padded; r++) {
+            const int64_t position = start + token + (r < rows ? r : rows - 1) / group;
+            weigh(t, r, position + 1 - window - begin, position - begin, D, scale);
+        }
+        for (int64_t r = 0; r < padded; r += ROWS)
+            for (int64_t d = 0; d < D; d += 64)
+                multiply(t->acc[r] + d, MAX_DIM, t->weight[r], TILE / 2, t->value[0] + d, MAX_DIM, TILE / 2, 1);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        uint16_t *to = out + (token + r / group) * out_stride + (head * group + r % group) * D;
+        for (int64_t d = 0; d < D; d++) to[d] = store_bf16(t->acc[r][d] / t->sum[r]);
+    }
+    return 0;
 }
 #else
 int has_chunk_attention(int64_t group, int64_t head_dim) { return (void)group, (void)head_dim, 0; }

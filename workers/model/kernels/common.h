@@ -1,5 +1,5 @@
 // What all kernels share. They exist for float32 and for bfloat16 (suffix _f32, _bf16) and compute in float32. The
-// caller owns all memory; nothing is allocated. Threads are those of the OpenMP runtime that torch has loaded.
+// caller owns all memory; nothing is allocated.
 #pragma once
 
 #include <math.h>
@@ -8,6 +8,23 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+
+// One argument of a kernel.
+typedef union {
+    void *p;
+    int64_t n;
+    double f;
+} Arg;
+
+// Computes item `item` of the outputs for `rows` rows; returns the number of items if `item` is -1. Threads take items
+// in any order, and one item may be computed twice at the same time (see team.c): so an item reads nothing that an item
+// of the same call writes, and writes the same bytes each time.
+typedef int64_t Kernel(const Arg *a, int64_t rows, int64_t item);
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+enum { SMALL = 4096 };  // elements of an item of what is computed element by element
 
 enum { MAX_GROUP = 32 };  // query heads that share a KV head
 

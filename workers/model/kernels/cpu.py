@@ -1,14 +1,14 @@
-"""Calls C kernels through ctypes, for what plain torch does in many small calls or, in bfloat16, slowly.
+"""Calls C kernels for what plain torch does in many small calls or, in bfloat16, slowly.
 
 Without a compiler there are none. Tensors are on the CPU, in float32 or bfloat16; their last dimension is contiguous.
 """
 
-import os
 from typing import Final
 
 import torch
 
-from .build import SUFFIX, kernel, library
+from .build import SUFFIX, library
+from .calls import Argument, call
 
 _MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
 _MAX_GROUP: Final = 32  # as in common.h
@@ -35,15 +35,14 @@ def decode_attention(
     query: torch.Tensor,  # [rows, num_heads, head_dim]
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
     values: torch.Tensor,  # the same
-    tables: torch.Tensor,  # [sum of table lengths] int32
+    tables: torch.Tensor,  # [1] int64, the address of the block tables, int32, one after the other
     offsets: torch.Tensor,  # [rows] int64, where each row's block table begins
     first_keys: torch.Tensor,  # [rows] int64, the first position each query sees
     last_keys: torch.Tensor,  # [rows] int64, the last one
     out: torch.Tensor,  # [rows, num_heads * head_dim]
 ) -> None:
     """Computes attention of one query per row over its own keys, read in place."""
-    places = (tables.data_ptr(), offsets.data_ptr(), first_keys.data_ptr(), last_keys.data_ptr(), query.shape[0])
-    _attend("decode_attention", query, keys, values, out, *places)
+    _attend("decode_attention", query, keys, values, out, tables, offsets, first_keys, last_keys)
 
 
 def chunk_attention(
@@ -56,29 +55,18 @@ def chunk_attention(
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
     """Computes causal attention of one sequence's new tokens over its keys."""
-    _attend("chunk_attention", query, keys, values, out, table.data_ptr(), start, query.shape[0], window)
+    _attend("chunk_attention", query, keys, values, out, table, start, window)
 
 
 def _attend(
-    name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *places: int
+    name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *places: Argument
 ) -> None:
     """Runs an attention kernel; `places` are its arguments that say where the keys are."""
-    num_heads, head_dim = query.shape[1:]
+    rows, num_heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
-    kernel(name, query)(
-        query.data_ptr(),
-        query.stride(0),
-        out.data_ptr(),
-        out.stride(0),
-        keys.data_ptr(),
-        values.data_ptr(),
-        *places,
-        kv_heads,
-        num_heads // kv_heads,
-        head_dim,
-        block_size,
-        head_dim**-0.5,
-    )
+    shape = (kv_heads, num_heads // kv_heads, head_dim, block_size, head_dim**-0.5)
+    strides = query.stride(0), out.stride(0)
+    call(name, query.dtype, rows, query, strides[0], out, strides[1], keys, values, *places, *shape, shared=True)
 
 
 def store_kv(
@@ -91,26 +79,15 @@ def store_kv(
     """Writes the step's keys and values to their slots."""
     tokens, heads, head_dim = key.shape
     size = key.element_size()
-    kernel("store_kv")(
-        key.data_ptr(),
-        key.stride(0) * size,
-        value.data_ptr(),
-        value.stride(0) * size,
-        keys.data_ptr(),
-        values.data_ptr(),
-        slots.data_ptr(),
-        tokens,
-        heads,
-        head_dim * size,
-    )
+    new = (key, key.stride(0) * size, value, value.stride(0) * size)
+    call("store_kv", None, tokens, *new, keys, values, slots, heads, head_dim * size, shared=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Normalises the last dimension by its root mean square."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    dim = weight.shape[0]
-    kernel("rms_norm", x)(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // dim, dim, epsilon)
+    """Normalises the last dimension of x [rows, dim] or [rows, heads, dim] by its root mean square."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, heads, dim = x.shape[0], x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
+    call("rms_norm", x.dtype, rows, x, x.stride(0), weight, out, heads, dim, epsilon)
     return out
 
 
@@ -118,14 +95,23 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up of a contiguous [rows, 2 * dim], gates first: [rows, dim]."""
     rows, dim = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, dim)
-    kernel("silu_mul", x)(x.data_ptr(), out.data_ptr(), rows, dim)
+    call("silu_mul", x.dtype, rows, x, out, dim)
     return out
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotates heads [num_tokens, num_heads, head_dim] in place by a RotaryEmbedding's [num_tokens, 1, head_dim]."""
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates heads [num_tokens, num_heads, head_dim] by a RotaryEmbedding's [num_tokens, 1, head_dim]."""
+    out = torch.empty(heads.shape, dtype=heads.dtype)
     rows, num_heads, dim = heads.shape
-    kernel("rotate", heads)(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr(), rows, num_heads, dim)
+    call("rotate", heads.dtype, rows, heads, heads.stride(0), cos, sin, out, num_heads, dim)
+    return out
+
+
+def gather(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows [num_rows] int32 of a contiguous table [size, ...]: [num_rows, ...]."""
+    out = table.new_empty(len(rows), *table.shape[1:])
+    call("gather", None, len(rows), table, rows, out, table[0].nbytes, len(table))
+    return out
 
 
 def can_multiply(weight: torch.Tensor) -> bool:
@@ -141,7 +127,7 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     weight = weight.contiguous()
     packed = weight.new_empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2)
-    kernel("pack_linear")(weight.data_ptr(), packed.data_ptr(), outputs, inputs)
+    call("pack_linear", None, outputs, weight, packed, inputs)
     return packed
 
 
@@ -169,18 +155,7 @@ def linear(
     `gated` is for an alternated weight: then it is silu(gate) * up, [rows, outputs / 2]."""
     rows, inputs = x.shape
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
-    kernel("linear", x)(
-        x.data_ptr(),
-        x.stride(0),
-        packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        out.data_ptr(),
-        rows,
-        outputs,
-        inputs,
-        gated,
-    )
+    call("linear", x.dtype, rows, x, x.stride(0), packed, bias, residual, out, outputs, inputs, gated)
     return out
 
 
@@ -191,22 +166,5 @@ def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor)
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     words = keys.to(torch.uint32)
-    kernel("sample", logits)(
-        logits.data_ptr(),
-        logits.stride(0),
-        temperatures.data_ptr(),
-        words.data_ptr(),
-        tokens.data_ptr(),
-        rows,
-        vocab_size,
-    )
+    call("sample", logits.dtype, rows, logits, logits.stride(0), temperatures, words, tokens, vocab_size)
     return tokens
-
-
-def bind_threads() -> None:
-    """Binds each thread of the calling thread's OpenMP team to a core of its own, if they are as many as the cores of
-    this process: else, after a pause, two threads may land on one core and wait for each other there for many
-    milliseconds."""
-    cores = torch.tensor(sorted(os.sched_getaffinity(0)))
-    if len(cores) == torch.get_num_threads() > 1 and library() is not None:
-        kernel("bind_threads")(cores.data_ptr(), len(cores))

@@ -7,8 +7,8 @@ enum { KEYS = 128 };  // keys of a tile
 //
 // query, out      [rows, kv_heads * group, head_dim], rows `query_stride` and `out_stride` elements apart
 // keys, values    one layer's cache: [blocks, kv_heads, block_size, head_dim]
-// tables          block tables, one after the other; row r's begins at tables[offsets[r]], and its query sees the keys
-//                 from first_key[r] to last_key[r]
+// tables          where the address of the block tables is, which lie one after the other; row r's begins at
+//                 offsets[r], and its query sees the keys from first_key[r] to last_key[r]
 //
 // One item is one row's KV head with the `group` query heads that share it. Where head_dim and group are constants, the
 // loops over them unroll, which is worth a factor of 2.5; so the usual pairs have a case each.
@@ -190,23 +190,24 @@ static inline __attribute__((always_inline)) void attend_bf16(const uint16_t *qu
 }
 
 #define DEFINE_DECODE(T, NAME, ATTEND)                                                                                 \
-    void decode_attention_##NAME(const T *query, int64_t query_stride, T *out, int64_t out_stride, const T *keys,      \
-                                 const T *values, const int32_t *tables, const int64_t *offsets,                       \
-                                 const int64_t *first_key, const int64_t *last_key, int64_t rows, int64_t kv_heads,    \
-                                 int64_t group, int64_t head_dim, int64_t block_size, float scale) {                   \
-        _Pragma("omp parallel for schedule(dynamic)") for (int64_t item = 0; item < rows * kv_heads; item++) {         \
-            const int64_t row = item / kv_heads, head = item % kv_heads, at = head * group * head_dim;                 \
-            const T *from = query + row * query_stride + at;                                                           \
-            T *to = out + row * out_stride + at;                                                                       \
-            const int32_t *table = tables + offsets[row];                                                              \
-            const int64_t first = first_key[row], last = last_key[row];                                                \
-            switch (head_dim * 64 + group) {                                                                           \
-                CASES(ATTEND)                                                                                          \
-            default:                                                                                                   \
-                ATTEND(from, to, keys, values, table, first, last, head, kv_heads, group, head_dim, block_size,        \
-                              scale);                                                                                  \
-            }                                                                                                          \
+    int64_t decode_attention_##NAME(const Arg *a, int64_t rows, int64_t item) {                                        \
+        const T *query = a[0].p, *keys = a[4].p, *values = a[5].p;                                                     \
+        T *out = a[2].p;                                                                                               \
+        const int64_t query_stride = a[1].n, out_stride = a[3].n;                                                      \
+        const int64_t kv_heads = a[10].n, group = a[11].n, head_dim = a[12].n, block_size = a[13].n;                   \
+        const float scale = a[14].f;                                                                                   \
+        if (item < 0) return rows * kv_heads;                                                                          \
+        const int64_t row = item / kv_heads, head = item % kv_heads, at = head * group * head_dim;                     \
+        const T *from = query + row * query_stride + at;                                                               \
+        T *to = out + row * out_stride + at;                                                                           \
+        const int32_t *table = *(const int32_t **)a[6].p + ((const int64_t *)a[7].p)[row];                             \
+        const int64_t first = ((const int64_t *)a[8].p)[row], last = ((const int64_t *)a[9].p)[row];                   \
+        switch (head_dim * 64 + group) {                                                                               \
+            CASES(ATTEND)                                                                                              \
+        default:                                                                                                       \
+            ATTEND(from, to, keys, values, table, first, last, head, kv_heads, group, head_dim, block_size, scale);    \
         }                                                                                                              \
+        return 0;                                                                                                      \
     }
 
 DEFINE_DECODE(float, f32, attend_wide_f32)

@@ -117,8 +117,8 @@ def rotate(
     heads: torch.Tensor,  # [num_tokens, num_heads, head_dim], any strides but the last
     cos: torch.Tensor,  # [num_tokens, 1, head_dim], of a RotaryEmbedding
     sin: torch.Tensor,  # the same, signed
-) -> None:
-    """Rotates heads in place by their tokens' positions: in float32, rounded once."""
+) -> torch.Tensor:
+    """Rotates heads in place by their tokens' positions: in float32, rounded once. Returns them."""
     num_tokens, num_heads, head_dim = heads.shape
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
         heads,
@@ -134,6 +134,7 @@ def rotate(
         HEADS=_HEADS,
         num_warps=4,
     )
+    return heads
 
 
 @triton.jit(do_not_specialize=["slots"])

@@ -13,17 +13,19 @@ enum { PANEL = 32, ROWS = 12 };  // 24 registers of sums, 2 of weights, and the 
 int has_linear(int64_t inputs) { return inputs % 2 == 0; }
 
 // weight [outputs, inputs] to packed [ceil(outputs / 32), inputs / 2, 32] pairs; outputs past the last are zero.
-void pack_linear(const uint16_t *weight, uint32_t *packed, int64_t outputs, int64_t inputs) {
-    const int64_t pairs = inputs / 2, panels = (outputs + PANEL - 1) / PANEL;
-#pragma omp parallel for
-    for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t pair = 0; pair < pairs; pair++)
-            for (int64_t i = 0; i < PANEL; i++) {
-                const int64_t output = panel * PANEL + i;
-                uint32_t both = 0;
-                if (output < outputs) memcpy(&both, weight + output * inputs + 2 * pair, sizeof both);
-                packed[(panel * pairs + pair) * PANEL + i] = both;
-            }
+int64_t pack_linear(const Arg *a, int64_t outputs, int64_t panel) {
+    const uint16_t *weight = a[0].p;
+    uint32_t *packed = a[1].p;
+    const int64_t inputs = a[2].n, pairs = inputs / 2;
+    if (panel < 0) return ceil_div(outputs, PANEL);
+    for (int64_t pair = 0; pair < pairs; pair++)
+        for (int64_t i = 0; i < PANEL; i++) {
+            const int64_t output = panel * PANEL + i;
+            uint32_t both = 0;
+            if (output < outputs) memcpy(&both, weight + output * inputs + 2 * pair, sizeof both);
+            packed[(panel * pairs + pair) * PANEL + i] = both;
+        }
+    return 0;
 }
 
 // sums [rows, 32] of `rows` rows of x with one panel. `ahead` is fetched meanwhile, line by line: what is read next.
@@ -76,38 +78,39 @@ static inline void gate(const float *sums, uint16_t *y) {
     for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
 }
 
-// x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs].
+// x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs]. An item is a panel.
 //
 // `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL. If `gated`, the weights of gates
 // and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = silu(gate) * gated (arXiv 2002.05202).
-void linear_bf16(const uint16_t *x, int64_t x_stride, const uint32_t *packed, const uint16_t *bias,
-                 const uint16_t *residual, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs, int64_t gated) {
-    const int64_t pairs = inputs / 2, panels = (outputs + PANEL - 1) / PANEL, blocks = (rows + ROWS - 1) / ROWS;
-#pragma omp parallel for schedule(static)
-    for (int64_t n = 0; n < panels; n++) {
-        const uint32_t *panel = packed + n * pairs * PANEL;
-        const int64_t first = n * PANEL;
-        const __mmask32 some = outputs - first < PANEL ? (1u << (outputs - first)) - 1 : ~0u;  // outputs of this panel
-        for (int64_t block = 0, row = 0; block < blocks; block++) {
-            const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
-            // While a panel comes from memory, the line 4 KiB on; while it is read again, a share of the next panel.
-            const uint32_t *ahead = block ? panel + pairs * PANEL + (block - 1) * pairs * PANEL / blocks : panel + 1024;
-            _Alignas(64) float sums[ROWS][PANEL];
-            multiply_rows(x + row * x_stride, x_stride, panel, ahead, sums[0], pairs, height);
-            for (int64_t r = 0; r < height; r++) {
-                if (bias) add(sums[r], bias + first, some);
-                if (gated) {
-                    gate(sums[r], y + (row + r) * (outputs / 2) + first / 2);
-                    continue;
-                }
-                const int64_t at = (row + r) * outputs + first;
-                if (residual) add(sums[r], residual + at, some);
-                const __m512 low = _mm512_load_ps(sums[r]), high = _mm512_load_ps(sums[r] + 16);
-                _mm512_mask_storeu_epi16(y + at, some, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
+    const uint16_t *x = a[0].p, *bias = a[3].p, *residual = a[4].p;
+    const uint32_t *packed = a[2].p;
+    uint16_t *y = a[5].p;
+    const int64_t x_stride = a[1].n, outputs = a[6].n, inputs = a[7].n, gated = a[8].n;
+    if (item < 0) return ceil_div(outputs, PANEL);
+    const int64_t pairs = inputs / 2, blocks = ceil_div(rows, ROWS), first = item * PANEL;
+    const uint32_t *panel = packed + item * pairs * PANEL;
+    const __mmask32 some = outputs - first < PANEL ? (1u << (outputs - first)) - 1 : ~0u;  // outputs of this panel
+    for (int64_t block = 0, row = 0; block < blocks; block++) {
+        const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
+        // While a panel comes from memory, the line 4 KiB on; while it is read again, a share of the next panel.
+        const uint32_t *ahead = block ? panel + pairs * PANEL + (block - 1) * pairs * PANEL / blocks : panel + 1024;
+        _Alignas(64) float sums[ROWS][PANEL];
+        multiply_rows(x + row * x_stride, x_stride, panel, ahead, sums[0], pairs, height);
+        for (int64_t r = 0; r < height; r++) {
+            if (bias) add(sums[r], bias + first, some);
+            if (gated) {
+                gate(sums[r], y + (row + r) * (outputs / 2) + first / 2);
+                continue;
             }
-            row += height;
+            const int64_t at = (row + r) * outputs + first;
+            if (residual) add(sums[r], residual + at, some);
+            const __m512 low = _mm512_load_ps(sums[r]), high = _mm512_load_ps(sums[r] + 16);
+            _mm512_mask_storeu_epi16(y + at, some, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
+        row += height;
     }
+    return 0;
 }
 
 #else

@@ -2,17 +2,22 @@
 
 #include "common.h"
 
-enum { SMALL = 16384 };  // elements, below which threads cost more than they save
+static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ? SMALL / elements : 1; }
 
-// Root mean square norm (arXiv 1910.07467) of each row: out = weight * x / rms(x). The normed row is rounded to T
-// before the weight, as transformers does.
+// Root mean square norm (arXiv 1910.07467) of each head of each row: out = weight * x / rms(x). The normed head is
+// rounded to T before the weight, as transformers does.
 //
-// x, out  [rows, dim]; weight [dim]
+// x  [rows, heads, dim], rows `stride` elements apart; weight [dim]; out [rows, heads, dim]
 #define DEFINE_NORM(T, NAME)                                                                                           \
-    void rms_norm_##NAME(const T *x, const T *weight, T *out, int64_t rows, int64_t dim, float epsilon) {              \
-        _Pragma("omp parallel for if (rows * dim > SMALL)") for (int64_t row = 0; row < rows; row++) {                 \
-            const T *from = x + row * dim;                                                                             \
-            T *to = out + row * dim;                                                                                   \
+    int64_t rms_norm_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                \
+        const T *x = a[0].p, *weight = a[2].p;                                                                         \
+        T *out = a[3].p;                                                                                               \
+        const int64_t stride = a[1].n, heads = a[4].n, dim = a[5].n, step = rows_of_item(heads * dim);                 \
+        const float epsilon = a[6].f;                                                                                  \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        for (int64_t i = item * step * heads; i < least(rows, (item + 1) * step) * heads; i++) {                       \
+            const T *from = x + i / heads * stride + i % heads * dim;                                                  \
+            T *to = out + i * dim;                                                                                     \
             float square = 0;                                                                                          \
             for (int64_t d = 0; d < dim; d++) square += load_##NAME(from[d]) * load_##NAME(from[d]);                   \
             const float scale = 1 / sqrtf(square / dim + epsilon);                                                     \
@@ -21,37 +26,47 @@ enum { SMALL = 16384 };  // elements, below which threads cost more than they sa
                 to[d] = store_##NAME(load_##NAME(weight[d]) * load_##NAME(normed));                                    \
             }                                                                                                          \
         }                                                                                                              \
+        return 0;                                                                                                      \
     }
 
 // silu(gate) * up, arXiv 2002.05202: x [rows, 2 * dim], gates first; out [rows, dim].
 #define DEFINE_SILU(T, NAME)                                                                                           \
-    void silu_mul_##NAME(const T *x, T *out, int64_t rows, int64_t dim) {                                              \
-        _Pragma("omp parallel for if (rows * dim > SMALL)") for (int64_t row = 0; row < rows; row++) {                 \
+    int64_t silu_mul_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                \
+        const T *x = a[0].p;                                                                                           \
+        T *out = a[1].p;                                                                                               \
+        const int64_t dim = a[2].n, step = rows_of_item(dim);                                                          \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        for (int64_t row = item * step; row < least(rows, (item + 1) * step); row++) {                                 \
             const T *gate = x + 2 * row * dim, *up = gate + dim;                                                       \
             T *to = out + row * dim;                                                                                   \
             for (int64_t d = 0; d < dim; d++) {                                                                        \
                 to[d] = store_##NAME(silu(load_##NAME(gate[d])) * load_##NAME(up[d]));                                 \
             }                                                                                                          \
         }                                                                                                              \
+        return 0;                                                                                                      \
     }
 
-// Rotary embedding (arXiv 2104.09864) in place: x [rows, heads, dim], rows `stride` elements apart; cos and signed sin
-// [rows, dim] of a RotaryEmbedding.
+// Rotary embedding (arXiv 2104.09864): x [rows, heads, dim], rows `stride` elements apart; cos and signed sin
+// [rows, dim] of a RotaryEmbedding; out [rows, heads, dim].
 #define DEFINE_ROTATE(T, NAME)                                                                                         \
-    void rotate_##NAME(T *x, int64_t stride, const T *cosines, const T *sines, int64_t rows, int64_t heads,            \
-                       int64_t dim) {                                                                                  \
-        _Pragma("omp parallel for if (rows * heads * dim > SMALL)") for (int64_t row = 0; row < rows; row++) {         \
+    int64_t rotate_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                  \
+        const T *x = a[0].p, *cosines = a[2].p, *sines = a[3].p;                                                       \
+        T *out = a[4].p;                                                                                               \
+        const int64_t stride = a[1].n, heads = a[5].n, dim = a[6].n, half = dim / 2, step = rows_of_item(heads * dim); \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        for (int64_t row = item * step; row < least(rows, (item + 1) * step); row++) {                                 \
             const T *c = cosines + row * dim, *s = sines + row * dim;                                                  \
-            const int64_t half = dim / 2;                                                                              \
             for (int64_t head = 0; head < heads; head++) {                                                             \
-                T *at = x + row * stride + head * dim;                                                                 \
+                const T *from = x + row * stride + head * dim;                                                         \
+                T *to = out + (row * heads + head) * dim;                                                              \
                 for (int64_t d = 0; d < half; d++) {                                                                   \
-                    const float low = load_##NAME(at[d]), high = load_##NAME(at[half + d]);                            \
-                    at[d] = store_##NAME(low * load_##NAME(c[d]) + high * load_##NAME(s[d]));                          \
-                    at[half + d] = store_##NAME(high * load_##NAME(c[half + d]) + low * load_##NAME(s[half + d]));     \
+                    const float low = load_##NAME(from[d]), high = load_##NAME(from[half + d]);                        \
+                    to[d] = store_##NAME(low * load_##NAME(c[d]) + high * load_##NAME(s[d]));                          \
+                    to[half + d] = store_##NAME(high * load_##NAME(c[half + d]) + low * load_##NAME(s[half + d]));     \
                 }                                                                                                      \
             }                                                                                                          \
         }                                                                                                              \
+        return 0;                                                                                                      \
     }
 
 DEFINE_NORM(float, f32)
@@ -63,12 +78,33 @@ DEFINE_ROTATE(uint16_t, bf16)
 
 // Copies each KV head of each new token to its row of the cache: key, value [tokens, heads, row_bytes], tokens
 // `key_stride` and `value_stride` bytes apart; slots [tokens * heads] rows of row_bytes in keys and values.
-void store_kv(const char *key, int64_t key_stride, const char *value, int64_t value_stride, char *keys, char *values,
-              const int64_t *slots, int64_t tokens, int64_t heads, int64_t row_bytes) {
-    for (int64_t token = 0; token < tokens; token++)
+int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
+    const char *key = a[0].p, *value = a[2].p;
+    char *keys = a[4].p, *values = a[5].p;
+    const int64_t *slots = a[6].p;
+    const int64_t key_stride = a[1].n, value_stride = a[3].n, heads = a[7].n, row_bytes = a[8].n;
+    const int64_t step = rows_of_item(heads * row_bytes / 2);
+    if (item < 0) return ceil_div(tokens, step);
+    for (int64_t token = item * step; token < least(tokens, (item + 1) * step); token++)
         for (int64_t head = 0; head < heads; head++) {
             const int64_t to = slots[token * heads + head] * row_bytes, from = head * row_bytes;
             memcpy(keys + to, key + token * key_stride + from, row_bytes);
             memcpy(values + to, value + token * value_stride + from, row_bytes);
         }
+    return 0;
+}
+
+// Copies rows of a table [size, row_bytes]: out [rows, row_bytes] = table[ids]. Ids are checked by who makes them; one
+// that is not in the table takes its last row.
+int64_t gather(const Arg *a, int64_t rows, int64_t item) {
+    const char *table = a[0].p;
+    const int32_t *ids = a[1].p;
+    const int64_t row_bytes = a[3].n, size = a[4].n, step = rows_of_item(row_bytes / 2);
+    char *out = a[2].p;
+    if (item < 0) return ceil_div(rows, step);
+    for (int64_t row = item * step; row < least(rows, (item + 1) * step); row++) {
+        const int64_t id = ids[row] >= 0 && ids[row] < size ? ids[row] : size - 1;
+        memcpy(out + row * row_bytes, table + id * row_bytes, row_bytes);
+    }
+    return 0;
 }

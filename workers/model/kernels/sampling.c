@@ -25,30 +25,31 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
 // logits [rows, vocab], rows `stride` elements apart; temperatures [rows], 0 is greedy; keys [rows, 2]; tokens [rows].
 // The first of several equal maxima wins.
 #define DEFINE_SAMPLE(T, NAME)                                                                                         \
-    void sample_##NAME(const T *logits, int64_t stride, const float *temperatures, const uint32_t *keys,               \
-                       int64_t *tokens, int64_t rows, int64_t vocab) {                                                 \
-        _Pragma("omp parallel for if (rows > 1)") for (int64_t row = 0; row < rows; row++) {                           \
-            const T *from = logits + row * stride;                                                                     \
-            const float temperature = temperatures[row];                                                               \
-            const uint32_t first = keys[2 * row], second = keys[2 * row + 1];                                          \
-            float best = -3e38f;                                                                                       \
-            tokens[row] = 0;                                                                                           \
-            for (int64_t begin = 0; begin < vocab; begin += BLOCK) {                                                   \
-                const int64_t count = vocab - begin < BLOCK ? vocab - begin : BLOCK;                                   \
-                float score[BLOCK], top = -3e38f;                                                                      \
-                if (temperature > 0)                                                                                   \
-                    for (int64_t i = 0; i < count; i++)                                                                \
-                        score[i] = load_##NAME(from[begin + i]) / temperature -                                        \
-                                   logf(exponential(uniform((uint32_t)(begin + i), first, second)));                   \
-                else                                                                                                   \
-                    for (int64_t i = 0; i < count; i++) score[i] = load_##NAME(from[begin + i]);                       \
-                for (int64_t i = 0; i < count; i++) top = score[i] > top ? score[i] : top;                             \
-                if (top <= best) continue;                                                                             \
-                best = top;                                                                                            \
-                for (int64_t i = count - 1; i >= 0; i--)                                                               \
-                    if (score[i] == top) tokens[row] = begin + i;                                                      \
-            }                                                                                                          \
+    int64_t sample_##NAME(const Arg *a, int64_t rows, int64_t row) {                                                   \
+        if (row < 0) return rows;                                                                                      \
+        const T *from = (const T *)a[0].p + row * a[1].n;                                                              \
+        const float temperature = ((const float *)a[2].p)[row];                                                        \
+        const uint32_t *key = (const uint32_t *)a[3].p + 2 * row;                                                      \
+        const int64_t vocab = a[5].n;                                                                                  \
+        float best = -3e38f;                                                                                           \
+        int64_t token = 0;                                                                                             \
+        for (int64_t begin = 0; begin < vocab; begin += BLOCK) {                                                       \
+            const int64_t count = least(BLOCK, vocab - begin);                                                         \
+            float score[BLOCK], top = -3e38f;                                                                          \
+            if (temperature > 0)                                                                                       \
+                for (int64_t i = 0; i < count; i++)                                                                    \
+                    score[i] = load_##NAME(from[begin + i]) / temperature -                                            \
+                               logf(exponential(uniform((uint32_t)(begin + i), key[0], key[1])));                      \
+            else                                                                                                       \
+                for (int64_t i = 0; i < count; i++) score[i] = load_##NAME(from[begin + i]);                           \
+            for (int64_t i = 0; i < count; i++) top = score[i] > top ? score[i] : top;                                 \
+            if (top <= best) continue;                                                                                 \
+            best = top;                                                                                                \
+            for (int64_t i = count - 1; i >= 0; i--)                                                                   \
+                if (score[i] == top) token = begin + i;                                                                \
         }                                                                                                              \
+        ((int64_t *)a[4].p)[row] = token;                                                                              \
+        return 0;                                                                                                      \
     }
 
 DEFINE_SAMPLE(float, f32)

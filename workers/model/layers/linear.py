@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kv_cache.layout import LayerGeometry
+from ..kernels import cpu
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
 from ..quant.base import LinearMethodOf, LinearPartition
@@ -89,7 +90,7 @@ class VocabParallelEmbedding(Module):
         """Maps token_ids [num_tokens] to [num_tokens, hidden]."""
         table = self.weight.data  # [the rank's part of the vocabulary, hidden]
         if self._tp.group is None:
-            return table[token_ids]
+            return cpu.gather(table, token_ids.int()) if cpu.usable(table) else table[token_ids]
         local = token_ids - self._vocab.start
         is_local = (local >= 0) & (local < len(table))
         return self._tp.all_reduce(table[local.where(is_local, 0)] * is_local[:, None])

@@ -6,6 +6,7 @@ import torch
 
 from .. import kernels
 from ..config import RopeConfig
+from ..kernels import cpu
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of each token's position, each [num_tokens, 1, head_dim]."""
@@ -27,7 +28,10 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 class RotaryEmbedding:
     """Turns positions into the cosines and sines that `apply_rotary` takes."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: RopeConfig, head_dim: int, *, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Where there are kernels for CPUs, positions are below max_positions, and their sines lie in a table."""
         half = inverse_frequencies(config, head_dim).to(device)
         self._frequencies = torch.cat((half, half))  # [head_dim]
         self._scale = config.attention_factor
@@ -35,19 +39,27 @@ class RotaryEmbedding:
         self._signed_scale = torch.full((head_dim,), self._scale, device=device)
         self._signed_scale[: head_dim // 2] *= -1
         self._dtype = dtype
+        has_kernels = cpu.usable(self._frequencies.to(dtype))
+        self._table = self._compute(torch.arange(max_positions)) if has_kernels else None
 
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """Maps positions [num_tokens] to cosines and signed sines."""
+        if self._table is None:
+            return self._compute(positions)
+        cos, sin = self._table
+        positions = positions.int()
+        return cpu.gather(cos, positions), cpu.gather(sin, positions)
+
+    def _compute(self, positions: torch.Tensor) -> CosSin:
         angles = (positions.float()[:, None] * self._frequencies)[:, None]
         return (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._signed_scale).to(self._dtype)
 
 
 def apply_rotary(heads: torch.Tensor, rotary: CosSin) -> torch.Tensor:
-    """Rotates heads [num_tokens, num_heads, head_dim], in place where there is a kernel."""
+    """Rotates heads [num_tokens, num_heads, head_dim]; they may be overwritten."""
     cos, sin = rotary
     if native := kernels.of(heads):
-        native.rotate(heads, cos, sin)
-        return heads
+        return native.rotate(heads, cos, sin)
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 

@@ -102,12 +102,13 @@ class LlamaForCausalLM(CausalLM):
 
     def process_after_load(self) -> None:
         """Makes a rotary embedding for each head size of the layers."""
-        device = self.embed_tokens.weight.data.device
+        config, device = self._config, self.embed_tokens.weight.data.device
+        positions = config.max_position_embeddings
         self._rotary = {
-            dim: RotaryEmbedding(self._config.rope, dim, dtype=self._dtype, device=device)
-            for dim in {layer.head_dim for layer in self._config.layers}
+            dim: RotaryEmbedding(config.rope, dim, max_positions=positions, dtype=self._dtype, device=device)
+            for dim in {layer.head_dim for layer in config.layers}
         }
-        self._head_dims = [layer.head_dim for layer in self._config.layers]
+        self._head_dims = [layer.head_dim for layer in config.layers]
 
     def __call__(
         self,

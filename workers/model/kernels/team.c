@@ -1,0 +1,218 @@
+// Runs recorded kernel calls, one after the other, on a team of threads that never waits for one that the scheduler has
+// taken off its core.
+//
+// Threads take chunks of the current call's items. When none is left, a thread that waits for a chunk computes it once
+// more after about the time that a chunk takes: its owner may be preempted for milliseconds, a chunk takes microseconds
+// (as the backup tasks of MapReduce, OSDI 2004). An item writes the same bytes each time, so the late owner does no harm
+// as long as nobody uses the memory for something else. Hence:
+// - each call of a program has outputs of its own;
+// - the program's owner has two sets of them and takes turns: a run waits for those who are left in the one before the
+//   last, which practically never are;
+// - a call that reads or writes memory of others (`shared`) is not left behind: the run ends when nobody is in one.
+//
+// There is no leader: any thread may begin the next call, so that the caller may be preempted, too.
+
+#define _GNU_SOURCE
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "common.h"
+
+enum { MAX_THREADS = 256, MAX_CHUNKS = 4096, CHUNKS = 64, MAX_ARGS = 16 };
+enum { SHORT_WAIT = 3000, SPINS = 4000 };  // nanoseconds before a backup at least; looks before a helper sleeps
+
+typedef struct {
+    Kernel *kernel;
+    int64_t rows;  // when the call was recorded
+    int64_t shared;
+    Arg args[MAX_ARGS];
+} Call;
+
+typedef struct {
+    const Call *calls;
+    int64_t num_calls, rows, recorded_rows, threads;
+    uint64_t first;                          // serial of the first call
+    _Alignas(64) _Atomic uint64_t turn;      // serial of the current call << 16 | its next chunk
+    _Alignas(64) _Atomic int64_t helpers;    // in this run
+    _Alignas(64) _Atomic int64_t in_shared;  // threads in a shared call
+    _Alignas(64) _Atomic uint64_t done[MAX_CHUNKS];  // serial of the call in which a chunk was last computed
+} Run;
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_t threads[MAX_THREADS];
+    int64_t num_helpers;
+    pid_t process, caller;
+    _Atomic int ending;
+    _Atomic uint32_t started;  // runs; helpers wait for the next on it
+    _Atomic int sleeping;
+    Run runs[2];
+} team = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+// Computes a chunk of the call, unless the call is over. Who enters a shared call says so before it looks whether the
+// call is still current, so that the run's end sees it.
+static int compute(Run *run, const Call *call, uint64_t serial, int64_t rows, int64_t chunk, int64_t size,
+                   int64_t items, uint64_t *expected) {
+    if (call->shared) atomic_fetch_add(&run->in_shared, 1);
+    const int taken = expected ? atomic_compare_exchange_strong(&run->turn, expected, *expected + 1)
+                               : atomic_load(&run->turn) >> 16 == serial;
+    if (taken) {
+        for (int64_t item = chunk * size; item < least(items, (chunk + 1) * size); item++)
+            call->kernel(call->args, rows, item);
+        atomic_store_explicit(&run->done[chunk], serial, memory_order_release);
+    }
+    if (call->shared) atomic_fetch_sub(&run->in_shared, 1);
+    return taken;
+}
+
+// Waits until every chunk is done or the call is over; computes what is missing for too long.
+static void wait_for_others(Run *run, const Call *call, uint64_t serial, int64_t rows, int64_t chunks, int64_t size,
+                            int64_t items, int64_t patience) {
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t since = 0;
+        for (int looks = 1; atomic_load_explicit(&run->done[chunk], memory_order_acquire) != serial; looks++) {
+            if (atomic_load(&run->turn) >> 16 != serial) return;
+            if (looks % 32) {
+                pause_briefly();
+                continue;
+            }
+            const int64_t now = nanoseconds();
+            since = since ? since : now;
+            if (now - since > patience) compute(run, call, serial, rows, chunk, size, items, NULL);
+        }
+    }
+}
+
+// Takes part in a run until its last call is over.
+static void take_part(Run *run) {
+    for (;;) {
+        uint64_t turn = atomic_load(&run->turn);
+        const uint64_t serial = turn >> 16;
+        const int64_t index = serial - run->first;
+        if (index >= run->num_calls) return;
+        const Call *call = run->calls + index;
+        const int64_t rows = call->rows * run->rows / run->recorded_rows;
+        const int64_t items = call->kernel(call->args, rows, -1);
+        const int64_t size = ceil_div(items, least(CHUNKS * run->threads, MAX_CHUNKS)), chunks = ceil_div(items, size);
+        int64_t begun = 0, mine = 0;
+        while (turn >> 16 == serial && (int64_t)(turn & 0xFFFF) < chunks) {
+            if (!begun && chunks > 1) begun = nanoseconds();
+            mine += compute(run, call, serial, rows, turn & 0xFFFF, size, items, &turn);
+            turn = atomic_load(&run->turn);
+        }
+        if (turn >> 16 != serial) continue;
+        const int64_t usual = mine && begun ? (nanoseconds() - begun) / mine : 0;
+        wait_for_others(run, call, serial, rows, chunks, size, items, usual > SHORT_WAIT ? usual : SHORT_WAIT);
+        turn = serial << 16 | chunks;
+        atomic_compare_exchange_strong(&run->turn, &turn, (serial + 1) << 16);
+    }
+}
+
+static void *help(void *unused) {
+    (void)unused;
+    for (uint32_t seen = 0;;) {
+        uint32_t now = atomic_load(&team.started);
+        for (int looks = 0; now == seen && looks < SPINS; looks++) pause_briefly(), now = atomic_load(&team.started);
+        if (now == seen) {
+            atomic_fetch_add(&team.sleeping, 1);
+            syscall(SYS_futex, &team.started, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+            atomic_fetch_sub(&team.sleeping, 1);
+            continue;
+        }
+        if (atomic_load(&team.ending)) return NULL;
+        seen = now;
+        Run *run = &team.runs[now % 2];
+        atomic_fetch_add(&run->helpers, 1);
+        if (atomic_load(&team.started) == now) take_part(run);
+        atomic_fetch_sub(&run->helpers, 1);
+    }
+}
+
+static void announce(void) {
+    atomic_fetch_add(&team.started, 1);
+    if (atomic_load(&team.sleeping)) syscall(SYS_futex, &team.started, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
+}
+
+// Makes the helpers anew when another thread calls, so that they have its niceness and its cores.
+static void gather_helpers(int64_t helpers) {
+    const pid_t process = getpid(), caller = syscall(SYS_gettid);
+    if (team.process == process && team.caller == caller && team.num_helpers == helpers) return;
+    if (team.process == process && team.num_helpers) {
+        atomic_store(&team.ending, 1);
+        announce();
+        for (int64_t i = 0; i < team.num_helpers; i++) pthread_join(team.threads[i], NULL);
+        atomic_store(&team.ending, 0);
+    }
+    if (team.process != process) {  // a fork has left the helpers behind
+        memset(team.runs, 0, sizeof team.runs);
+        atomic_store(&team.sleeping, 0);
+    }
+    team.process = process, team.caller = caller, team.num_helpers = 0;
+    atomic_store(&team.started, 0);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the interpreter
+    while (team.num_helpers < helpers && !pthread_create(&team.threads[team.num_helpers], NULL, help, NULL))
+        team.num_helpers++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+// Runs calls for `rows` rows, which were recorded for `recorded_rows`, on `threads` threads with the caller's.
+// `leave` says that the calls stay where they are, and who is late may be left behind in them.
+static void run_calls(const Call *calls, int64_t num_calls, int64_t rows, int64_t recorded_rows, int64_t threads,
+                      int leave) {
+    pthread_mutex_lock(&team.lock);
+    gather_helpers(least(threads, MAX_THREADS) - 1);
+    Run *run = &team.runs[(atomic_load(&team.started) + 1) % 2];
+    while (atomic_load(&run->helpers)) sched_yield();
+    run->calls = calls, run->num_calls = num_calls;
+    run->rows = rows, run->recorded_rows = recorded_rows, run->threads = threads;
+    run->first = (atomic_load(&run->turn) >> 16) + 1;  // no chunk was ever done in call 0
+    atomic_store(&run->turn, run->first << 16);
+    announce();
+    take_part(run);
+    while (atomic_load(leave ? &run->in_shared : &run->helpers)) sched_yield();
+    pthread_mutex_unlock(&team.lock);
+}
+
+// Runs recorded calls, which stay where they are until `wait_for_helpers` has returned, for `rows` rows.
+void run_program(const Call *calls, int64_t num_calls, int64_t rows, int64_t recorded_rows, int64_t threads) {
+    run_calls(calls, num_calls, rows, recorded_rows, threads, 1);
+}
+
+// Runs one call, and waits for all who take part.
+void run_call(const Call *call, int64_t threads) {
+    const int64_t items = call->kernel(call->args, call->rows, -1);
+    if (items > 1 && threads > 1)
+        run_calls(call, 1, call->rows, call->rows, threads, 0);
+    else
+        for (int64_t item = 0; item < items; item++) call->kernel(call->args, call->rows, item);
+}
+
+// Returns when no helper is in a run any more: then a program's memory may be freed.
+void wait_for_helpers(void) {
+    pthread_mutex_lock(&team.lock);
+    for (int i = 0; i < 2; i++)
+        while (team.process == getpid() && atomic_load(&team.runs[i].helpers)) sched_yield();
+    pthread_mutex_unlock(&team.lock);
+}
