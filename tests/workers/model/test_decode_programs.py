@@ -1,0 +1,125 @@
+"""Decode steps as one native call: the very logits of the same kernels called one by one."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
+from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kernels.calls import NotRecordedError, record
+from tandem.workers.model.runner import ModelRunner
+
+BATCHES = (1, 2, 7, 40)
+
+pytestmark = pytest.mark.skipif(
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
+)
+
+
+@pytest.fixture(params=FAMILIES)
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
+    return load(make_tiny_model(tmp_path, request.param), dtype="bfloat16")
+
+
+@pytest.fixture(params=[1, 2, 9])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Nine are more than most machines have cores: then most of a team is preempted, often within a chunk."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def decode_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recorded: bool) -> list[torch.Tensor]:
+    """Decodes batches of several sizes for some steps; returns the logits of each."""
+    driver = Driver(runner)
+    with recorded_logits(monkeypatch) as logits, monkeypatch.context() as patch:
+        if not recorded:
+            patch.setattr(runner, "_graphs", None)
+        for batch in BATCHES:
+            prompts = [prompt(5 + index % 3, index) for index in range(batch)]
+            tokens = driver.run(*(driver.step(index, each, 0) for index, each in enumerate(prompts)))
+            for position in range(6):
+                rows = enumerate(tokens)
+                steps = [driver.step(index, [token], len(prompts[index]) + position) for index, token in rows]
+                tokens = driver.run(*steps)
+            for index in range(batch):
+                driver.drop(index)
+    return logits
+
+
+def test_logits_are_those_of_single_calls(runner: ModelRunner, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runner._graphs is not None
+    expected = decode_logits(runner, monkeypatch, recorded=False)
+    for ours, theirs in zip(decode_logits(runner, monkeypatch, recorded=True), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_they_are_so_from_any_thread_and_beside_busy_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every caller gets a team of its own; busy threads take its members off their cores."""
+    runner = load(make_tiny_model(tmp_path), dtype="bfloat16")
+    expected = decode_logits(runner, monkeypatch, recorded=False)
+    stop = threading.Event()
+
+    def burn() -> None:
+        x = torch.randn(256, 256)
+        while not stop.is_set():
+            x @ x  # without the interpreter's lock
+
+    busy = [threading.Thread(target=burn) for _ in range(3)]
+    results: list[list[torch.Tensor]] = []
+    for thread in busy:
+        thread.start()
+    try:
+        for _ in range(4):
+            caller = threading.Thread(target=lambda: results.append(decode_logits(runner, monkeypatch, recorded=True)))
+            caller.start()
+            caller.join()
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+    assert len(results) == 4
+    for result in results:
+        assert all(map(torch.equal, result, expected))
+
+
+def test_a_model_with_other_operations_is_not_recorded(tmp_path: Path) -> None:
+    """In float32 torch multiplies."""
+    assert load(make_tiny_model(tmp_path))._graphs is None
+
+
+def test_nothing_that_computes_is_left_out() -> None:
+    x, weight = torch.ones(2, 32), torch.ones(32)
+    with pytest.raises(NotRecordedError, match=r"aten\.add"), record(2):
+        x + x
+    with record(2) as program:
+        y = cpu.rms_norm(x.view(2, 32), weight, 0.0)
+    program.run(2)
+    assert torch.equal(y, x)
+
+
+def test_the_memory_of_a_program_is_freed_with_it() -> None:
+    x = torch.ones(2, 32, dtype=torch.bfloat16)
+    with record(2) as program:
+        y = cpu.silu_mul(x)
+    gone = weakref.ref(program)
+    program.run(1)
+    assert y[0, 0] == torch.nn.functional.silu(x[0, 0])
+    del program
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_id_outside_of_the_table_reads_nothing_else() -> None:
+    table = torch.arange(6.0).view(3, 2)
+    assert cpu.gather(table, torch.tensor([0, 2, 3, -1, 2**31 - 1], dtype=torch.int32)).tolist() == [
+        [0, 1],
+        *[[4, 5]] * 4,
+    ]
