@@ -17,12 +17,12 @@ from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
 from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
 from .config import ModelConfig
-from .decode_programs import DecodePrograms
 from .device import DTYPES, copy_to_device, enter_device, to_host
 from .kv_store import PagedKv
 from .loader import build_model, checkpoint_reader, load_weights
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel
+from .programs import StepPrograms
 from .sampling.grammar import GrammarCache
 from .sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
 from .sampling.sampler import Sampler
@@ -56,9 +56,10 @@ class ModelRunner(Executor):
         self._device = kv.device
         tp = TensorParallel(group)
         self._attention = _attention_backend(kv, config, tp)
-        self._graphs: DecodeGraphs | DecodePrograms | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._programs: StepPrograms | None = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
-            self._graphs = DecodePrograms.record(self._forward, self._attention)
+            self._programs = StepPrograms.record(model, self._attention)
         self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
         # Where a step starts before the tokens of the last are known on the host, ranks take rank 0's on the device:
@@ -157,10 +158,6 @@ class ModelRunner(Executor):
 
             self.capture_graphs(cuda_capture(), BATCHES)
 
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """Computes the logits of every token, [num_tokens, vocab_size]."""
-        return self._model.compute_logits(self._model(token_ids, positions, attention))
-
     @torch.inference_mode()
     def capture_graphs(self, capture: "Capture", batches: Sequence[int]) -> None:
         """Makes decode steps of up to the largest of `batches` sequences replay graphs. Only with
@@ -169,7 +166,11 @@ class ModelRunner(Executor):
         from .graphs import DecodeGraphs  # with Triton, which is not everywhere and takes a second
 
         assert isinstance(self._attention, TritonAttentionBackend)
-        self._graphs = DecodeGraphs(self._forward, self._attention, capture, batches)
+
+        def forward(token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+            return self._model.compute_logits(self._model(token_ids, positions, attention))
+
+        self._graphs = DecodeGraphs(forward, self._attention, capture, batches)
 
     def _release(self, sequence_id: int) -> None:
         self._tables.pop(sequence_id, None)
@@ -200,7 +201,8 @@ class ModelRunner(Executor):
         ]
         token_ids = self._token_ids(plan)
         num_sampled = sum(step.num_samples > 0 for step in plan.sequences)
-        if self._graphs and len(spans) == len(token_ids) == num_sampled and not self._num_top:
+        only_decodes = len(spans) == len(token_ids) == num_sampled and not self._num_top
+        if self._graphs and only_decodes:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
             if logits is not None:
@@ -211,14 +213,34 @@ class ModelRunner(Executor):
         positions = np.arange(ends[-1]) + firsts.repeat(counts)
         sampled_rows = ends[[step.num_samples > 0 for step in plan.sequences]] - 1
         positions_device, rows_device = copy_to_device([positions, sampled_rows], self._device)
-        attention = self._attention.plan(spans)
-        self._on_stage("model")
+        if self._programs and only_decodes:
+            self._on_stage("model")
+            logits = self._programs.decodes(token_ids, positions_device, spans)
+            if logits is not None:
+                return logits, None
+        hidden = self._hidden(token_ids, positions_device, spans, on_layers)
         rows = None if num_sampled == len(token_ids) else rows_device
-        hidden = self._model(token_ids, positions_device, attention, on_layers)
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
             prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
         return self._model.compute_logits(hidden if rows is None else hidden[rows]), prompts
+
+    def _hidden(
+        self,
+        token_ids: torch.Tensor,  # [num_tokens]
+        positions: torch.Tensor,  # the same
+        spans: Sequence[SequenceSpan],
+        on_layers: OnLayers | None,
+    ) -> torch.Tensor:
+        """Returns the hidden states after the last layer, [num_tokens, hidden]."""
+        if self._programs and self._programs.tokens:
+            self._on_stage("model")
+            hidden = self._programs.tokens(token_ids, positions, spans, on_layers)
+            if hidden is not None:
+                return hidden
+        attention = self._attention.plan(spans)
+        self._on_stage("model")
+        return self._model(token_ids, positions, attention, on_layers)
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
         """Returns the step's tokens on the device, [num_tokens]; those that the last step sampled never leave it."""

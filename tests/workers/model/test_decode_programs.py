@@ -12,7 +12,7 @@ import torch
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
 from tandem.workers.model.kernels import cpu
-from tandem.workers.model.kernels.calls import NotRecordedError, record
+from tandem.workers.model.kernels.calls import NotRecordedError, Recorder
 from tandem.workers.model.runner import ModelRunner
 
 BATCHES = (1, 2, 7, 40)
@@ -41,7 +41,7 @@ def decode_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recor
     driver = Driver(runner)
     with recorded_logits(monkeypatch) as logits, monkeypatch.context() as patch:
         if not recorded:
-            patch.setattr(runner, "_graphs", None)
+            patch.setattr(runner, "_programs", None)
         for batch in BATCHES:
             prompts = [prompt(5 + index % 3, index) for index in range(batch)]
             tokens = driver.run(*(driver.step(index, each, 0) for index, each in enumerate(prompts)))
@@ -55,7 +55,7 @@ def decode_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recor
 
 
 def test_logits_are_those_of_single_calls(runner: ModelRunner, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runner._graphs is not None
+    assert runner._programs is not None
     expected = decode_logits(runner, monkeypatch, recorded=False)
     for ours, theirs in zip(decode_logits(runner, monkeypatch, recorded=True), expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -92,26 +92,28 @@ def test_they_are_so_from_any_thread_and_beside_busy_ones(tmp_path: Path, monkey
 
 def test_a_model_with_other_operations_is_not_recorded(tmp_path: Path) -> None:
     """In float32 torch multiplies."""
-    assert load(make_tiny_model(tmp_path))._graphs is None
+    assert load(make_tiny_model(tmp_path))._programs is None
 
 
 def test_nothing_that_computes_is_left_out() -> None:
     x, weight = torch.ones(2, 32), torch.ones(32)
-    with pytest.raises(NotRecordedError, match=r"aten\.add"), record(2):
+    with pytest.raises(NotRecordedError, match=r"aten\.add"), Recorder():
         x + x
-    with record(2) as program:
+    with Recorder() as recorder:
         y = cpu.rms_norm(x.view(2, 32), weight, 0.0)
+    program = recorder.program(y, 2)
     program.run(2)
-    assert torch.equal(y, x)
+    assert torch.equal(program.result, x)
 
 
-def test_the_memory_of_a_program_is_freed_with_it() -> None:
-    x = torch.ones(2, 32, dtype=torch.bfloat16)
-    with record(2) as program:
+def test_a_program_is_freed_with_its_last_name() -> None:
+    x = torch.ones(2, 32)
+    with Recorder() as recorder:
         y = cpu.silu_mul(x)
+    program = recorder.program(y, 2)
     gone = weakref.ref(program)
     program.run(1)
-    assert y[0, 0] == torch.nn.functional.silu(x[0, 0])
+    assert program.result[0, 0] == torch.nn.functional.silu(x[0, 0])
     del program
     gc.collect()
     assert gone() is None

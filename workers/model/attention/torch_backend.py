@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -11,7 +12,7 @@ from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..kv_store import PagedKv
 from .backend import SequenceSpan, StepAttention
-from .decode_tables import DecodeTables
+from .native_tables import NativeTables
 
 _Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Attends in a layer for query [rows, num_heads, head_dim]; writes the result to out [rows, num_heads * head_dim]."""
@@ -19,9 +20,21 @@ _Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 _Part = tuple[slice | torch.Tensor, _Attend]
 """Some of the step's sequences, attended to at once: their rows of the flat batch, and how."""
 
-_LayerTables = tuple[torch.Tensor, list[_Part], bool]
-"""Where each token's keys and values go, [num_tokens * num_kv_heads], as rows of (block, head, token); the step's
-sequences; whether C kernels store and decode."""
+
+class _LayerTables(NamedTuple):
+    """Holds what the layers of one geometry share in a step."""
+
+    slots: torch.Tensor  # where keys and values go, [num_tokens * num_kv_heads], as rows of (block, head, token)
+    native_store: bool  # a C kernel puts them there
+    native: NativeTables | None  # of the sequences that C kernels attend for
+    parts: list[_Part]  # the others
+
+
+class StaticStep(NamedTuple):
+    """Is a step whose tables stay in place."""
+
+    attention: StepAttention
+    fill: Callable[[Sequence[SequenceSpan]], None]  # loads the sequences of the next run
 
 
 class TorchAttentionBackend:
@@ -43,50 +56,67 @@ class TorchAttentionBackend:
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """See `AttentionBackend.plan`. Layers of equal geometry share their tables."""
+        rows = list(zip(itertools.accumulate((span.num_tokens for span in spans), initial=0), spans, strict=False))
         slots: dict[int, torch.Tensor] = {}
         tables: dict[LayerGeometry, _LayerTables] = {}
-        for layer, (native, native_chunks) in self._kernels.items():
-            planner = _Planner(self._kv, layer, spans, native=native, native_chunks=native_chunks)
+        for layer, (decodes, chunks) in self._kernels.items():
             if layer.num_kv_heads not in slots:
-                slots[layer.num_kv_heads] = planner.slots()
-            tables[layer] = (slots[layer.num_kv_heads], planner.parts(), native)
+                slots[layer.num_kv_heads] = self._slots(layer, spans)
+            read_in_place = [each for each in rows if (decodes if each[1].num_tokens == 1 else chunks)]
+            native = NativeTables(layer.window, read_in_place) if read_in_place else None
+            rest = [each for each in rows if not (decodes if each[1].num_tokens == 1 else chunks)]
+            parts = _Planner(self._kv, layer, rest).parts() if rest else []
+            tables[layer] = _LayerTables(slots[layer.num_kv_heads], decodes, native, parts)
         return partial(self._step, [tables[layer] for layer in self._layers])
 
-    def static_decodes(self, max_batch: int) -> tuple[StepAttention, Callable[[Sequence[SequenceSpan]], None]] | None:
-        """Returns the attention of steps of single tokens, over tables that stay in place, and what loads them; None if
-        some layer has no kernel for it."""
-        if not all(decodes for decodes, _ in self._kernels.values()):
+    def static(self, max_tokens: int, *, decodes_only: bool) -> StaticStep | None:
+        """Returns a step whose tables stay in place, of up to `max_tokens` tokens in all, each of a sequence of its own
+        if `decodes_only`; None if there are no kernels for it."""
+        if not all(decodes and (decodes_only or chunks) for decodes, chunks in self._kernels.values()):
             return None
-        heads = {layer.num_kv_heads for layer in self._layers}
-        slots = {num_kv_heads: torch.zeros(max_batch * num_kv_heads, dtype=torch.int64) for num_kv_heads in heads}
-        decodes = {layer: DecodeTables(max_batch, layer.window) for layer in self._kernels}
-
-        def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-            keys, values = self._kv.layers[layer]
-            decodes[self._layers[layer]].attend(query, keys, values, out)
+        slots = {
+            layer.num_kv_heads: torch.zeros(max_tokens * layer.num_kv_heads, dtype=torch.int64)
+            for layer in self._kernels
+        }
+        tables = {
+            layer: _LayerTables(slots[layer.num_kv_heads], True, NativeTables(layer.window), [])
+            for layer in self._kernels
+        }
 
         def fill(spans: Sequence[SequenceSpan]) -> None:
-            for layer, tables in decodes.items():
-                planner = _Planner(self._kv, layer, spans, native=True, native_chunks=True)
-                new = planner.slots()
-                slots[layer.num_kv_heads][: len(new)] = new
-                tables.fill(spans)
+            rows = list(zip(itertools.accumulate((span.num_tokens for span in spans), initial=0), spans, strict=False))
+            for layer, each in tables.items():
+                new = self._slots(layer, spans)
+                each.slots[: len(new)] = new
+                each.native.fill(rows)
 
-        parts: list[_Part] = [(slice(0, max_batch), attend)]
-        return partial(self._step, [(slots[layer.num_kv_heads], parts, True) for layer in self._layers]), fill
+        return StaticStep(partial(self._step, [tables[layer] for layer in self._layers]), fill)
+
+    def _slots(self, layer: LayerGeometry, spans: Sequence[SequenceSpan]) -> torch.Tensor:
+        """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,
+        token)."""
+        size, heads = self._kv.block_size, layer.num_kv_heads
+        rows = [  # of each token's first head; in plain Python, since most steps have a token of each sequence
+            span.blocks[position // size] * heads * size + position % size
+            for span in spans
+            for position in range(span.start, span.start + span.num_tokens)
+        ]
+        return (torch.tensor(rows)[:, None] + torch.arange(heads) * size).flatten().to(self._kv.device)
 
     def _step(
         self, tables: list[_LayerTables], layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `StepAttention.__call__`; `tables` are by layer."""
-        slots, parts, native = tables[layer]
+        slots, native_store, native, parts = tables[layer]
         key_rows, value_rows = self._kv.scatter_rows[layer]
-        if native:
+        if native_store:
             cpu.store_kv(key, value, key_rows, value_rows, slots)
         else:
             key_rows.index_copy_(0, slots, key.reshape(-1, key.shape[-1]))
             value_rows.index_copy_(0, slots, value.reshape(-1, value.shape[-1]))
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+        if native:
+            cpu.paged_attention(query, *self._kv.layers[layer], native.addresses, result)
         for rows, attend in parts:
             if isinstance(rows, slice):
                 attend(layer, query[rows], result[rows])
@@ -100,69 +130,28 @@ class TorchAttentionBackend:
 class _Planner:
     """Builds the tables of one step for layers of one geometry."""
 
-    def __init__(
-        self, kv: PagedKv, layer: LayerGeometry, spans: Sequence[SequenceSpan], *, native: bool, native_chunks: bool
-    ) -> None:
-        self._native = native
-        self._native_chunks = native_chunks
+    def __init__(self, kv: PagedKv, layer: LayerGeometry, rows: Sequence[tuple[int, SequenceSpan]]) -> None:
+        """`rows` are the sequences, each after its first row."""
         self._kv = kv
         self._block_size = kv.block_size
         self._num_kv_heads = layer.num_kv_heads
         self._window = layer.window
-        self._spans = spans
+        self._sequences = rows
         self._heads = torch.arange(self._num_kv_heads)
-        self._first_rows = [0, *itertools.accumulate(span.num_tokens for span in spans)]
-
-    def slots(self) -> torch.Tensor:
-        """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,
-        token)."""
-        size = self._block_size
-        rows = [  # of each token's first head; in plain Python, since most steps have a token of each sequence
-            span.blocks[position // size] * self._num_kv_heads * size + position % size
-            for span in self._spans
-            for position in range(span.start, span.start + span.num_tokens)
-        ]
-        return (torch.tensor(rows)[:, None] + self._heads * size).flatten().to(self._kv.device)
 
     def parts(self) -> list[_Part]:
-        """Returns one part for each prompt, and one for all single tokens; without the kernel these are grouped by the
-        bit length of their table, so that padding at most doubles."""
-        groups: dict[int, list[int]] = {}
+        """Returns one part for each prompt, and one for single tokens whose tables have the same bit length, so that
+        padding at most doubles them."""
+        groups: dict[int, list[tuple[int, SequenceSpan]]] = {}
         parts: list[_Part] = []
-        for index, span in enumerate(self._spans):
+        for row, span in self._sequences:
             if span.num_tokens == 1:
-                group = 0 if self._native else self._num_blocks(span).bit_length()
-                groups.setdefault(group, []).append(index)
+                groups.setdefault(self._num_blocks(span).bit_length(), []).append((row, span))
             else:
-                chunk = self._native_chunk if self._native_chunks else self._chunk
-                parts.append((slice(self._first_rows[index], self._first_rows[index + 1]), chunk(span)))
-        decodes = self._native_decodes if self._native else self._decodes
-        for indices in groups.values():
-            rows = self._rows([self._first_rows[index] for index in indices])
-            parts.append((rows, decodes([self._spans[index] for index in indices])))
+                parts.append((slice(row, row + span.num_tokens), self._chunk(span)))
+        for group in groups.values():
+            parts.append((self._rows([row for row, _ in group]), self._decodes([span for _, span in group])))
         return parts
-
-    def _native_decodes(self, spans: Sequence[SequenceSpan]) -> _Attend:
-        """Attends for sequences with one new token, on a CPU: the kernel reads their blocks in place."""
-        tables = DecodeTables(len(spans), self._window)
-        tables.fill(spans)
-
-        def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-            keys, values = self._kv.layers[layer]
-            tables.attend(query, keys, values, out)
-
-        return attend
-
-    def _native_chunk(self, span: SequenceSpan) -> _Attend:
-        """Attends for several new tokens of one sequence, on a CPU: the kernel reads the blocks in place."""
-        table = torch.tensor(span.blocks, dtype=torch.int32)
-        window = self._window or span.start + span.num_tokens
-
-        def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-            keys, values = self._kv.layers[layer]
-            cpu.chunk_attention(query, keys, values, table, span.start, window, out)
-
-        return attend
 
     def _decodes(self, spans: Sequence[SequenceSpan]) -> _Attend:
         """Attends for sequences with one new token and block tables of similar length by one batched product, whose

@@ -3,10 +3,10 @@
 import ctypes
 import struct
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Final, Protocol, cast
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .build import address, library
 
 _MAX_ARGS: Final = 16  # as in team.c
+_ALIGNMENT: Final = 64  # bytes
 _ALLOCATIONS: Final = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 Argument = torch.Tensor | int | float | None
@@ -26,6 +27,7 @@ class _Call(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("shared", ctypes.c_int64),
+        ("distance", ctypes.c_int64),
         ("args", ctypes.c_int64 * _MAX_ARGS),
     )
 
@@ -40,6 +42,10 @@ class _Library(Protocol):
     def wait_for_helpers(self) -> None: ...
 
 
+class NotRecordedError(Exception):
+    """Reports an operation that is no kernel of ours, so that a program would leave it out."""
+
+
 def call(name: str, dtype: torch.dtype | None, rows: int, *args: Argument, shared: bool = False) -> None:
     """Calls a kernel, of a dtype where it has variants, for `rows` rows; tensors are given by their address.
 
@@ -47,12 +53,12 @@ def call(name: str, dtype: torch.dtype | None, rows: int, *args: Argument, share
     use between the program's runs, as the KV cache."""
     numbers = [_number(each) for each in args]
     numbers += [0] * (_MAX_ARGS - len(numbers))
-    made = _Call(address(name, dtype), rows, shared, (ctypes.c_int64 * _MAX_ARGS)(*numbers))
-    program = _recorded.get()
-    if program is None:
+    made = _Call(address(name, dtype), rows, shared, 0, (ctypes.c_int64 * _MAX_ARGS)(*numbers))
+    recorder = _recorder.get()
+    if recorder is None:
         _library().run_call(ctypes.byref(made), ctypes.c_int64(torch.get_num_threads()))
     else:
-        program.add(made, [each for each in args if isinstance(each, torch.Tensor)])
+        recorder.calls.append((made, args))
 
 
 def _number(argument: Argument) -> int:
@@ -64,59 +70,135 @@ def _number(argument: Argument) -> int:
 
 
 class Program:
-    """Holds recorded calls, and runs them for any number of rows up to that for which they were recorded.
+    """Runs recorded calls for any number of rows up to that for which they were recorded. It is for one thread."""
 
-    It is for one thread. Its memory is in use until the run after the next begins: see team.c."""
-
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._calls: list[_Call] = []
-        self._memory: list[torch.Tensor] = []  # that the calls name
+    def __init__(
+        self, calls: list[_Call], marks: list[int], result: torch.Tensor, memory: list[torch.Tensor], max_rows: int
+    ) -> None:
+        self.result = result  # overwritten by the next run
+        self.max_rows = max_rows
+        self._calls = (_Call * len(calls))(*calls)
+        self._parts = list(pairwise((0, *marks, len(calls))))
+        self._memory = memory  # that the calls use
         weakref.finalize(self, _library().wait_for_helpers)
 
-    def add(self, made: _Call, tensors: list[torch.Tensor]) -> None:
-        """Appends a call, which uses these tensors."""
-        self._calls.append(made)
-        self._memory += tensors
-
-    def freeze(self) -> None:
-        """Ends the recording."""
-        self._array = (_Call * len(self._calls))(*self._calls)
-
-    def run(self, rows: int) -> None:
-        """Runs the calls."""
-        numbers = (len(self._array), rows, self._max_rows, torch.get_num_threads())
-        _library().run_program(self._array, *map(ctypes.c_int64, numbers))
+    def run(self, rows: int, on_mark: Callable[[int], None] | None = None) -> None:
+        """Runs the calls; with `on_mark(index)` at each mark of the recording."""
+        numbers = (rows, self.max_rows, torch.get_num_threads())
+        for index, (begin, end) in enumerate(self._parts if on_mark else [(0, len(self._calls))]):
+            if index and on_mark:
+                on_mark(index - 1)
+            part = (_Call * (end - begin)).from_buffer(self._calls, begin * ctypes.sizeof(_Call))
+            _library().run_program(part, *map(ctypes.c_int64, (end - begin, *numbers)))
 
 
-_recorded: ContextVar[Program | None] = ContextVar("recorded", default=None)
+class _Buffer(NamedTuple):
+    """Is an allocation of a recording, and the first and last call that use it."""
+
+    num_bytes: int
+    first: int
+    last: int
 
 
-class NotRecordedError(Exception):
-    """Reports an operation that is no kernel of ours, so that a program would leave it out."""
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the kernels that are called inside, which are not run, and refuses whatever else computes."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[_Call, tuple[Argument, ...]]] = []
+        self._allocated: list[torch.Tensor] = []
+        self._marks: list[int] = []
 
-class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations of torch that compute something."""
+    def __enter__(self) -> "Recorder":
+        self._token = _recorder.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _recorder.reset(self._token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (func.is_view or func in _ALLOCATIONS):
+        result = func(*args, **(kwargs or {})) if func.is_view or func in _ALLOCATIONS else None
+        if result is None:
             raise NotRecordedError(str(func))
-        return func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._allocated.append(result)
+        return result
+
+    def mark(self) -> None:
+        """Lets `Program.run` stop here."""
+        self._marks.append(len(self.calls))
+
+    def program(self, result: torch.Tensor, max_rows: int, reuse_distance: int | None = None) -> Program:
+        """Returns the program of the calls, which were made for max_rows rows or multiples of it; the caller reads
+        `result`.
+
+        Memory is used again by calls that come at least `reuse_distance` calls after its last use, or only by the next
+        run: the larger, the longer a thread may be late and nobody waits for it."""
+        buffers = self._buffers()
+        num_calls = len(self.calls)
+        offsets = _place(list(buffers.values()), reuse_distance or num_calls)
+        size = max(offset + each.num_bytes for offset, each in zip(offsets, buffers.values(), strict=True))
+        arena = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+        arena = arena[-arena.data_ptr() % _ALIGNMENT :]
+        moves = {base: offset - base for base, offset in zip(buffers, offsets, strict=True)}
+        calls: list[_Call] = []
+        for index, (made, args) in enumerate(self.calls):
+            for position, each in enumerate(args):
+                if isinstance(each, torch.Tensor) and (base := _base(each)) in moves:
+                    made.args[position] += moves[base] + arena.data_ptr()
+            made.distance = _distance(index, list(zip(offsets, buffers.values(), strict=True)), num_calls)
+            calls.append(made)
+        at = result.data_ptr() + moves[_base(result)]
+        moved = arena[at : at + result.nbytes].view(result.dtype).view(result.shape)
+        others = [each for _, args in self.calls for each in args if isinstance(each, torch.Tensor)]
+        memory = [arena, *(each for each in others if _base(each) not in moves)]
+        return Program(calls, self._marks, moved, memory, max_rows)
+
+    def _buffers(self) -> dict[int, _Buffer]:
+        """Returns what was allocated and used, by address."""
+        sizes = {_base(each): each.untyped_storage().nbytes() for each in self._allocated}
+        buffers: dict[int, _Buffer] = {}
+        for index, (_, args) in enumerate(self.calls):
+            for base in {_base(each) for each in args if isinstance(each, torch.Tensor)} & sizes.keys():
+                num_bytes = -(-sizes[base] // _ALIGNMENT) * _ALIGNMENT
+                buffers.setdefault(base, _Buffer(num_bytes, index, index))
+                buffers[base] = buffers[base]._replace(last=index)
+        return buffers
 
 
-@contextmanager
-def record(max_rows: int) -> Iterator[Program]:
-    """Records the kernels that are called inside, which are not run. They must be called for max_rows rows, or a
-    multiple. Raises NotRecordedError for anything else that computes."""
-    program = Program(max_rows)
-    token = _recorded.set(program)
-    try:
-        with _OnlyViews():  # type: ignore[no-untyped-call]
-            yield program
-    finally:
-        _recorded.reset(token)
-    program.freeze()
+def _base(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(buffers: list[_Buffer], distance: int) -> list[int]:
+    """Returns an offset for each buffer, the first that is free."""
+    placed: list[tuple[int, _Buffer]] = []
+    for buffer in buffers:
+        taken = sorted((offset, each) for offset, each in placed if each.last + distance > buffer.first)
+        free = 0
+        for offset, each in taken:
+            if offset - free >= buffer.num_bytes:
+                break
+            free = max(free, offset + each.num_bytes)
+        placed.append((free, buffer))
+    return [offset for offset, _ in placed]
+
+
+def _distance(index: int, placed: list[tuple[int, _Buffer]], num_calls: int) -> int:
+    """Returns how many calls ago the memory of the buffers that call `index` is the first to use was last used, in this
+    run or the one before; 0 if it is the first to use none."""
+    distances = [0]
+    for offset, buffer in placed:
+        if buffer.first == index:
+            for start, other in placed:
+                if start < offset + buffer.num_bytes and offset < start + other.num_bytes:
+                    distances.append(index - other.last + (num_calls if other.last >= index else 0))
+    return min(filter(None, distances), default=0)
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def _library() -> _Library:

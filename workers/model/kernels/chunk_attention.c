@@ -4,9 +4,9 @@
 #include "common.h"
 
 // query, out  [tokens, kv_heads * group, head_dim], tokens `query_stride` and `out_stride` elements apart
-// keys, values, table  as for decode_attention; token i has position start + i and sees the `window` keys up to it
+// keys, values, table  as in decode_attention.c; token i has position start + i and sees the `window` keys up to it
 //
-// Only where has_chunk_attention says so.
+// Only where has_chunk_attention says so. An item is some tokens of a KV head.
 #ifdef __AVX512BF16__
 
 enum { TILE = 64, ROWS = 6, MAX_ROWS = 258, MAX_DIM = 128 };  // keys of a tile; rows of a register block and of an item
@@ -117,16 +117,16 @@ int has_chunk_attention(int64_t group, int64_t head_dim) {
     return head_dim % 64 == 0 && head_dim <= MAX_DIM && group <= MAX_GROUP;
 }
 
-// An item is some tokens of a KV head.
-int64_t chunk_attention_bf16(const Arg *a, int64_t tokens, int64_t item) {
-    const uint16_t *query = a[0].p, *keys = a[4].p, *values = a[5].p;
-    uint16_t *out = a[2].p;
-    const int32_t *table = a[6].p;
-    const int64_t query_stride = a[1].n, out_stride = a[3].n, start = a[7].n, window = a[8].n;
-    const int64_t kv_heads = a[9].n, group = a[10].n, D = a[11].n, block_size = a[12].n;
-    const float scale = a[13].f;
-    const int64_t step = least(256 / group, 32), items = ceil_div(tokens, step) * kv_heads;
-    if (item < 0) return items;
+static inline int64_t tokens_of_item(int64_t group) { return least(256 / group, 32); }
+
+int64_t chunk_items(int64_t tokens, int64_t kv_heads, int64_t group) {
+    return ceil_div(tokens, tokens_of_item(group)) * kv_heads;
+}
+
+void attend_chunk(const uint16_t *query, int64_t query_stride, uint16_t *out, int64_t out_stride, const uint16_t *keys,
+                  const uint16_t *values, const int32_t *table, int64_t start, int64_t tokens, int64_t window,
+                  int64_t kv_heads, int64_t group, int64_t D, int64_t block_size, float scale, int64_t item) {
+    const int64_t step = tokens_of_item(group), items = chunk_items(tokens, kv_heads, group);
     item = items - 1 - item;  // the longest, which are the last, come first
     static __thread Tile tile;
     Tile *t = &tile;
@@ -157,8 +157,14 @@ int64_t chunk_attention_bf16(const Arg *a, int64_t tokens, int64_t item) {
         uint16_t *to = out + (token + r / group) * out_stride + (head * group + r % group) * D;
         for (int64_t d = 0; d < D; d++) to[d] = store_bf16(t->acc[r][d] / t->sum[r]);
     }
-    return 0;
 }
 #else
 int has_chunk_attention(int64_t group, int64_t head_dim) { return (void)group, (void)head_dim, 0; }
+int64_t chunk_items(int64_t tokens, int64_t kv_heads, int64_t group) { return (void)tokens, (void)kv_heads, (void)group, 0; }
+void attend_chunk(const uint16_t *query, int64_t query_stride, uint16_t *out, int64_t out_stride, const uint16_t *keys,
+                  const uint16_t *values, const int32_t *table, int64_t start, int64_t tokens, int64_t window,
+                  int64_t kv_heads, int64_t group, int64_t D, int64_t block_size, float scale, int64_t item) {
+    (void)query, (void)query_stride, (void)out, (void)out_stride, (void)keys, (void)values, (void)table, (void)start;
+    (void)tokens, (void)window, (void)kv_heads, (void)group, (void)D, (void)block_size, (void)scale, (void)item;
+}
 #endif

@@ -50,3 +50,9 @@ static inline float silu(float x) {  // x / (1 + e^-x)
     const float e = decay(x > 0 ? -x : x);
     return x * (x > 0 ? 1 : e) / (1 + e);
 }
+
+// See chunk_attention.c.
+int64_t chunk_items(int64_t tokens, int64_t kv_heads, int64_t group);
+void attend_chunk(const uint16_t *query, int64_t query_stride, uint16_t *out, int64_t out_stride, const uint16_t *keys,
+                  const uint16_t *values, const int32_t *table, int64_t start, int64_t tokens, int64_t window,
+                  int64_t kv_heads, int64_t group, int64_t D, int64_t block_size, float scale, int64_t item);

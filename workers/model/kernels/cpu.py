@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from .build import SUFFIX, library
-from .calls import Argument, call
+from .calls import call
 
 _MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
 _MAX_GROUP: Final = 32  # as in common.h
@@ -21,52 +21,30 @@ def usable(tensor: torch.Tensor) -> bool:
 
 
 def can_attend(cache: torch.Tensor, group: int) -> bool:
-    """Returns whether `decode_attention` can read a KV cache of this kind, `group` query heads to a KV head."""
+    """Returns whether `paged_attention` can read a KV cache of this kind, `group` query heads to a KV head."""
     return cache.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(cache)
 
 
 def can_attend_chunks(cache: torch.Tensor, group: int) -> bool:
-    """Returns whether `chunk_attention` can, which needs bfloat16 and a processor with its dot product."""
+    """Returns whether it also takes several tokens of a sequence, which needs bfloat16 and a processor with its dot
+    product."""
     kernels = library() if usable(cache) and cache.dtype == torch.bfloat16 else None
     return kernels is not None and bool(kernels.has_chunk_attention(group, cache.shape[-1]))
 
 
-def decode_attention(
-    query: torch.Tensor,  # [rows, num_heads, head_dim]
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
     values: torch.Tensor,  # the same
-    tables: torch.Tensor,  # [1] int64, the address of the block tables, int32, one after the other
-    offsets: torch.Tensor,  # [rows] int64, where each row's block table begins
-    first_keys: torch.Tensor,  # [rows] int64, the first position each query sees
-    last_keys: torch.Tensor,  # [rows] int64, the last one
-    out: torch.Tensor,  # [rows, num_heads * head_dim]
-) -> None:
-    """Computes attention of one query per row over its own keys, read in place."""
-    _attend("decode_attention", query, keys, values, out, tables, offsets, first_keys, last_keys)
-
-
-def chunk_attention(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim] bfloat16
-    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
-    values: torch.Tensor,  # the same
-    table: torch.Tensor,  # [table length] int32
-    start: int,  # the position of the first token
-    window: int,  # how many tokens each token sees, itself included
+    tables: torch.Tensor,  # [2] int64, see decode_attention.c
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
-    """Computes causal attention of one sequence's new tokens over its keys."""
-    _attend("chunk_attention", query, keys, values, out, table, start, window)
-
-
-def _attend(
-    name: str, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *places: Argument
-) -> None:
-    """Runs an attention kernel; `places` are its arguments that say where the keys are."""
+    """Computes attention of each token to the keys of its sequence that `tables` name, read in place."""
     rows, num_heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
     shape = (kv_heads, num_heads // kv_heads, head_dim, block_size, head_dim**-0.5)
-    strides = query.stride(0), out.stride(0)
-    call(name, query.dtype, rows, query, strides[0], out, strides[1], keys, values, *places, *shape, shared=True)
+    places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
+    call("paged_attention", query.dtype, rows, *places, *shape, shared=True)
 
 
 def store_kv(

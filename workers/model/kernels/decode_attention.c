@@ -4,14 +4,12 @@
 
 enum { KEYS = 128 };  // keys of a tile
 
+// query, out    [kv_heads * group, head_dim] of one row
+// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim]
+// table         the sequence's blocks; the query sees the keys from `first` to `last`
 //
-// query, out      [rows, kv_heads * group, head_dim], rows `query_stride` and `out_stride` elements apart
-// keys, values    one layer's cache: [blocks, kv_heads, block_size, head_dim]
-// tables          where the address of the block tables is, which lie one after the other; row r's begins at
-//                 offsets[r], and its query sees the keys from first_key[r] to last_key[r]
-//
-// One item is one row's KV head with the `group` query heads that share it. Where head_dim and group are constants, the
-// loops over them unroll, which is worth a factor of 2.5; so the usual pairs have a case each.
+// Computes one KV head with the `group` query heads that share it. Where head_dim and group are constants, the loops over
+// them unroll, which is worth a factor of 2.5; so the usual pairs have a case each.
 #define CASE(ATTEND, D, G)                                                                                             \
     case (D) * 64 + (G):                                                                                               \
         ATTEND(from, to, keys, values, table, first, last, head, kv_heads, G, D, block_size, scale);                   \
@@ -189,19 +187,42 @@ static inline __attribute__((always_inline)) void attend_bf16(const uint16_t *qu
     attend_wide_bf16(query, out, keys, values, table, first, last, head, kv_heads, group, D, block_size, scale);
 }
 
-#define DEFINE_DECODE(T, NAME, ATTEND)                                                                                 \
-    int64_t decode_attention_##NAME(const Arg *a, int64_t rows, int64_t item) {                                        \
+// Attention of a step's new tokens, of each sequence to its own keys.
+//
+// tables  [2] addresses: of the block tables, one after the other; and of the step's parts: the number of chunks, the
+//         number of single tokens, five numbers of each chunk, four of each single token:
+//         chunk         first row, tokens, position of the first, keys that a token sees at most, where its table begins
+//         single token  row, first and last key, where its table begins
+//
+// An item is a single token's KV head with its query heads, or some tokens of a chunk.
+#define DEFINE_ATTENTION(T, NAME, ATTEND, ITEMS, CHUNK)                                                                \
+    int64_t paged_attention_##NAME(const Arg *a, int64_t rows, int64_t item) {                                         \
+        (void)rows;                                                                                                    \
         const T *query = a[0].p, *keys = a[4].p, *values = a[5].p;                                                     \
         T *out = a[2].p;                                                                                               \
-        const int64_t query_stride = a[1].n, out_stride = a[3].n;                                                      \
-        const int64_t kv_heads = a[10].n, group = a[11].n, head_dim = a[12].n, block_size = a[13].n;                   \
-        const float scale = a[14].f;                                                                                   \
-        if (item < 0) return rows * kv_heads;                                                                          \
-        const int64_t row = item / kv_heads, head = item % kv_heads, at = head * group * head_dim;                     \
-        const T *from = query + row * query_stride + at;                                                               \
-        T *to = out + row * out_stride + at;                                                                           \
-        const int32_t *table = *(const int32_t **)a[6].p + ((const int64_t *)a[7].p)[row];                             \
-        const int64_t first = ((const int64_t *)a[8].p)[row], last = ((const int64_t *)a[9].p)[row];                   \
+        const int32_t *tables = ((const Arg *)a[6].p)[0].p;                                                            \
+        const int64_t *parts = ((const Arg *)a[6].p)[1].p, *part = parts + 2, query_stride = a[1].n;                   \
+        const int64_t out_stride = a[3].n, kv_heads = a[7].n, group = a[8].n, head_dim = a[9].n, block_size = a[10].n; \
+        const float scale = a[11].f;                                                                                   \
+        int64_t items = parts[1] * kv_heads;                                                                           \
+        for (int64_t i = 0; i < parts[0]; i++, part += 5) {                                                            \
+            const int64_t own = ITEMS(part[1], kv_heads, group);                                                       \
+            items += own;                                                                                              \
+            if (item >= 0 && item < own) {                                                                             \
+                CHUNK(query + part[0] * query_stride, query_stride, out + part[0] * out_stride, out_stride, keys,      \
+                      values, tables + part[4], part[2], part[1], part[3], kv_heads, group, head_dim, block_size,      \
+                      scale, item);                                                                                    \
+                return 0;                                                                                              \
+            }                                                                                                          \
+            if (item >= 0) item -= own;                                                                                \
+        }                                                                                                              \
+        if (item < 0) return items;                                                                                    \
+        part += item / kv_heads * 4;                                                                                   \
+        const int64_t head = item % kv_heads, at = head * group * head_dim;                                            \
+        const T *from = query + part[0] * query_stride + at;                                                           \
+        T *to = out + part[0] * out_stride + at;                                                                       \
+        const int32_t *table = tables + part[3];                                                                       \
+        const int64_t first = part[1], last = part[2];                                                                 \
         switch (head_dim * 64 + group) {                                                                               \
             CASES(ATTEND)                                                                                              \
         default:                                                                                                       \
@@ -210,5 +231,7 @@ static inline __attribute__((always_inline)) void attend_bf16(const uint16_t *qu
         return 0;                                                                                                      \
     }
 
-DEFINE_DECODE(float, f32, attend_wide_f32)
-DEFINE_DECODE(uint16_t, bf16, attend_bf16)
+#define NO_ITEMS(...) 0
+#define NO_CHUNK(...)
+DEFINE_ATTENTION(float, f32, attend_wide_f32, NO_ITEMS, NO_CHUNK)
+DEFINE_ATTENTION(uint16_t, bf16, attend_bf16, chunk_items, attend_chunk)

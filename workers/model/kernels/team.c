@@ -5,10 +5,9 @@
 // more after about the time that a chunk takes: its owner may be preempted for milliseconds, a chunk takes microseconds
 // (as the backup tasks of MapReduce, OSDI 2004). An item writes the same bytes each time, so the late owner does no harm
 // as long as nobody uses the memory for something else. Hence:
-// - each call of a program has outputs of its own;
-// - the program's owner has two sets of them and takes turns: a run waits for those who are left in the one before the
-//   last, which practically never are;
-// - a call that reads or writes memory of others (`shared`) is not left behind: the run ends when nobody is in one.
+// - a call waits for threads that are late in a call whose memory it takes over; `distance` says which these are;
+// - a run ends when nobody is in a call that reads or writes memory of others (`shared`);
+// - what a run needs stays for the one after it.
 //
 // There is no leader: any thread may begin the next call, so that the caller may be preempted, too.
 
@@ -29,25 +28,31 @@ enum { SHORT_WAIT = 3000, SPINS = 4000 };  // nanoseconds before a backup at lea
 
 typedef struct {
     Kernel *kernel;
-    int64_t rows;  // when the call was recorded
-    int64_t shared;
+    int64_t rows;      // when the call was recorded
+    int64_t shared;    // it uses memory of others
+    int64_t distance;  // it writes memory that was last used so many calls ago, at least; 0 if never before
     Arg args[MAX_ARGS];
 } Call;
 
 typedef struct {
     const Call *calls;
     int64_t num_calls, rows, recorded_rows, threads;
-    uint64_t first;                          // serial of the first call
-    _Alignas(64) _Atomic uint64_t turn;      // serial of the current call << 16 | its next chunk
-    _Alignas(64) _Atomic int64_t helpers;    // in this run
-    _Alignas(64) _Atomic int64_t in_shared;  // threads in a shared call
+    uint64_t first;                                  // serial of the first call
+    _Alignas(64) _Atomic uint64_t turn;              // serial of the current call << 16 | its next chunk
+    _Alignas(64) _Atomic int64_t helpers;            // in this run
     _Alignas(64) _Atomic uint64_t done[MAX_CHUNKS];  // serial of the call in which a chunk was last computed
 } Run;
 
+typedef struct {
+    _Alignas(64) _Atomic uint64_t serial;  // of the call that the thread is in, 0 if none
+} Thread;
+
 static struct {
     pthread_mutex_t lock;
-    pthread_t threads[MAX_THREADS];
+    pthread_t helpers[MAX_THREADS];
+    Thread threads[MAX_THREADS];  // the caller, then the helpers
     int64_t num_helpers;
+    uint64_t num_calls;  // of all runs
     pid_t process, caller;
     _Atomic int ending;
     _Atomic uint32_t started;  // runs; helpers wait for the next on it
@@ -69,21 +74,15 @@ static inline int64_t nanoseconds(void) {
     return now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-// Computes a chunk of the call, unless the call is over. Who enters a shared call says so before it looks whether the
-// call is still current, so that the run's end sees it.
-static int compute(Run *run, const Call *call, uint64_t serial, int64_t rows, int64_t chunk, int64_t size,
-                   int64_t items, uint64_t *expected) {
-    if (call->shared) atomic_fetch_add(&run->in_shared, 1);
-    const int taken = expected ? atomic_compare_exchange_strong(&run->turn, expected, *expected + 1)
-                               : atomic_load(&run->turn) >> 16 == serial;
-    if (taken) {
-        for (int64_t item = chunk * size; item < least(items, (chunk + 1) * size); item++)
-            call->kernel(call->args, rows, item);
-        atomic_store_explicit(&run->done[chunk], serial, memory_order_release);
-    }
-    if (call->shared) atomic_fetch_sub(&run->in_shared, 1);
-    return taken;
+// Computes a chunk of the call, unless the call is over.
+static void compute(Run *run, const Call *call, int64_t rows, int64_t chunk, int64_t size, int64_t items,
+                   uint64_t serial) {
+    for (int64_t item = chunk * size; item < least(items, (chunk + 1) * size); item++)
+        call->kernel(call->args, rows, item);
+    atomic_store_explicit(&run->done[chunk], serial, memory_order_release);
 }
+
+static inline int is_over(Run *run, uint64_t serial) { return atomic_load(&run->turn) >> 16 != serial; }
 
 // Waits until every chunk is done or the call is over; computes what is missing for too long.
 static void wait_for_others(Run *run, const Call *call, uint64_t serial, int64_t rows, int64_t chunks, int64_t size,
@@ -91,33 +90,50 @@ static void wait_for_others(Run *run, const Call *call, uint64_t serial, int64_t
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         int64_t since = 0;
         for (int looks = 1; atomic_load_explicit(&run->done[chunk], memory_order_acquire) != serial; looks++) {
-            if (atomic_load(&run->turn) >> 16 != serial) return;
+            if (is_over(run, serial)) return;
             if (looks % 32) {
                 pause_briefly();
                 continue;
             }
             const int64_t now = nanoseconds();
             since = since ? since : now;
-            if (now - since > patience) compute(run, call, serial, rows, chunk, size, items, NULL);
+            if (now - since > patience) compute(run, call, rows, chunk, size, items, serial);
         }
     }
 }
 
-// Takes part in a run until its last call is over.
-static void take_part(Run *run) {
-    for (;;) {
-        uint64_t turn = atomic_load(&run->turn);
+// Waits until nobody is late in a call whose memory this one writes, or the call is over.
+static void wait_for_memory(Run *run, const Call *call, uint64_t serial) {
+    for (int64_t i = 0; i <= team.num_helpers; i++)
+        for (uint64_t late; (late = atomic_load(&team.threads[i].serial)) && late + call->distance <= serial;) {
+            if (is_over(run, serial)) return;
+            pause_briefly();
+        }
+}
+
+// Takes part in a run until its last call is over. A thread says in which call it is before it looks whether that is
+// still the current one: so whoever begins a later call, or ends the run, sees it.
+static void take_part(Run *run, Thread *self) {
+    for (uint64_t turn = atomic_load(&run->turn);; turn = atomic_load(&run->turn)) {
         const uint64_t serial = turn >> 16;
         const int64_t index = serial - run->first;
-        if (index >= run->num_calls) return;
+        if (index >= run->num_calls) break;
+        atomic_store(&self->serial, serial);
+        if (is_over(run, serial)) continue;
         const Call *call = run->calls + index;
+        if (call->distance) wait_for_memory(run, call, serial);
         const int64_t rows = call->rows * run->rows / run->recorded_rows;
         const int64_t items = call->kernel(call->args, rows, -1);
-        const int64_t size = ceil_div(items, least(CHUNKS * run->threads, MAX_CHUNKS)), chunks = ceil_div(items, size);
+        const int64_t most = least(CHUNKS * run->threads, MAX_CHUNKS);
+        const int64_t size = items > most ? ceil_div(items, most) : 1, chunks = ceil_div(items, size);
         int64_t begun = 0, mine = 0;
+        turn = atomic_load(&run->turn);
         while (turn >> 16 == serial && (int64_t)(turn & 0xFFFF) < chunks) {
             if (!begun && chunks > 1) begun = nanoseconds();
-            mine += compute(run, call, serial, rows, turn & 0xFFFF, size, items, &turn);
+            if (atomic_compare_exchange_strong(&run->turn, &turn, turn + 1)) {
+                compute(run, call, rows, turn & 0xFFFF, size, items, serial);
+                mine++;
+            }
             turn = atomic_load(&run->turn);
         }
         if (turn >> 16 != serial) continue;
@@ -126,10 +142,10 @@ static void take_part(Run *run) {
         turn = serial << 16 | chunks;
         atomic_compare_exchange_strong(&run->turn, &turn, (serial + 1) << 16);
     }
+    atomic_store(&self->serial, 0);
 }
 
-static void *help(void *unused) {
-    (void)unused;
+static void *help(void *self) {
     for (uint32_t seen = 0;;) {
         uint32_t now = atomic_load(&team.started);
         for (int looks = 0; now == seen && looks < SPINS; looks++) pause_briefly(), now = atomic_load(&team.started);
@@ -143,7 +159,7 @@ static void *help(void *unused) {
         seen = now;
         Run *run = &team.runs[now % 2];
         atomic_fetch_add(&run->helpers, 1);
-        if (atomic_load(&team.started) == now) take_part(run);
+        if (atomic_load(&team.started) == now) take_part(run, self);
         atomic_fetch_sub(&run->helpers, 1);
     }
 }
@@ -160,11 +176,12 @@ static void gather_helpers(int64_t helpers) {
     if (team.process == process && team.num_helpers) {
         atomic_store(&team.ending, 1);
         announce();
-        for (int64_t i = 0; i < team.num_helpers; i++) pthread_join(team.threads[i], NULL);
+        for (int64_t i = 0; i < team.num_helpers; i++) pthread_join(team.helpers[i], NULL);
         atomic_store(&team.ending, 0);
     }
     if (team.process != process) {  // a fork has left the helpers behind
         memset(team.runs, 0, sizeof team.runs);
+        memset(team.threads, 0, sizeof team.threads);
         atomic_store(&team.sleeping, 0);
     }
     team.process = process, team.caller = caller, team.num_helpers = 0;
@@ -172,9 +189,15 @@ static void gather_helpers(int64_t helpers) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the interpreter
-    while (team.num_helpers < helpers && !pthread_create(&team.threads[team.num_helpers], NULL, help, NULL))
+    for (int64_t i = 0; i < helpers; i++) {
+        if (pthread_create(&team.helpers[i], NULL, help, &team.threads[i + 1])) break;
         team.num_helpers++;
+    }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static int is_in_shared(const Run *run, uint64_t serial) {
+    return serial >= run->first && run->calls[serial - run->first].shared;
 }
 
 // Runs calls for `rows` rows, which were recorded for `recorded_rows`, on `threads` threads with the caller's.
@@ -187,11 +210,16 @@ static void run_calls(const Call *calls, int64_t num_calls, int64_t rows, int64_
     while (atomic_load(&run->helpers)) sched_yield();
     run->calls = calls, run->num_calls = num_calls;
     run->rows = rows, run->recorded_rows = recorded_rows, run->threads = threads;
-    run->first = (atomic_load(&run->turn) >> 16) + 1;  // no chunk was ever done in call 0
+    run->first = team.num_calls + 1;  // no chunk was ever done in call 0
+    team.num_calls += num_calls;
     atomic_store(&run->turn, run->first << 16);
     announce();
-    take_part(run);
-    while (atomic_load(leave ? &run->in_shared : &run->helpers)) sched_yield();
+    take_part(run, &team.threads[0]);
+    if (leave)
+        for (int64_t i = 1; i <= team.num_helpers; i++)
+            while (is_in_shared(run, atomic_load(&team.threads[i].serial))) sched_yield();
+    else
+        while (atomic_load(&run->helpers)) sched_yield();
     pthread_mutex_unlock(&team.lock);
 }
 
