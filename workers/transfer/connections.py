@@ -29,7 +29,7 @@ from .frames import (
     decode,
     encode,
 )
-from .registry import capabilities, choose, connector_class
+from .registry import capabilities, choose, find_connector
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,11 @@ class Connection:
         if not isinstance(answer, Open) or not answer.transports.keys() <= hello.transports.keys():
             raise TransferError("KV connection out of order")
         for name, description in list(answer.transports.items())[:1]:
-            if not isinstance(description, dict):
+            connector = find_connector(name)
+            if connector is None or not isinstance(description, dict):
                 raise TransferError(f"KV transport {name} without a description")
             async with asyncio.timeout(CONNECT_SECONDS):
-                self.connector = await connector_class(name).connect(self._context, name, description)
+                self.connector = await connector.connect(self._context, name, description)
         self.transport = self.connector.name if self.connector else "grpc"
         logger.info("KV cache from %s goes over %s", self.endpoint, self.transport)
         self.settled.set()
@@ -224,12 +225,13 @@ class SenderConnections:
                 ended.close()
 
     async def _listen(self, hello: Open, announce: Callable[[Announce], None]) -> KvConnector | None:
-        name = choose(self._context, hello.transports)
-        if name is None:
+        chosen = choose(self._context, hello.transports)
+        if chosen is None:
             return None
+        name, connector = chosen
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                return await connector_class(name).listen(self._context, name, announce)
+                return await connector.listen(self._context, name, announce)
         except (OSError, ValueError, TransferError, TimeoutError) as error:
             logger.warning("no KV transport %s: %s", name, str(error) or "timeout")
             return None
