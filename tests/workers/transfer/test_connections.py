@@ -331,7 +331,7 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(monkeypatch: pytest.
 
     def offer(self: CollectiveConnector, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
         payload = true(self, stream, blocks, span)
-        self._waiting[-1] = memoryview(bytes(len(self._waiting[-1])))
+        self._waiting[-1] = memoryview(bytearray(len(self._waiting[-1])))
         return payload
 
     async with two(transports=("gloo",)) as pair:
@@ -546,10 +546,11 @@ async def test_a_sender_that_breaks_the_order_is_left_alone(
     assert "never retrieved" not in caplog.text
 
 
-async def test_a_message_larger_than_any_frame_is_not_waited_for() -> None:
+@pytest.mark.parametrize("num_bytes", [0, 2**50])
+async def test_a_message_of_a_length_that_no_frame_has_is_not_waited_for(num_bytes: int) -> None:
     async with two_ends() as (pair, receiving):
         with pytest.raises(TransferError, match="at most"):
-            await receiving.deliver(Announce(stream=1, num_bytes=2**50, checksum=0))
+            await receiving.deliver(Announce(stream=1, num_bytes=num_bytes, checksum=0))
         assert not pair.broken
 
 
@@ -571,7 +572,7 @@ async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
     async with two_ends() as (pair, receiving):
         with receiving.open_stream(1):
             pass
-        data = [bytes([number]) * (1 + number) for number in range(4)]
+        data = [bytearray([number]) * (1 + number) for number in range(4)]
         nothing = cast(Any, None)
         with receiving.open_stream(2):
             for number, part in enumerate(data):
