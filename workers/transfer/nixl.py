@@ -69,7 +69,8 @@ class NixlConnector(KvConnector):
         connector._shapes = paged_shapes(context.kv.layout, **connector._sizes)
         sizes = [math.prod(shape) * ITEM_BYTES[context.kv.layout.dtype] for shape in connector._shapes]
         connector._starts = np.cumsum([0, *sizes]).tolist()
-        reader = await context.resource("nixl reader", partial(_open_reader, context.host))
+        make_reader = partial(NixlReader, timeout=CONNECT_SECONDS, devices=_devices(context.host))
+        reader = await context.resource("nixl reader", make_reader)
         connector._peer = await reader.connect(found["memory"], staging_bytes=_STAGING_BYTES)
         connector._reading = asyncio.Lock()
         kv_bytes = connector._peer.num_bytes - TABLE_BYTES
@@ -131,10 +132,6 @@ def _register(context: TransferContext) -> NixlMemory:
     memory = mmap.mmap(context.kv.shared_fd, 0)
     regions = [torch.frombuffer(each, dtype=torch.uint8) for each in (memory, context.leases.memory)]
     return NixlMemory(regions, devices=_devices(context.host))
-
-
-def _open_reader(host: str) -> NixlReader:
-    return NixlReader(timeout=CONNECT_SECONDS, devices=_devices(host))
 
 
 def _devices(host: str) -> str:

@@ -48,9 +48,9 @@ class NixlMemory:
     It runs two threads of NIXL, which sleep between reads."""
 
     def __init__(self, regions: Sequence[torch.Tensor], *, devices: str = "") -> None:
-        """`regions` are contiguous tensors, kept until `close`. `devices` are UCX's network devices, as "lo" or
-        "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a second. Raises ValueError for tensors with
-        holes, OSError if NIXL does not work here."""
+        """`regions` are contiguous tensors in host memory, kept until `close`. `devices` are UCX's network devices, as
+        "lo" or "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a second. Raises OSError if NIXL does not
+        work here."""
         self._regions = _table(regions)
         self._agent: Any = _Agent(serves=True, devices=devices)
         self._tensors = list(regions)  # after the agent: the memory goes last
@@ -236,8 +236,6 @@ class _Agent:
 
 
 def _table(regions: Sequence[torch.Tensor]) -> _Regions:
-    if not regions or any(not region.is_contiguous() or region.is_cuda for region in regions):
-        raise ValueError("NIXL needs contiguous tensors in host memory")
     return np.array([(region.data_ptr(), region.nbytes, 0) for region in regions], np.uint64)
 
 
