@@ -226,10 +226,10 @@ class KvSender:
 
     async def _wait_for_more(self, offer: KvOffer, sent: Mapping[int, int]) -> None:
         def more() -> bool:
-            return any(offer.ready(layer) > num_tokens for layer, num_tokens in sent.items())
+            return offer.first_tokens is not None or any(offer.ready(layer) > count for layer, count in sent.items())
 
         try:
-            await offer.wait(lambda: more() or offer.first_tokens is not None, self.stall_seconds)
+            await offer.wait(more, self.stall_seconds)
         except TimeoutError as error:
             raise TransferError("KV cache made no progress") from error
         offer.check()
