@@ -7,7 +7,8 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.tests import demo_model
-from tandem.tests.fleet import Fleet, fleet, token_request
+from tandem.tests.fleet import Fleet, fleet
+from tandem.tests.token_request import token_request
 
 NUM_TOKENS = 64
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 160, 200, 256, 300, 333, 512, 1500)
