@@ -11,6 +11,7 @@ which nothing else does.
 """
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Collection, Generator
@@ -57,6 +58,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # OpenMP threads that spin for long while another engine of the process wants the core cost a factor of 5 and more;
 # threads that sleep at once cost one of 2.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# A shell's background jobs ignore SIGINT, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have workers of their own
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
