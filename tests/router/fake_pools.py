@@ -13,7 +13,7 @@ from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.dispatch.worker_client import AttemptKey, WorkerClient, WorkerStream
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.policy import Placement
-from tandem.tests.fleet import token_request
+from tandem.tests.token_request import token_request
 
 SEED = 1000
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED

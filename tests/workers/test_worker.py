@@ -13,7 +13,8 @@ import pytest
 from tandem.proto import worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.errors import TandemError
-from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request, worker_stub
+from tandem.tests.fleet import VOCAB, fake_rank, fleet, worker_stub
+from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of

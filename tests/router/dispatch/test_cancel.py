@@ -12,7 +12,8 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import Unavailable
 from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenRequest
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet
+from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.workers.tp.rank import Rank
 

@@ -14,7 +14,8 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet
+from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED

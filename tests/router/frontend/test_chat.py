@@ -13,7 +13,7 @@ from tandem.router.frontend.chat import check_chat, json_object, template_variab
 from tandem.router.frontend.template import render
 from tandem.router.frontend.template_bounds import TemplateBoundExceeded
 from tandem.tests.router.fake_source import byte_tokenizer
-from tandem.tests.tiny import make_tokenizer
+from tandem.tests.tiny_tokenizer import make_tokenizer
 
 MODES = inference_pb2.ToolChoice
 WEATHER = {

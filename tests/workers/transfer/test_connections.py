@@ -16,7 +16,8 @@ import torch
 
 from tandem.proto import worker_pb2
 from tandem.proto.channel import bind, peer_server
-from tandem.tests.fleet import fleet, token_request
+from tandem.tests.fleet import fleet
+from tandem.tests.token_request import token_request
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
