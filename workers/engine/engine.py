@@ -5,6 +5,7 @@ Knows nothing of tokenization, text, networks or where its plans are carried out
 
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Full
 from typing import Final
 
@@ -15,6 +16,7 @@ from .plan import Executor, FirstTokens, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
 from .sequence import SequenceSpec
+from .update import update
 
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
 
@@ -82,37 +84,40 @@ class Engine:
         """Whether `step` could do something now."""
         return self._in_flight is not None or self.scheduler.has_work
 
-    def step(self, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
+    def step(self, emit: Callable[[list[Event]], object] | None = None) -> list[Event]:
         """Launches a step of the batch, if there is anything to compute, and waits for its end; with overlap for the
         end of the step that the previous call launched.
 
-        Returns the events. Those known before the end (admissions, preemptions, layers of a prefill) go to `early` at
-        once if it is given, so that a decode worker can fetch KV cache while the prefill runs."""
+        Gives the events to `emit` as soon as they are known: admissions, preemptions and layers of a prefill before
+        the end, so that a decode worker can fetch KV cache while the prefill runs. Without `emit` returns them all."""
+        events: list[Event] = []
+        emit = emit or events.extend
         started = self._clock()
-        plan, events = self.scheduler.schedule()
-        if early is not None and events:
-            early(events)
-            events = []
-        launched = (plan, self._launch(plan, early)) if plan.sequences or plan.dropped else None
+        plan, found = self.scheduler.schedule()
+        if found:
+            emit(found)
+        launched = None
+        if plan.sequences or plan.dropped:
+            launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
+        found = []
         if launched is not None:
             plan, collect = launched
-            events += self.scheduler.update(plan, collect())
+            found = update(self.requests, plan, collect())
             if plan.has_decodes:
                 seconds = self._clock() - started
                 self.step_seconds += (seconds - self.step_seconds) * (_WEIGHT if self.step_seconds else 1.0)
         stored, evicted = self.requests.pool.take_changes()
         if stored or evicted:
-            events.append(CacheChanged(stored=stored, evicted=evicted))
+            found.append(CacheChanged(stored=stored, evicted=evicted))
+        if found:
+            emit(found)
         return events
 
-    def _launch(self, plan: StepPlan, early: Callable[[list[Event]], None] | None) -> Callable[[], Samples]:
-        def on_layers(num_layers: int) -> None:
-            if early is not None and (events := self.scheduler.progress(plan, num_layers)):
-                early(events)
-
-        return self._executor.launch(plan, on_layers)
+    def _report_layers(self, plan: StepPlan, emit: Callable[[list[Event]], object], num_layers: int) -> None:
+        if events := self.scheduler.progress(plan, num_layers):
+            emit(events)
 
     def blocks(self) -> dict[BlockState, int]:
         """Returns how many blocks are in each state; the counts add up to the pool's size."""

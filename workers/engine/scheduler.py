@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Final
 
 from . import fork
-from .events import Admitted, Event, Failed, NewTokens, Preempted, Progress
-from .plan import PENDING_TOKEN, FirstTokens, Samples, SequenceStep, StepPlan
+from .events import Admitted, Event, NewTokens, Preempted, Progress
+from .plan import PENDING_TOKEN, FirstTokens, SequenceStep, StepPlan
 from .request_table import RequestTable
-from .sequence import Search, Sequence, SequenceSpec, State, Task
+from .sequence import Sequence, SequenceSpec, State, Task
 from .update import advance_search, append_tokens
 
 _LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
@@ -93,43 +93,6 @@ class Scheduler:
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
         return plan, events
 
-    def update(self, plan: StepPlan, samples: Samples) -> list[Event]:
-        """Applies what a step computed, in the order in which steps were scheduled. Drops what it computed for
-        sequences that have ended since."""
-        num_samples = sum([step.num_samples for step in plan.sequences])
-        if len(samples.tokens) != num_samples:
-            raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
-        events: list[Event] = []
-        searches: list[Search] = []
-        block_size, end = self._config.block_size, 0
-        for step in plan.sequences:
-            start, end = end, end + step.num_samples
-            sequence = self._requests.sequences.get(step.sequence_id)
-            if sequence is None:
-                continue
-            if step.sequence_id in samples.failed:
-                reason = samples.failed[step.sequence_id]
-                events += [Failed(id=number, reason=reason) for number in self._abort(sequence)]
-                continue
-            sequence.num_computed += len(step.token_ids)
-            if sequence.num_computed >= (sequence.num_published + 1) * block_size:
-                self._requests.publish(sequence)
-            if sequence.scores_prompt:
-                sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
-            if sequence.spec.task is Task.PREFILL:
-                events.append(Progress(id=step.sequence_id, num_computed=sequence.num_computed))
-            if start == end:
-                continue
-            if sequence.search is None:
-                logprobs = samples.logprobs.get(step.sequence_id)
-                events += append_tokens(self._requests, sequence, samples.tokens[start:end], logprobs)
-            elif sequence.search not in searches:
-                searches.append(sequence.search)
-        for search in searches:
-            candidates = [samples.logprobs[member.spec.id][0].top for member in search.members]
-            events += advance_search(self._requests, search, candidates)
-        return events
-
     def progress(self, plan: StepPlan, num_layers: int) -> list[Event]:
         """Returns the progress of prefills while a step runs whose first num_layers layers are computed."""
         return [
@@ -194,17 +157,10 @@ class Scheduler:
             if self.pool.num_available:
                 sequence.reserved += self.pool.reserve(1)
             else:
-                events += [Preempted(id=number) for number in self._abort(self._requests.running[-1])]
+                events += [Preempted(id=number) for number in self._requests.abort(self._requests.running[-1])]
         if sequence.state is State.RUNNING:
             self._requests.claim(sequence, 1)
         return events
-
-    def _abort(self, sequence: Sequence) -> list[int]:
-        """Ends a sequence, or the search of a beam; returns the ids of its choices."""
-        number, search = sequence.spec.id, sequence.search
-        ids = [search.spec.id] if search else [number + choice for choice in sequence.choices]
-        self._requests.finish(number)
-        return ids
 
     def _step(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> SequenceStep:
         """Schedules a sequence's next `count` tokens; adds the block copy that it needs first to `copies`."""
