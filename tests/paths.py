@@ -34,7 +34,7 @@ router.dispatch.attempt:Attempt.start
 router.dispatch.dispatcher:Dispatcher._send
 router.dispatch.worker_client:WorkerClient.submit
 router.dispatch.worker_client:WorkerClient._write ~ _commands
-workers.worker:Worker._read < WorkerClient.submit ~ SessionRequest
+workers.request_manager:RequestManager._read < WorkerClient.submit ~ SessionRequest
 workers.request_manager:RequestManager.submit
 workers.submit:parse_submit
 workers.engine_thread:EngineThread.post < RequestManager.submit
@@ -49,15 +49,12 @@ workers.model.sampling.sampler:Sampler.__call__
 workers.model.runner:ModelRunner.launch
 workers.model.runner:_collect
 workers.engine.engine:Engine.step ~ collect
-workers.engine.scheduler:Scheduler.update
+workers.engine.update:update
 workers.engine.update:append_tokens
-workers.engine_thread:EngineThread._run < Engine.step
-workers.request_manager:RequestManager.deliver ~ events
-workers.request_manager:RequestManager._handle
+workers.request_manager:RequestManager.deliver < Engine.step ~ events
 workers.session:RouterSession.put_tokens
-workers.session:RouterSession.put
 workers.session:RouterSession.take ~ _outputs
-workers.worker:Worker.Session
+workers.request_manager:RequestManager.serve
 router.dispatch.worker_client:WorkerClient._run
 router.dispatch.worker_client:WorkerClient._receive
 router.dispatch.worker_client:WorkerStream.put
