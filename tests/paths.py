@@ -92,7 +92,6 @@ workers.transfer.receiver:PieceWriter.finish < PieceStream._transfer
 workers.transfer.receiver:_merge < KvReceiver._pull
 workers.request_manager:RequestManager._fetched < RequestManager.submit
 workers.engine.engine:Engine.commit_import
-workers.engine.scheduler:Scheduler.commit_import
 """
 
 PATHS: Final = {"prompt": (PROMPT, 30, 14), "token": (TOKEN, 21, 12), "KV handle": (HANDLE, 26, 11)}

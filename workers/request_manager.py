@@ -166,11 +166,6 @@ class RequestManager:
         if not self._requests:
             self._idle.set()
 
-    def end_all(self) -> None:
-        """Ends every request, without a report."""
-        for request in list(self._requests):
-            self.end(request)
-
     def release(self, sequence_id: int) -> None:
         """Ends a finished prefill whose lease was acknowledged or has expired."""
         if sequence_id in self._sequences:

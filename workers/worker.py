@@ -151,7 +151,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             session.close()
         self._endpoint.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), 0.0))
-        self._requests.end_all()
+        self._requests.fail_all()
         try:
             await self._thread.stop(_COMMAND_SECONDS)
             await self._coordinator.stop_ranks()

@@ -15,7 +15,7 @@ from .events import CacheChanged, Event
 from .plan import Executor, FirstTokens, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
-from .sequence import SequenceSpec
+from .sequence import SequenceSpec, State
 from .update import update
 
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
@@ -77,7 +77,16 @@ class Engine:
         Ignores unknown ids, since a cancel may come first. Raises RuntimeError unless the sequence is importing, and
         ValueError if first_tokens does not match the request, see
         `SequenceSpec.check_first_tokens`."""
-        self.scheduler.commit_import(sequence_id, first_tokens)
+        sequence = self.requests.sequences.get(sequence_id)
+        if sequence is None:
+            return
+        if sequence.state is not State.IMPORTING:
+            raise RuntimeError(f"sequence {sequence_id}: commit while {sequence.state.value}")
+        sequence.spec.check_first_tokens(first_tokens)
+        self.requests.start(sequence)
+        sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
+        self.requests.publish(sequence)
+        self.requests.committed.append((sequence, first_tokens))
 
     @property
     def has_work(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Final
 
 from . import fork
 from .events import Admitted, Event, NewTokens, Preempted, Progress
-from .plan import PENDING_TOKEN, FirstTokens, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Sequence, SequenceSpec, State, Task
 from .update import advance_search, append_tokens
@@ -49,19 +49,6 @@ class Scheduler:
         num_slots = 1 if spec.task is Task.PREFILL else spec.num_choices
         least = fork.least_blocks(spec, self._config.block_size)
         return num_slots <= self._budgets.max_sequences and least <= self._config.num_blocks
-
-    def commit_import(self, sequence_id: int, first_tokens: FirstTokens) -> None:
-        """See `Engine.commit_import`."""
-        sequence = self._requests.sequences.get(sequence_id)
-        if sequence is None:
-            return
-        if sequence.state is not State.IMPORTING:
-            raise RuntimeError(f"sequence {sequence_id}: commit while {sequence.state.value}")
-        sequence.spec.check_first_tokens(first_tokens)
-        self._requests.start(sequence)
-        sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
-        self._requests.publish(sequence)
-        self._requests.committed.append((sequence, first_tokens))
 
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """Plans the next step, where at most one is in flight. Preempts the newest running sequences when an older one
