@@ -11,14 +11,15 @@ from typing import Final
 
 from .block_pool import BlockState
 from .config import EngineConfig
-from .events import CacheChanged, Event
+from .events import CacheChanged, Event, Progress
 from .plan import Executor, FirstTokens, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
-from .sequence import SequenceSpec, State
+from .sequence import SequenceSpec, State, Task
 from .update import update
 
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
+_LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
 
 
 class Engine:
@@ -125,7 +126,19 @@ class Engine:
         return events
 
     def _report_layers(self, plan: StepPlan, emit: Callable[[list[Event]], object], num_layers: int) -> None:
-        if events := self.scheduler.progress(plan, num_layers):
+        """Reports the progress of prefills while a step runs whose first num_layers layers are computed."""
+        events: list[Event] = [
+            Progress(
+                id=step.sequence_id,
+                num_computed=step.start,
+                num_ahead=step.start + len(step.token_ids),
+                num_layers=num_layers,
+            )
+            for step in plan.sequences
+            if len(step.token_ids) >= _LEAST_AHEAD
+            and self.requests.sequences[step.sequence_id].spec.task is Task.PREFILL
+        ]
+        if events:
             emit(events)
 
     def blocks(self) -> dict[BlockState, int]:

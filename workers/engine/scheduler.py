@@ -5,16 +5,13 @@ no network.
 """
 
 from dataclasses import replace
-from typing import Final
 
 from . import fork
-from .events import Admitted, Event, NewTokens, Preempted, Progress
+from .events import Admitted, Event, NewTokens, Preempted
 from .plan import PENDING_TOKEN, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Sequence, SequenceSpec, State, Task
 from .update import advance_search, append_tokens
-
-_LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
 
 
 class Scheduler:
@@ -79,20 +76,6 @@ class Scheduler:
         self._requests.dropped.clear()
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
         return plan, events
-
-    def progress(self, plan: StepPlan, num_layers: int) -> list[Event]:
-        """Returns the progress of prefills while a step runs whose first num_layers layers are computed."""
-        return [
-            Progress(
-                id=step.sequence_id,
-                num_computed=step.start,
-                num_ahead=step.start + len(step.token_ids),
-                num_layers=num_layers,
-            )
-            for step in plan.sequences
-            if len(step.token_ids) >= _LEAST_AHEAD
-            and self._requests.sequences[step.sequence_id].spec.task is Task.PREFILL
-        ]
 
     def _start_committed(self) -> list[Event]:
         """Applies the first tokens of committed imports; reports only those that finish their choice, since the
