@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _LEAVING: Final = "worker is going away"
 _LOAD_SECONDS: Final = 0.01
-"""How often at most a session reports the load while no request comes or ends: to read it takes as long as to send the
-tokens of a few sequences."""
+"""How often a session reports the load while no request comes or ends: to read it of 64 sequences takes 9 us, as long
+as to queue seven tokens."""
 
 
 @dataclass(eq=False, kw_only=True)
