@@ -11,7 +11,7 @@ from typing import Any, Final
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import check_count, check_length
-from .template import global_names
+from .template_process import global_names
 
 _PATH: Final = "prompt.chat"
 _TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}")

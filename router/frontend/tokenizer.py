@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import jinja2
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -21,13 +20,11 @@ from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, cut_after_final_message, template_variables
-from .template import render
-from .template_bounds import TemplateBoundExceeded
+from .template import TemplateRefused, TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
 """Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
 
-_MAX_TEMPLATE_MESSAGE = 200
 _TEMPLATE_SECONDS = 5.0
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
@@ -53,6 +50,7 @@ class Tokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int | None = None) -> None:
         """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are known."""
         self._template = tokenizer
+        self._renderer = TemplateRenderer()
         self._backend = tokenizer.backend_tokenizer
         # The file may ask for truncation or padding of training batches; encode() alone obeys it, so switch it off.
         self._backend.no_truncation()
@@ -105,7 +103,7 @@ class Tokenizer:
 
         Raises InvalidArgument if the model has no chat template, or the template refuses the messages, renders too many
         characters, or does not end within 5 seconds."""
-        # Always in a thread: a template is a program, and may run until its deadline.
+        # Always in a thread, which waits for the template's process.
         return await asyncio.to_thread(self._encode_chat, chat)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -143,14 +141,11 @@ class Tokenizer:
             raise InvalidArgument("the model has no chat template; send text or token ids", "prompt.chat")
         variables = {**self._template.special_tokens_map, **template_variables(chat)}
         try:
-            return render(source, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
-        except TemplateBoundExceeded as error:
-            reason = f"{error} for these messages"
-        except Exception as error:  # a template is a program: it can raise anything
-            reason = "refuses these messages"
-            if type(error) is jinja2.TemplateError:  # raised by the template itself, with a text for users
-                reason += f": {str(error)[:_MAX_TEMPLATE_MESSAGE]}"
-        raise InvalidArgument(f"the model's chat template {reason}", "prompt.chat")
+            return self._renderer.render(
+                source, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
+            )
+        except TemplateRefused as error:
+            raise InvalidArgument(f"the model's chat template {error}", "prompt.chat") from None
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
