@@ -22,8 +22,8 @@ class TemplateRefused(Exception):
 
 
 class TemplateRenderer:
-    """Renders one template after the other in a process that begins with the first and ends with this object.
-    Thread-safe."""
+    """Renders one template after the other, in a process that begins with `start` or the first of them and ends with
+    this object. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -33,18 +33,21 @@ class TemplateRenderer:
         """Renders the template `source`. `variables` are plain JSON values. Raises TemplateRefused."""
         request = json.dumps([source, variables, max_characters]).encode()
         with self._lock:
-            reply = self._ask(request, seconds)
+            reply = self._ask(self._connection or self._start(), request, seconds)
         if "text" not in reply:
             raise TemplateRefused(reply["reason"])
         return reply["text"]
 
-    def _ask(self, request: bytes, seconds: float) -> dict[str, str]:
-        if self._connection is None:
-            self._connection = self._start()
+    def start(self) -> None:
+        """Starts the process, so that no chat waits for it."""
+        with self._lock:
+            self._start()
+
+    def _ask(self, connection: Connection, request: bytes, seconds: float) -> dict[str, str]:
         try:
-            self._connection.send_bytes(request)
-            if self._connection.poll(seconds):
-                reply: dict[str, str] = json.loads(self._connection.recv_bytes())
+            connection.send_bytes(request)
+            if connection.poll(seconds):
+                reply: dict[str, str] = json.loads(connection.recv_bytes())
                 return reply
             reason = f"takes more than {seconds:g} seconds for these messages"
         except (EOFError, OSError):
@@ -60,6 +63,7 @@ class TemplateRenderer:
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._end = weakref.finalize(self, _end, process)
         ours.recv_bytes()  # it is ready
+        self._connection = ours
         return ours
 
 

@@ -80,7 +80,9 @@ class Tokenizer:
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {reason}") from error
-        return cls(tokenizer, _vocab_size(folder / "config.json"))
+        loaded = cls(tokenizer, _vocab_size(folder / "config.json"))
+        loaded._renderer.start()
+        return loaded
 
     def chat_template(self, tools: bool) -> str:
         """Returns the source of the chat template, of that for tools where the model has a separate one; "" if none."""
