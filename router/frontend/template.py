@@ -1,7 +1,7 @@
 """Renders chat templates, which are Jinja programs of models, within bounds of time, memory and size.
 
 They run in a process of its own, which is killed when a template takes too long. So whatever a template does, for any
-messages, it stops nobody's tokens and takes no memory of the router's. Knows nothing of tokens or messages.
+messages, it stops nobody's tokens and takes no memory of the router's. Knows nothing of tokens.
 """
 
 import json
@@ -14,11 +14,8 @@ from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
 
+from ...proto.errors import InvalidArgument
 from . import template_process
-
-
-class TemplateRefused(Exception):
-    """Says why there is no text, as the end of a sentence about the template."""
 
 
 class TemplateRenderer:
@@ -28,22 +25,29 @@ class TemplateRenderer:
     def __init__(self) -> None:
         self._lock = Lock()
         self._connection: Connection | None = None
+        self._is_ready = False  # to render; the process begins with imports that take a second
 
-    def render(self, source: str, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
-        """Renders the template `source`. `variables` are plain JSON values. Raises TemplateRefused."""
-        request = json.dumps([source, variables, max_characters]).encode()
+    def render(self, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
+        """Renders by transformers' render_jinja_template, whose arguments `variables` are, in plain JSON values.
+
+        Raises InvalidArgument if the template refuses them, writes too much or does not end in time."""
+        request = json.dumps([variables, max_characters]).encode()
         with self._lock:
             reply = self._ask(self._connection or self._start(), request, seconds)
         if "text" not in reply:
-            raise TemplateRefused(reply["reason"])
+            raise InvalidArgument(f"the model's chat template {reply['reason']}", reply.get("field", "prompt.chat"))
         return reply["text"]
 
     def start(self) -> None:
-        """Starts the process, so that no chat waits for it."""
+        """Starts the process, so that no chat waits for it. Idempotent."""
         with self._lock:
-            self._start()
+            if self._connection is None:
+                self._start()
 
     def _ask(self, connection: Connection, request: bytes, seconds: float) -> dict[str, str]:
+        if not self._is_ready:
+            connection.recv_bytes()
+            self._is_ready = True
         try:
             connection.send_bytes(request)
             if connection.poll(seconds):
@@ -52,19 +56,17 @@ class TemplateRenderer:
             reason = f"takes more than {seconds:g} seconds for these messages"
         except (EOFError, OSError):
             reason = "refuses these messages"  # such as by a recursion that ends the process
-        self._connection = None
+        self._connection, self._is_ready = None, False
         self._end()
         return {"reason": reason}
 
     def _start(self) -> Connection:
-        ours, theirs = Pipe()
+        self._connection, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-P", "-m", template_process.__name__, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._end = weakref.finalize(self, _end, process)
-        ours.recv_bytes()  # it is ready
-        self._connection = ours
-        return ours
+        return self._connection
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

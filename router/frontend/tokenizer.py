@@ -19,13 +19,15 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
-from .chat import active_tools, cut_after_final_message, template_variables
-from .template import TemplateRefused, TemplateRenderer
+from .chat import active_tools, template_variables
+from .template import TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
 """Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
 
 _TEMPLATE_SECONDS = 5.0
+_RENDERER: Final = TemplateRenderer()
+"""Of all models of this process: it keeps nothing of theirs."""
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
 """Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special tokens."""
@@ -50,7 +52,6 @@ class Tokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int | None = None) -> None:
         """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are known."""
         self._template = tokenizer
-        self._renderer = TemplateRenderer()
         self._backend = tokenizer.backend_tokenizer
         # The file may ask for truncation or padding of training batches; encode() alone obeys it, so switch it off.
         self._backend.no_truncation()
@@ -80,9 +81,8 @@ class Tokenizer:
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {reason}") from error
-        loaded = cls(tokenizer, _vocab_size(folder / "config.json"))
-        loaded._renderer.start()
-        return loaded
+        _RENDERER.start()
+        return cls(tokenizer, _vocab_size(folder / "config.json"))
 
     def chat_template(self, tools: bool) -> str:
         """Returns the source of the chat template, of that for tools where the model has a separate one; "" if none."""
@@ -132,22 +132,14 @@ class Tokenizer:
         return ids
 
     def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
-        text = self._render(chat)
-        if chat.continue_final_message:
-            text = cut_after_final_message(text)
-        return self._encode(text, add_special_tokens=False)  # the template has written them
+        return self._encode(self._render(chat), add_special_tokens=False)  # the template has written them
 
     def _render(self, chat: inference_pb2.Chat) -> str:
         source = self.chat_template(tools=bool(active_tools(chat)))
         if not source:
             raise InvalidArgument("the model has no chat template; send text or token ids", "prompt.chat")
-        variables = {**self._template.special_tokens_map, **template_variables(chat)}
-        try:
-            return self._renderer.render(
-                source, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS
-            )
-        except TemplateRefused as error:
-            raise InvalidArgument(f"the model's chat template {error}", "prompt.chat") from None
+        variables = {**self._template.special_tokens_map, **template_variables(chat), "chat_template": source}
+        return _RENDERER.render(variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:

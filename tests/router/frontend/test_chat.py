@@ -125,4 +125,4 @@ def test_json_object_parses_objects_only() -> None:
 def test_arguments_that_are_no_json_stay_text() -> None:
     for arguments, expected in (("", {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ("{a: 1}", "{a: 1}"), ("[1]", "[1]")):
         variables = template_variables(chat(messages=[call(name="f", arguments=arguments)]))
-        assert variables["messages"][0]["tool_calls"][0]["function"]["arguments"] == expected
+        assert variables["conversations"][0][0]["tool_calls"][0]["function"]["arguments"] == expected
