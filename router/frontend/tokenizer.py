@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 # Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same tokenizer.json.
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from ...proto import inference_pb2
@@ -36,14 +37,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # what SentencePiece writes for a space
 
 
-def _byte_of_characters() -> dict[str, int]:
-    """Maps each printable character of byte-level tokenizers to the byte that it stands for (GPT-2)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
-
-
-_BYTE_OF_CHARACTER: Final = _byte_of_characters()
+_BYTE_OF_CHARACTER: Final = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+"""The byte that each printable character of byte-level tokenizers stands for."""
 
 
 class Tokenizer:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
-from tandem.workers.bench import __main__, floor, options, report, steps
+from tandem.workers.bench import __main__, options, report, steps
 from tandem.workers.bench.floor import Floors
 from tandem.workers.bench.options import parse
 from tandem.workers.bench.report import DecodeFigure
@@ -150,19 +150,6 @@ def test_the_floor_is_the_slower_of_memory_and_products() -> None:
     assert floors.seconds(small) == small[0] / 2e9
     slow = replace(floors, matmul_flops_per_s=1.0)
     assert slow.seconds(large) == large[1]
-
-
-def test_a_floor_does_not_count_what_a_synchronisation_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device on which a call takes 20 us and each synchronisation 15 us, as on a GPU."""
-    now = 0.0
-
-    def advance(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(floor, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(floor, "synchronize", lambda device: advance(15e-6))
-    assert floor.best_seconds(lambda: advance(20e-6), CPU) == pytest.approx(20e-6, rel=0.02)
 
 
 def test_a_shape_with_long_contexts_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
