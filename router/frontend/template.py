@@ -15,7 +15,6 @@ from threading import Lock
 from typing import Any
 
 from ...proto.errors import InvalidArgument
-from . import template_process
 
 
 class TemplateRenderer:
@@ -45,10 +44,10 @@ class TemplateRenderer:
                 self._start()
 
     def _ask(self, connection: Connection, request: bytes, seconds: float) -> dict[str, str]:
-        if not self._is_ready:
-            connection.recv_bytes()
-            self._is_ready = True
         try:
+            if not self._is_ready:
+                connection.recv_bytes()
+                self._is_ready = True
             connection.send_bytes(request)
             if connection.poll(seconds):
                 reply: dict[str, str] = json.loads(connection.recv_bytes())
@@ -63,7 +62,7 @@ class TemplateRenderer:
     def _start(self) -> Connection:
         self._connection, theirs = Pipe()
         with theirs:
-            command = [sys.executable, "-P", "-m", template_process.__name__, str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", f"{__package__}.template_process", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._end = weakref.finalize(self, _end, process)
         return self._connection

@@ -11,16 +11,19 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-_MEMORY_BYTES: Final = 2**29
+import psutil
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+_MEMORY_BYTES: Final = 2**28  # of all renderings, beside what transformers takes
 _MAX_REASON: Final = 200
 
 
 def main() -> None:
     """Answers one request after the other until the other end of the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the service's to handle
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    import transformers.utils.chat_template_utils  # noqa: F401  # before the first request, for it takes a second
-
+    most = psutil.Process().memory_info().vms + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     connection = Connection(int(sys.argv[1]))
     connection.send_bytes(b"ready")
     while True:
@@ -33,9 +36,6 @@ def main() -> None:
 
 def _answer(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
     """Returns the text, or the reason why there is none and the field at fault. A template can raise anything."""
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     try:
         texts: Any = render_jinja_template(**variables)[0]
         if len(texts[0]) <= max_characters:
