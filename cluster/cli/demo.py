@@ -16,6 +16,7 @@ from ...workers.model.config import CheckpointError
 from ...workers.model.loader import check_checkpoint
 from ..config import load_config
 from ..environment import prepare_ray_environment
+from ..eval.gather import map_concurrently
 from ..store.store import resolve_model
 from ..tables import table_console
 from .serve import stopped_by_signals
@@ -82,17 +83,16 @@ def _serve_and_ask(console: Console, folder: str) -> int:
 
 
 async def _ask_all(address: str, answers: Answers) -> list[Completion]:
-    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_ask(client, request, answers)) for request in range(len(PROMPTS))]
-    return [task.result() for task in tasks]
+    async with AsyncClient(address) as client:
 
+        async def ask(request: int) -> Completion:
+            messages = [{"role": "user", "content": PROMPTS[request]}]
+            async with client.stream_chat(messages, temperature=0.0, max_tokens=MAX_TOKENS) as stream:
+                async for delta in stream:
+                    answers.texts[request] += delta.text
+                return await stream.completion()
 
-async def _ask(client: AsyncClient, request: int, answers: Answers) -> Completion:
-    messages = [{"role": "user", "content": PROMPTS[request]}]
-    async with client.stream_chat(messages, temperature=0.0, max_tokens=MAX_TOKENS) as stream:
-        async for delta in stream:
-            answers.texts[request] += delta.text
-        return await stream.completion()
+        return await map_concurrently(ask, range(len(PROMPTS)), len(PROMPTS))
 
 
 def verify(completions: Sequence[Completion]) -> list[str]:
