@@ -24,7 +24,13 @@ import pytest
 TESTS: Final = Path(__file__).parent
 SHARING_PATHS: Final = (
     *("cluster/cli/test_plan.py", "cluster/store", "cluster/test_ranks.py", "proto/test_new_parameter.py"),
-    *("router/api", "router/frontend/test_tokenizer.py", "test_examples.py", "test_extending.py"),
+    *(
+        "router/api",
+        "router/frontend/test_template.py",
+        "router/frontend/test_tokenizer.py",
+        "test_examples.py",
+        "test_extending.py",
+    ),
     *("workers/engine/test_beam.py", "workers/model", "workers/transfer/test_piece_writer.py"),
 )
 """Files and folders of tests that may use network, processes and models, but share the machine with other tests."""
