@@ -18,10 +18,11 @@ demo: .venv/.installed  ## serve the demo model on this machine, ask it four thi
 	@$(BIN)/python -m tandem.cluster.cli.demo
 
 quick: .venv/.installed  ## run the tests that need no network, no process and no model
-	$(BIN)/pytest --quick -q -p no:schemathesis
+	$(BIN)/pytest --quick -q -p no:schemathesis -n 2
 
 test: .venv/.installed  ## run every test but the long soaks
-	$(BIN)/pytest
+	$(BIN)/pytest --sharing -n 2 --dist worksteal
+	$(BIN)/pytest --alone
 
 soak: .venv/.installed  ## run the long soaks alone
 	$(BIN)/pytest -m soak

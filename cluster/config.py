@@ -6,20 +6,32 @@ Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) r
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import default_chunk_tokens
 
 MAX_FILE_BYTES: Final = 1024 * 1024
 
+
+def _check_transport(name: str) -> str:
+    """Returns the name of a transport of KV cache. Workers import it; here it need only be installed."""
+    # Not imported from the registry of transports: that takes torch.
+    known = ["shared", "gloo", "nccl", "nixl", *sorted(entry_points(group="tandem.kv_connectors").names)]
+    if name not in known:
+        raise PydanticCustomError("transport", "Name should be one of {known}", {"known": ", ".join(known)})
+    return name
+
+
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
-Transports = Annotated[tuple[Literal["shared", "gloo", "nccl", "nixl"], ...], Field(max_length=4), Strict(False)]
+Transports = Annotated[tuple[Annotated[str, AfterValidator(_check_transport)], ...], Field(max_length=8), Strict(False)]
 PoolRole = Literal["prefill", "decode"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 

@@ -24,9 +24,14 @@ class TandemError(Exception):
 
     `code` is the name of a gRPC status code; `retry_after`, in seconds, is None unless a later try may succeed."""
 
-    code: ClassVar[str] = "INTERNAL"
-    http_status: ClassVar[int] = 500
-    default_retry_after: ClassVar[float | None] = None
+    code: ClassVar[str]
+    http_status: ClassVar[int]
+    default_retry_after: ClassVar[float | None]
+
+    def __init_subclass__(
+        cls, code: str = "INTERNAL", http_status: int = 500, retry_after: float | None = None
+    ) -> None:
+        cls.code, cls.http_status, cls.default_retry_after = code, http_status, retry_after
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -34,75 +39,48 @@ class TandemError(Exception):
         self.retry_after = self.default_retry_after if retry_after is None else retry_after
 
 
-class InvalidArgument(TandemError):
+class InvalidArgument(TandemError, code="INVALID_ARGUMENT", http_status=400):
     """Reports a field that breaks a bound; the message names both."""
-
-    code = "INVALID_ARGUMENT"
-    http_status = 400
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
 
 
-class TooLarge(TandemError):
+class TooLarge(TandemError, code="RESOURCE_EXHAUSTED", http_status=413):
     """Reports a message that is larger than the service reads."""
 
-    code = "RESOURCE_EXHAUSTED"
-    http_status = 413
 
-
-class NotFound(TandemError):
+class NotFound(TandemError, code="NOT_FOUND", http_status=404):
     """Reports that no model of that name is served."""
 
-    code = "NOT_FOUND"
-    http_status = 404
 
-
-class Overloaded(TandemError):
+class Overloaded(TandemError, code="RESOURCE_EXHAUSTED", http_status=429, retry_after=1.0):
     """Reports that the queue or the KV budget is full."""
 
-    code = "RESOURCE_EXHAUSTED"
-    http_status = 429
-    default_retry_after = 1.0
     retry_after: float  # seconds
 
 
-class Unavailable(TandemError):
+class Unavailable(TandemError, code="UNAVAILABLE", http_status=503, retry_after=1.0):
     """Reports that no worker can take the request now."""
 
-    code = "UNAVAILABLE"
-    http_status = 503
-    default_retry_after = 1.0
     retry_after: float  # seconds
 
 
-class DeadlineExceeded(TandemError):
+class DeadlineExceeded(TandemError, code="DEADLINE_EXCEEDED", http_status=504):
     """Reports that the request's deadline has passed."""
 
-    code = "DEADLINE_EXCEEDED"
-    http_status = 504
 
-
-class Cancelled(TandemError):
+class Cancelled(TandemError, code="CANCELLED", http_status=499):
     """Reports that the client cancelled the request."""
 
-    code = "CANCELLED"
-    http_status = 499
 
-
-class Unauthenticated(TandemError):
+class Unauthenticated(TandemError, code="UNAUTHENTICATED", http_status=401):
     """Reports missing credentials."""
 
-    code = "UNAUTHENTICATED"
-    http_status = 401
 
-
-class PermissionDenied(TandemError):
+class PermissionDenied(TandemError, code="PERMISSION_DENIED", http_status=403):
     """Reports wrong credentials."""
-
-    code = "PERMISSION_DENIED"
-    http_status = 403
 
 
 class InternalError(TandemError):

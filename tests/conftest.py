@@ -1,15 +1,20 @@
 """Settings that every test runs under, and the tiers of tests.
 
 `make quick` (`pytest --quick`) runs the tests that need no network, no process and no model. Those that do are named by
-IO_PATHS, or marked `io` one by one; any other test that opens a connection, starts a process or imports torch under
-`--quick` fails, so a new test belongs to the quick tier unless it must not. `make soak` runs the tests marked `soak`,
+SHARING_PATHS and ALONE_PATHS, or marked `io` one by one. Any other test that opens a connection or starts a process
+fails, and so does `--quick` when anything imports torch, so a new test belongs to the quick tier unless it must not.
+Tests of properties that leave the number of examples to Hypothesis's profile try fewer under `--quick`.
+
+`make test` runs all but the tests of ALONE_PATHS in two processes side by side (`pytest --sharing -n 2`), then these
+one by one (`pytest --alone`). `pytest` without an option runs all one by one. `make soak` runs the tests marked `soak`,
 which nothing else does.
 """
 
 import os
+import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,25 +22,39 @@ import hypothesis
 import pytest
 
 TESTS: Final = Path(__file__).parent
-IO_PATHS: Final = (
-    *("e2e", "gpu", "matrix", "test_examples.py", "test_extending.py", "proto/test_new_parameter.py"),
-    *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py"),
-    *("cluster/cli/test_plan.py", "cluster/eval", "cluster/store", "cluster/test_app.py", "cluster/test_runtime.py"),
-    *("router/api", "router/client", "router/dispatch/test_cancel.py", "router/dispatch/test_dispatcher.py"),
-    *("router/dispatch/test_faults.py", "router/dispatch/test_rehand.py", "router/frontend/test_tokenizer.py"),
-    *("workers/bench", "workers/model", "workers/tp"),
+SHARING_PATHS: Final = (
+    *("cluster/cli/test_plan.py", "cluster/store", "cluster/test_ranks.py", "proto/test_new_parameter.py"),
+    *(
+        "router/api",
+        "router/frontend/test_template.py",
+        "router/frontend/test_tokenizer.py",
+        "test_examples.py",
+        "test_extending.py",
+    ),
+    *("workers/engine/test_beam.py", "workers/model", "workers/transfer/test_piece_writer.py"),
+)
+"""Files and folders of tests that may use network, processes and models, but share the machine with other tests."""
+
+ALONE_PATHS: Final = (
+    *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py", "cluster/eval"),
+    *("cluster/test_app.py", "e2e", "gpu", "router/client", "router/dispatch/test_cancel.py"),
+    *("router/dispatch/test_dispatcher.py", "router/dispatch/test_faults.py", "router/dispatch/test_rehand.py"),
+    *("workers/bench", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "kv_handle", "session", "worker")),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair")),
     *(f"workers/transfer/test_{name}.py" for name in ("receiver", "second_fetch", "sender")),
     *(f"workers/transfer/test_{name}.py" for name in ("shared_memory", "toy_transport", "unequal")),
 )
-"""Files and folders of tests whose tests may use network, processes and models."""
+"""Those that want it for themselves: whole services, and faults that are to be noticed in time."""
+
+IO_PATHS: Final = SHARING_PATHS + ALONE_PATHS
+"""Those that are not in the quick tier."""
 
 _IO_EVENTS: Final = {"socket.bind", "socket.connect", "subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
 """Audit events of the interpreter that a quick test must not cause."""
 
-hypothesis.settings.register_profile("tandem", deadline=None)
-hypothesis.settings.load_profile("tandem")
+hypothesis.settings.register_profile("every", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of the clusters that tests start by hand
@@ -45,14 +64,21 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # OpenMP threads that spin for long while another engine of the process wants the core cost a factor of 5 and more;
 # threads that sleep at once cost one of 2.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# A shell's background jobs ignore SIGINT, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have workers of their own
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests without network, processes and models")
+    parser.addoption("--sharing", action="store_true", help="only tests that may run beside others")
+    parser.addoption("--alone", action="store_true", help="only tests that want the machine for themselves")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(IoGuard(forbid_torch=config.getoption("--quick")))
+    hypothesis.settings.load_profile("quick" if config.getoption("--quick") else "every")
     if config.getoption("--quick"):
         return
     import torch  # a second that the quick tier does not pay
@@ -62,19 +88,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if config.getoption("--quick") and in_io_tier(collection_path) else None
+    ignored = [
+        config.getoption("--quick") and is_below(collection_path, IO_PATHS),
+        config.getoption("--sharing") and is_below(collection_path, ALONE_PATHS),
+        config.getoption("--alone") and collection_path.is_file() and not is_below(collection_path, ALONE_PATHS),
+    ]
+    return True if any(ignored) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("io")])
         items[:] = [item for item in items if not item.get_closest_marker("io")]
+        if "torch" in sys.modules:
+            raise pytest.UsageError("a file of the quick tier imports torch; see tests/conftest.py")
 
 
-def in_io_tier(path: Path) -> bool:
-    """Returns whether IO_PATHS names the file or folder, or a folder above it."""
+def is_below(path: Path, entries: Collection[str]) -> bool:
+    """Returns whether `entries`, paths in the folder of the tests, name the file or folder, or a folder above it."""
     relative = path.relative_to(TESTS) if path.is_relative_to(TESTS) else path
-    return any(relative.is_relative_to(entry) for entry in IO_PATHS)
+    return any(relative.is_relative_to(entry) for entry in entries)
 
 
 class IoGuard:
@@ -89,7 +122,7 @@ class IoGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        allowed = in_io_tier(item.path) or item.get_closest_marker("io")
+        allowed = is_below(item.path, IO_PATHS) or item.get_closest_marker("io")
         self._guarded = None if allowed else item.nodeid
         try:
             return (yield)

@@ -58,31 +58,17 @@ def prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     return made
 
 
-def reference(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """Returns what transformers generates greedily in float32, not stopping at the end token; prompts of similar length
-    share a left-padded batch."""
+def transformers_model() -> PreTrainedModel:
+    """Returns the model in transformers, in float32, with a thread for each core."""
     torch.set_num_threads(os.cpu_count() or 1)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)
-    made: dict[int, list[int]] = {}
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    while order:
-        batch = [index for index in order[:8] if len(prompts[index]) <= 2 * len(prompts[order[0]])]
-        order = order[len(batch) :]
-        width = max(len(prompts[index]) for index in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.int64)  # [batch, width]
-        mask = torch.zeros_like(ids)  # [batch, width]
-        for row, index in enumerate(batch):
-            length = len(prompts[index])
-            ids[row, width - length :] = torch.tensor(prompts[index])
-            mask[row, width - length :] = 1
-        out = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        made.update(zip(batch, out[:, width:].tolist(), strict=True))
-    return [made[index] for index in range(len(prompts))]
+    return model
+
+
+@torch.inference_mode()
+def likeliest(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Returns what the model chooses greedily after the prompt, and after it and the first 1, 2, ... of `tokens`, the
+    last excepted. These are `tokens` if and only if they are what it generates, which would take a step for each."""
+    ids = torch.tensor([[*prompt, *tokens[:-1]]])  # [1, num_tokens]
+    chosen: list[int] = model(ids, logits_to_keep=len(tokens)).logits[0].argmax(-1).tolist()
+    return chosen

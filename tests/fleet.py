@@ -103,20 +103,6 @@ def is_idle(status: worker_pb2.GetStatusResponse) -> bool:
     return adds_up and not (held or status.num_requests or status.num_leases or status.num_transfers)
 
 
-def token_request(prompt: Sequence[int], max_tokens: int = 16, *, name: str = "", **fields: object) -> TokenRequest:
-    """A greedy request, but for the fields given."""
-    request = TokenRequest(
-        request_id=name or f"request-{time.monotonic_ns()}",
-        prompt=tuple(prompt),
-        max_tokens=max_tokens,
-        sampling=inference_pb2.SamplingParams(
-            temperature=0, top_k=0, top_p=1, min_p=0, seed=0, typical_p=1, repetition_penalty=1
-        ),
-        arrived=time.monotonic(),
-    )
-    return replace(request, **fields)  # type: ignore[arg-type]
-
-
 @asynccontextmanager
 async def fleet(
     prefill: int = 1,

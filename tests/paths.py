@@ -28,13 +28,14 @@ router.frontend.tokenizer:Tokenizer._encode
 router.frontend.prepare:_fit_context < prepare
 router.frontend.prepare:_token_request < prepare
 router.api.service:GenerationService.run < GrpcServer._generate
-router.dispatch.dispatcher:Dispatcher.generate ~ generate
+router.dispatch.dispatcher:Dispatcher.generate
+router.dispatch.execution:RequestExecution.run
 router.dispatch.execution:RequestExecution.start
 router.dispatch.attempt:Attempt.start
 router.dispatch.dispatcher:Dispatcher._send
 router.dispatch.worker_client:WorkerClient.submit
 router.dispatch.worker_client:WorkerClient._write ~ _commands
-workers.worker:Worker._read < WorkerClient.submit ~ SessionRequest
+workers.request_manager:RequestManager._read < WorkerClient.submit ~ SessionRequest
 workers.request_manager:RequestManager.submit
 workers.submit:parse_submit
 workers.engine_thread:EngineThread.post < RequestManager.submit
@@ -49,29 +50,23 @@ workers.model.sampling.sampler:Sampler.__call__
 workers.model.runner:ModelRunner.launch
 workers.model.runner:_collect
 workers.engine.engine:Engine.step ~ collect
-workers.engine.scheduler:Scheduler.update
+workers.engine.update:update
 workers.engine.update:append_tokens
-workers.engine_thread:EngineThread._run < Engine.step
-workers.request_manager:RequestManager.deliver ~ events
-workers.request_manager:RequestManager._handle
+workers.request_manager:RequestManager.deliver < Engine.step ~ events
 workers.session:RouterSession.put_tokens
-workers.session:RouterSession.put
 workers.session:RouterSession.take ~ _outputs
-workers.worker:Worker.Session
-router.dispatch.worker_client:WorkerClient._run
-router.dispatch.worker_client:WorkerClient._receive
+workers.request_manager:RequestManager.serve
+router.dispatch.worker_client:WorkerClient._receive ~ SessionResponse
 router.dispatch.worker_client:WorkerStream.put
 router.dispatch.worker_client:WorkerStream.take ~ _outputs
-router.dispatch.attempt:Attempt._read
+router.dispatch.attempt:Attempt.poll
 router.dispatch.attempt:Attempt._tokens
-router.dispatch.attempt:Attempt.poll < Attempt._read
-router.dispatch.execution:RequestExecution.deltas
-router.dispatch.dispatcher:Dispatcher.generate
-router.api.service:GenerationService.run ~ generate
-router.output.processor:OutputProcessor.push
+router.dispatch.execution:RequestExecution.deltas < Attempt.poll
+router.dispatch.execution:RequestExecution.run
+router.output.processor:OutputProcessor.run ~ deltas
 router.output.processor:_ChoiceOutput.push
 router.output.detokenizer:CompletionText.push ~ ids
-router.api.grpc_server:GrpcServer._generate < GenerationService.run
+router.api.grpc_server:GrpcServer._generate < OutputProcessor.run
 """
 
 HANDLE: Final = """
@@ -97,10 +92,9 @@ workers.transfer.receiver:PieceWriter.finish < PieceStream._transfer
 workers.transfer.receiver:_merge < KvReceiver._pull
 workers.request_manager:RequestManager._fetched < RequestManager.submit
 workers.engine.engine:Engine.commit_import
-workers.engine.scheduler:Scheduler.commit_import
 """
 
-PATHS: Final = {"prompt": (PROMPT, 30, 14), "token": (TOKEN, 27, 17), "KV handle": (HANDLE, 26, 11)}
+PATHS: Final = {"prompt": (PROMPT, 30, 14), "token": (TOKEN, 21, 12), "KV handle": (HANDLE, 26, 11)}
 """Each path with the most functions and files that it may have."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.tests.conftest import IO_PATHS, TESTS, in_io_tier
+from tandem.tests.conftest import IO_PATHS, TESTS, is_below
 
 refused = pytest.raises(pytest.fail.Exception, match="is in the quick tier, but causes")
 
@@ -40,7 +40,12 @@ def test_a_marked_test_may_connect() -> None:
 
 
 def test_a_file_belongs_to_a_tier_by_its_path() -> None:
-    assert in_io_tier(TESTS / "e2e" / "test_cluster.py")
-    assert in_io_tier(TESTS / IO_PATHS[-1])
-    assert not in_io_tier(TESTS / "test_tiers.py")
-    assert not in_io_tier(TESTS / "e2e_like.py")
+    assert is_below(TESTS / "e2e" / "test_cluster.py", IO_PATHS)
+    assert is_below(TESTS / IO_PATHS[-1], IO_PATHS)
+    assert not is_below(TESTS / "test_tiers.py", IO_PATHS)
+    assert not is_below(TESTS / "e2e_like.py", IO_PATHS)
+
+
+@pytest.mark.parametrize("entry", IO_PATHS)
+def test_the_paths_of_the_tiers_exist(entry: str) -> None:
+    assert (TESTS / entry).exists()

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from .engine.engine import Engine
 from .engine.events import Event
@@ -13,15 +14,12 @@ from .engine.events import Event
 class EngineThread:
     """Steps the engine whenever it has work, and waits on a condition when it has none.
 
-    `deliver(events)` runs in the event loop, in order. `post(command)` runs the command in the thread between two
-    steps, in order. If a step raises, the thread ends, `failed(error)` runs in the loop and `failure` is the exception.
+    `post(command)` runs the command in the thread between two steps, in order. If a step raises, the thread ends,
+    `failed(error)` runs in the event loop and `failure` is the exception.
     """
 
-    def __init__(
-        self, engine: Engine, *, deliver: Callable[[list[Event]], None], failed: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, engine: Engine, failed: Callable[[BaseException], None]) -> None:
         self._engine = engine
-        self._deliver = deliver
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Callable[[Engine], object]] = deque()
@@ -29,10 +27,12 @@ class EngineThread:
         self._stopping = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread."""
+    def start(self, deliver: Callable[[list[Event]], None]) -> None:
+        """Starts the thread. `deliver(events)` runs in the event loop, in order, as soon as a step knows the events."""
+        call_in_loop: Callable[..., object] = self._loop.call_soon_threadsafe
+        emit = partial(call_in_loop, deliver)
+        self._thread = threading.Thread(target=self._run, args=(emit,), name="tandem-engine", daemon=True)
         self._thread.start()
 
     def post(self, command: Callable[[Engine], object]) -> None:
@@ -78,14 +78,10 @@ class EngineThread:
         if self._thread.is_alive():
             raise TimeoutError("the engine's step does not end")
 
-    def _run(self) -> None:
-        def emit(events: list[Event]) -> None:
-            self._loop.call_soon_threadsafe(self._deliver, events)
-
+    def _run(self, emit: Callable[[list[Event]], object]) -> None:
         try:
             while self._take_commands():
-                if events := self._engine.step(emit):
-                    emit(events)
+                self._engine.step(emit)
         except BaseException as error:  # any error ends the thread, and `failed` reports it
             self.failure = error
             self._loop.call_soon_threadsafe(self._failed, error)

@@ -1,17 +1,18 @@
 """Manages the requests that routers submit to one worker: from the submit over the engine's events to the outputs.
 
-Lives in the worker's event loop. Knows nothing of servers and streams.
+Lives in the worker's event loop. Knows nothing of servers.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Full
+from typing import Final
 
 from ..proto import worker_pb2
 from ..proto.errors import InvalidArgument
@@ -29,6 +30,11 @@ from .transfer.receiver import FetchResult
 
 logger = logging.getLogger(__name__)
 
+_LEAVING: Final = "worker is going away"
+_LOAD_SECONDS: Final = 0.01
+"""How often a session reports the load while no request comes or ends: to read it of 64 sequences takes 9 us, as long
+as to queue seven tokens."""
+
 
 @dataclass(eq=False, kw_only=True)
 class RequestManager:
@@ -39,7 +45,9 @@ class RequestManager:
     limits: WorkerLimits
     load_grammar: Callable[[str], object] | None
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
+    load: Callable[[], worker_pb2.WorkerLoad]
     failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
+    is_leaving: bool = field(init=False, default=False)  # new requests are refused
     sessions: set[RouterSession] = field(init=False, default_factory=set)
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)
     # Request and choice, by sequence id.
@@ -59,8 +67,13 @@ class RequestManager:
                 async with asyncio.timeout(seconds):
                     await self._idle.wait()
 
-    def open_session(self) -> RouterSession:
-        """Adds a session, which reports the whole prefix cache first."""
+    async def serve(
+        self,
+        commands: AsyncIterator[worker_pb2.SessionRequest],
+        send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ) -> None:
+        """Serves one router: executes its commands and sends the outputs of its requests, the load, and the prefix
+        cache, the whole of it first. However the stream ends, its requests end with it."""
         session = RouterSession()
         self.sessions.add(session)
 
@@ -68,23 +81,47 @@ class RequestManager:
             self.thread.call_in_loop(partial(session.start_cache_reports, engine.cached_hashes()))
 
         self.thread.post(report_cache)
-        return session
+        reader = asyncio.create_task(self._read(session, commands))
+        num_requests, next_load = -1, 0.0
+        try:
+            while (message := await session.take()) is not None:
+                now = time.monotonic()
+                if len(self) != num_requests or now >= next_load:
+                    num_requests, next_load = len(self), now + _LOAD_SECONDS
+                    message.load.CopyFrom(self.load())
+                await send(message)
+        finally:
+            reader.cancel()
+            self.sessions.discard(session)
+            for request in list(session.requests.values()):
+                self.end(request)
+            (error,) = await asyncio.gather(reader, return_exceptions=True)
+            if isinstance(error, Exception):
+                logger.error("a session has failed", exc_info=error)
 
-    def close_session(self, session: RouterSession) -> None:
-        """Removes a session and ends its requests."""
-        self.sessions.discard(session)
-        for request in list(session.requests.values()):
-            self.end(request)
+    async def _read(self, session: RouterSession, commands: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        """Executes a router's commands until it ends the stream."""
+        try:
+            async for command in commands:
+                if command.HasField("cancel"):
+                    self.cancel(session, command.cancel)
+                elif command.HasField("submit"):
+                    self.submit(session, command.submit)
+        finally:
+            session.close()
 
     def submit(self, session: RouterSession, submit: worker_pb2.Submit) -> None:
         """Accepts a submit, or reports its failure to the session."""
         key = (submit.request_id, submit.attempt)
+        if self.is_leaving:
+            session.put_failure(key, worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
+            return
         try:
             if key in session.requests:
                 raise InvalidArgument("request_id: already in use")
             spec = parse_submit(submit, self._next_id, self.limits)
         except InvalidArgument as error:
-            session.put(key, failure=worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_INVALID, message=str(error)))
+            session.put_failure(key, worker_pb2.FAILURE_KIND_INVALID, str(error))
             return
         first, num_choices = submit.first_choice, spec.beam.num_best if spec.beam else spec.num_choices
         request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
@@ -129,59 +166,53 @@ class RequestManager:
         if not self._requests:
             self._idle.set()
 
-    def end_all(self) -> None:
-        """Ends every request, without a report."""
-        for request in list(self._requests):
-            self.end(request)
-
     def release(self, sequence_id: int) -> None:
         """Ends a finished prefill whose lease was acknowledged or has expired."""
         if sequence_id in self._sequences:
             self.end(self._sequences[sequence_id][0])
 
-    def fail_all(self, kind: "worker_pb2.FailureKind", message: str) -> None:
-        """Ends every request with a failure and closes the sessions."""
+    def fail_all(self) -> None:
+        """Ends every request at once, so that routers may submit it elsewhere, and closes the sessions."""
+        self.is_leaving = True
         for request in list(self._requests):
-            self._refuse(request, kind, message)
+            self._refuse(request, worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
         for session in self.sessions:
             session.close()
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Converts one step's events to outputs of their sessions; each session's share leaves as one message."""
+        """Turns events of a step into outputs of their sessions; each session's share leaves as one message."""
         try:
             for event in events:
                 if isinstance(event, CacheChanged):
                     for session in self.sessions:
                         session.change_cache(event.stored, event.evicted)
-                elif event.id in self._sequences:
-                    self._handle(event, *self._sequences[event.id])
+                    continue
+                request, choice = self._sequences.get(event.id, (None, 0))
+                if request is None:
+                    continue
+                match event:
+                    case NewTokens() if choice in request.choices:
+                        request.session.put_tokens(request.key, choice, event)
+                        if event.finish is not None:
+                            self._end_choice(request, choice)
+                    case Admitted():
+                        request.session.put(request.key, admitted=self._admitted(request, event))
+                    case Progress():
+                        self.kv.progress(event.id, event.num_computed, event.num_ahead, event.num_layers)
+                    case PrefillFinished():
+                        if request.spec.beam is not None:
+                            tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
+                            request.session.put(request.key, tokens=tokens)
+                        self.kv.complete(event.id, event.first_tokens)
+                    case Failed():
+                        self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
+                    case Preempted() if request.spec.beam is not None:
+                        self._refuse(request, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
+                    case Preempted() if choice in request.choices:
+                        request.session.put_failure(request.key, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted", choice)
+                        self._end_choice(request, choice)
         except Exception as error:  # a defect: the events after it are lost, so no request may wait for them
             self.failed(error)
-
-    def _handle(self, event: Event, request: WorkerRequest, choice: int) -> None:
-        match event:
-            case NewTokens():
-                if choice in request.choices:
-                    request.session.put_tokens(request.key, choice, event)
-                    if event.finish is not None:
-                        self._end_choice(request, choice)
-            case Admitted():
-                request.session.put(request.key, admitted=self._admitted(request, event))
-            case Progress():
-                self.kv.progress(event.id, event.num_computed, event.num_ahead, event.num_layers)
-            case PrefillFinished():
-                if request.spec.beam is not None:
-                    tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
-                    request.session.put(request.key, tokens=tokens)
-                self.kv.complete(event.id, event.first_tokens)
-            case Failed():
-                self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
-            case Preempted() if request.spec.beam is not None:
-                self._refuse(request, worker_pb2.FAILURE_KIND_PREEMPTED, "preempted")
-            case Preempted() if choice in request.choices:
-                failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_PREEMPTED, message="preempted")
-                request.session.put(request.key, choice, failure=failure)
-                self._end_choice(request, choice)
 
     def _admitted(self, request: WorkerRequest, event: Admitted) -> worker_pb2.Admitted:
         """Starts the transfers of an admitted sequence."""
@@ -262,7 +293,7 @@ class RequestManager:
     def _refuse(self, request: WorkerRequest, kind: "worker_pb2.FailureKind", message: str) -> None:
         """Ends a request with a failure, unless it has ended."""
         if request in self._requests:
-            request.session.put(request.key, failure=worker_pb2.Failure(kind=kind, message=message))
+            request.session.put_failure(request.key, kind, message)
             self.end(request)
 
 

@@ -54,26 +54,32 @@ class RouterSession:
         self._unfinished.get(key, self._outputs).append(output)
         self._ready.set()
 
+    def put_failure(self, key: RequestKey, kind: "worker_pb2.FailureKind", message: str, choice: int = 0) -> None:
+        """Queues the failure of a request or, if it was preempted, of one choice."""
+        self.put(key, choice, failure=worker_pb2.Failure(kind=kind, message=message))
+
     def put_tokens(self, key: RequestKey, choice: int, event: NewTokens) -> None:
         """Queues generated tokens of one choice. Log probabilities of a long prompt are converted piece by piece, so
         that the event loop serves other requests in between."""
+        output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice)
+        tokens = output.tokens  # field by field: 1.2 us, where a constructor of all fields takes 2.5
+        tokens.first_index = event.first_index
+        tokens.ids.extend(event.token_ids)
+        tokens.finish_reason = _FINISH[event.finish]
+        tokens.prefill_seconds = event.prefill_seconds
+        tokens.score = event.score
+        if event.logprobs:
+            tokens.logprobs.extend(map(_scores, event.logprobs))
         scores = event.prompt_logprobs
         at_once = len(scores) if key in self._unfinished else _MAX_LOGPROBS
-        tokens = worker_pb2.Tokens(
-            first_index=event.first_index,
-            ids=event.token_ids,
-            finish_reason=_FINISH[event.finish],
-            prefill_seconds=event.prefill_seconds,
-            logprobs=map(_scores, event.logprobs),
-            prompt_logprobs=map(_scores, scores[:at_once]),
-            score=event.score,
-        )
-        if len(scores) <= at_once:
-            self.put(key, choice, tokens=tokens)
-            return
-        output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice, tokens=tokens)
-        self._unfinished[key] = [output]
-        asyncio.get_running_loop().call_soon(self._convert_more, key, iter(scores[at_once:]))
+        if scores:
+            tokens.prompt_logprobs.extend(map(_scores, scores[:at_once]))
+        if len(scores) > at_once:
+            self._unfinished[key] = [output]
+            asyncio.get_running_loop().call_soon(self._convert_more, key, iter(scores[at_once:]))
+        else:
+            self._unfinished.get(key, self._outputs).append(output)
+            self._ready.set()
 
     def _convert_more(self, key: RequestKey, scores: Iterator[SampledLogprobs]) -> None:
         piece = list(itertools.islice(scores, _MAX_LOGPROBS))

@@ -22,7 +22,6 @@ from .engine_thread import EngineThread
 from .malloc import keep_freed_memory
 from .model.device import enter_device
 from .request_manager import RequestManager
-from .session import RouterSession
 from .submit import WorkerLimits
 from .tp.coordinator import TpCoordinator
 from .tp.kv_group import KvGroup
@@ -32,7 +31,6 @@ from .transfer.sender import FrameHook, KvSender
 
 logger = logging.getLogger(__name__)
 
-_LEAVING = "worker is going away"
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
@@ -70,9 +68,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._rank = rank
         self._engine = Engine(rank.executor, rank.engine_config(config.budgets))
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
-        self._thread = EngineThread(
-            self._engine, deliver=lambda events: self._requests.deliver(events), failed=self._fail
-        )
+        self._thread = EngineThread(self._engine, self._fail)
         sender = KvSender(
             config.rank.transfer_context(rank.kv),
             epoch=self.epoch,
@@ -94,10 +90,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             ),
             load_grammar=rank.load_grammar,
             kv_handle=self._kv_handle,
+            load=self.load,
             failed=self._fail,
         )
         self._last_load = worker_pb2.WorkerLoad()
-        self._draining = False
         self._failure: BaseException | None = None
         self._server = peer_server()
 
@@ -139,7 +135,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         worker._endpoint.serve_on(worker._server)
         worker.address = bind(worker._server, config.rank.host, config.rank.port)
         await worker._server.start()
-        worker._thread.start()
+        worker._thread.start(worker._requests.deliver)
         coordinator.lost.add_done_callback(lambda lost: worker._fail(lost.result()))
         coordinator.start_heartbeats(worker._thread.post)
         return worker
@@ -147,7 +143,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     async def stop(self, grace: float = 0.0) -> None:
         """Refuses new requests, gives running ones up to `grace` seconds, then ends everything. Raises TimeoutError if
         the engine's step does not end."""
-        self._draining = True
+        self._requests.is_leaving = True
         deadline = time.monotonic() + grace
         if grace > 0:  # the server still runs meanwhile: decode workers fetch KV cache
             await self._requests.wait_idle(grace)
@@ -155,7 +151,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             session.close()
         self._endpoint.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), 0.0))
-        self._requests.end_all()
+        self._requests.fail_all()
         try:
             await self._thread.stop(_COMMAND_SECONDS)
             await self._coordinator.stop_ranks()
@@ -198,7 +194,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             block_size=self._rank.block_size,
             context_tokens=self._context_tokens,
             load=self.load(),
-            draining=self._draining,
+            draining=self._requests.is_leaving,
             tp=self._rank.kv.tp,
             max_sequences=self._engine.config.budgets.max_sequences,
             mixed_chunk_tokens=self._engine.config.budgets.mixed_chunk_tokens,
@@ -209,19 +205,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         request_iterator: AsyncIterator[worker_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
     ) -> None:
-        """Serves one router, see the proto. However the stream ends, its requests end with it."""
-        session = self._requests.open_session()
-        reader = asyncio.create_task(self._read(session, request_iterator))
-        try:
-            while (message := await session.take()) is not None:
-                message.load.CopyFrom(self.load())
-                await context.write(message)
-        finally:
-            reader.cancel()
-            self._requests.close_session(session)
-            (error,) = await asyncio.gather(reader, return_exceptions=True)
-            if isinstance(error, Exception):
-                logger.error("a session of %s has failed", self.worker_id, exc_info=error)
+        """Serves one router, see the proto."""
+        await self._requests.serve(request_iterator, context.write)
 
     async def GetStatus(
         self,
@@ -245,20 +230,6 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             transports=self._endpoint.receiver.connections.transports,
         )
 
-    async def _read(self, session: RouterSession, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
-        """Executes a router's commands until it ends the stream."""
-        try:
-            async for request in requests:
-                if request.HasField("cancel"):
-                    self._requests.cancel(session, request.cancel)
-                elif self._draining or self._failure is not None:
-                    key = (request.submit.request_id, request.submit.attempt)
-                    session.put(key, failure=worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message=_LEAVING))
-                elif request.HasField("submit"):
-                    self._requests.submit(session, request.submit)
-        finally:
-            session.close()
-
     def _kv_handle(self) -> worker_pb2.KvHandle:
         return worker_pb2.KvHandle(
             epoch=self.epoch,
@@ -267,8 +238,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
 
     def _fail(self, error: BaseException) -> None:
-        """Fails every request at once, since the engine has failed, so that routers may submit them elsewhere."""
+        """Ends all work here, since the engine has failed."""
         self._failure = self._failure or error
         self.failed.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
-        self._requests.fail_all(worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
+        self._requests.fail_all()

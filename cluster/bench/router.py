@@ -9,21 +9,18 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Annotated, Any, Final
 
-import aiohttp
-import grpc.aio
 import psutil
 import typer
 
-from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import peer_channel
 from ...router.api.servers import ApiServers
 from ...router.api.service import GenerationService
-from ...router.client.types import GENERATE
 from ...router.dispatch.dispatcher import Dispatcher
 from ...router.frontend.prepare import ServedModel
 from ...router.frontend.tokenizer import byte_tokenizer
@@ -33,11 +30,16 @@ from ...workers.engine.null import NullExecutor
 from ...workers.tp.rank import Rank, RankConfig
 from ...workers.worker import Worker, WorkerConfig
 from ..tables import make_table, table_console
+from .options import ServerAddress
+from .target import StreamCompletion, open_target
+from .workload import BenchPrompt
 
 _CONTEXT_TOKENS: Final = 4096
 _VOCAB_SIZE: Final = 128  # of the byte tokenizer's: whole characters
 _BLOCKS: Final = 65_536
 _MAX_STREAMS: Final = 4096
+_APIS: Final = ("grpc", "http")
+_MODEL: Final = "null"
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
 
@@ -63,7 +65,7 @@ def main(
                 (asyncio.run(_measure(api, router, worker, number, tokens)) for _ in range(rounds)),
                 key=itemgetter("tokens_per_second"),
             )
-            for api in ("grpc", "http")
+            for api in _APIS
             for number in streams
         ]
     if as_json:
@@ -131,10 +133,10 @@ async def _serve_router(worker: str) -> None:
     registry = WorkerRegistry()
     registry.update([status.info])
     dispatcher = Dispatcher(registry)
-    model = ServedModel(name="null", tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
+    model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
     server = await ApiServers.start(GenerationService([model], dispatcher))
     await server.set_serving(True)
-    await _until_stdin_ends(f"{server.grpc_address} {server.http_address}")
+    await _until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
     await server.stop(0)
     await dispatcher.close()
 
@@ -149,21 +151,22 @@ async def _measure(
 ) -> dict[str, Any]:
     """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a token. Tokens that
     wait for the client are merged into one message."""
-    grpc_address, http_address = router[1].split()
+    address = ServerAddress(url=router[1].split()[_APIS.index(api)], model=_MODEL)
+    prompt = BenchPrompt(prompt=_PROMPT, max_tokens=num_tokens)
     processes = (router[0], worker[0], psutil.Process())
-    opened = _open_grpc(grpc_address, num_tokens) if api == "grpc" else _open_http(http_address, num_tokens)
 
-    async def read() -> int:
-        num_messages, count = await read_stream()
+    async def read(stream_completion: StreamCompletion) -> int:
+        chunk_times: list[float] = []
+        _, count = await stream_completion(prompt, chunk_times)
         if count != num_tokens:
             raise RuntimeError(f"{count} tokens, {num_tokens} were requested")
-        return num_messages
+        return len(chunk_times)
 
-    async with opened as read_stream:
-        await read()
+    async with open_target(address, ignore_eos=True) as stream_completion:
+        await read(stream_completion)
         before = list(map(_cpu_seconds, processes))
         begin = time.perf_counter()
-        num_messages = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
+        num_messages = sum(await asyncio.gather(*(read(stream_completion) for _ in range(num_streams))))
         seconds = time.perf_counter() - begin
         after = list(map(_cpu_seconds, processes))
     total = num_streams * num_tokens
@@ -176,48 +179,6 @@ async def _measure(
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-ReadStream = Callable[[], Awaitable[tuple[int, int]]]
-"""Reads one whole stream; returns the numbers of its messages and tokens."""
-
-
-@asynccontextmanager
-async def _open_grpc(address: str, num_tokens: int) -> AsyncIterator[ReadStream]:
-    request = inference_pb2.GenerateRequest(prompt=inference_pb2.Prompt(text=_PROMPT))
-    request.stopping.max_tokens = num_tokens
-    request.stopping.ignore_eos = True
-    async with grpc.aio.insecure_channel(address) as channel:
-        generate: Any = channel.unary_stream(GENERATE, None, inference_pb2.GenerateResponse.FromString)
-
-        async def read_stream() -> tuple[int, int]:
-            num_messages = count = 0
-            call = generate(request.SerializeToString())
-            while (message := await call.read()) is not grpc.aio.EOF:
-                num_messages += 1
-                count += len(message.token_ids)
-            return num_messages, count
-
-        yield read_stream
-
-
-@asynccontextmanager
-async def _open_http(address: str, num_tokens: int) -> AsyncIterator[ReadStream]:
-    body = {"prompt": _PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-
-        async def read_stream() -> tuple[int, int]:
-            num_messages, last = 0, b""
-            async with session.post(f"http://{address}/v1/completions", json=body) as response:
-                response.raise_for_status()
-                async for data in response.content.iter_any():
-                    num_messages += data.count(b"\n\n")
-                    last = (last + data)[-4096:]
-            usage = next(line for line in reversed(last.split(b"\n")) if b'"usage": {' in line)
-            return num_messages, int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
-
-        yield read_stream
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -16,6 +16,7 @@ from ...workers.model.config import CheckpointError
 from ...workers.model.loader import check_checkpoint
 from ..config import load_config
 from ..environment import prepare_ray_environment
+from ..eval.gather import map_concurrently
 from ..store.store import resolve_model
 from ..tables import table_console
 from .serve import stopped_by_signals
@@ -30,53 +31,19 @@ PROMPTS: Final = (
 )
 MAX_TOKENS: Final = 80
 TOLERANCE: Final = 0.05  # how far the parts of a timeline may be from the whole
-LINE_CHARACTERS: Final = 80
 
 
-class Screen:
-    """Shows several completions while they are generated, inside a `with` block.
+class Answers:
+    """Holds the prompts and what has come of each answer, as rich shows them."""
 
-    On a terminal every text grows in its own place; elsewhere it is printed in pieces of a line's length, each with the
-    number of its request."""
+    def __init__(self) -> None:
+        self.texts = [""] * len(PROMPTS)
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._texts = [""] * len(PROMPTS)  # elsewhere: what has not been printed yet
-        self._live = Live(console=console, refresh_per_second=12) if console.is_terminal else None
-
-    def __enter__(self) -> None:
-        if self._live is not None:
-            self._live.start()
-            return
-        for request, prompt in enumerate(PROMPTS):
-            self._print(request, prompt)
-
-    def __exit__(self, *error: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            return
-        for request, rest in enumerate(self._texts):
-            self._print(request, rest)
-
-    def add(self, request: int, text: str) -> None:
-        """Shows the next piece of a completion."""
-        self._texts[request] += text
-        if self._live is not None:
-            titles = (f"[{number}] {prompt}\n" for number, prompt in enumerate(PROMPTS, 1))
-            shown = zip(titles, self._texts, strict=True)
-            self._live.update(Group(*(Text.assemble((title, "bold"), each, "\n") for title, each in shown)))
-            return
-        pending = self._texts[request]
-        while "\n" in pending or len(pending) > LINE_CHARACTERS:
-            end = pending.find("\n") if "\n" in pending else pending.rfind(" ", 0, LINE_CHARACTERS)
-            line, pending = (pending[:end], pending[end + 1 :]) if end >= 0 else (pending, "")
-            self._print(request, line)
-        self._texts[request] = pending
-
-    def _print(self, request: int, line: str) -> None:
-        if line.strip():
-            self._console.print(f"[{request + 1}] {line.strip()}", markup=False, highlight=False, soft_wrap=True)
-            self._console.file.flush()
+    def __rich__(self) -> Text:
+        shown = Text()
+        for number, (prompt, text) in enumerate(zip(PROMPTS, self.texts, strict=True), 1):
+            shown.append(f"[{number}] {prompt}\n", "bold").append(f"{text}\n\n")
+        return shown
 
 
 def main() -> int:
@@ -103,10 +70,9 @@ def _serve_and_ask(console: Console, folder: str) -> int:
     console.print(f"Starting {MODEL}: 1 prefill worker, 1 decode worker ...")
     with start_service(config, folder) as service:
         console.print(f"ready: {service.addresses}\n", highlight=False)
-        screen = Screen(console)
-        with screen:
-            completions = asyncio.run(_ask_all(service.grpc_address, screen))
-        console.print()
+        answers = Answers()
+        with Live(answers, console=console, refresh_per_second=12):  # not on a terminal: prints them once, at the end
+            completions = asyncio.run(_ask_all(service.grpc_address, answers))
         rows = [(f"[{i + 1}]", completion.timeline) for i, completion in enumerate(completions)]
         console.print(timeline_table(rows))
         problems = verify(completions)
@@ -116,18 +82,17 @@ def _serve_and_ask(console: Console, folder: str) -> int:
     return 1 if problems else 0
 
 
-async def _ask_all(address: str, screen: Screen) -> list[Completion]:
-    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_ask(client, request, screen)) for request in range(len(PROMPTS))]
-    return [task.result() for task in tasks]
+async def _ask_all(address: str, answers: Answers) -> list[Completion]:
+    async with AsyncClient(address) as client:
 
+        async def ask(request: int) -> Completion:
+            messages = [{"role": "user", "content": PROMPTS[request]}]
+            async with client.stream_chat(messages, temperature=0.0, max_tokens=MAX_TOKENS) as stream:
+                async for delta in stream:
+                    answers.texts[request] += delta.text
+                return await stream.completion()
 
-async def _ask(client: AsyncClient, request: int, screen: Screen) -> Completion:
-    messages = [{"role": "user", "content": PROMPTS[request]}]
-    async with client.stream_chat(messages, temperature=0.0, max_tokens=MAX_TOKENS) as stream:
-        async for delta in stream:
-            screen.add(request, delta.text)
-        return await stream.completion()
+        return await map_concurrently(ask, range(len(PROMPTS)), len(PROMPTS))
 
 
 def verify(completions: Sequence[Completion]) -> list[str]:

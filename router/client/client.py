@@ -22,16 +22,15 @@ from typing import Any, Final, Generic, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ...proto import inference_pb2
+from ...proto import inference_pb2, inference_pb2_grpc
 from ...proto.errors import Cancelled, Unavailable
-from . import types, wire
+from . import wire
 from .request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
 from .results import Collector
 from .types import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
 
-_R = TypeVar("_R", bound=ProtobufMessage)
 _S = TypeVar("_S")
 Seconds = float | None
 TextOrIds = str | Sequence[int]
@@ -178,6 +177,8 @@ class _BaseClient(Generic[_S]):
         self._metadata = wire.credentials(api_key)
         self._max_retries = max_retries
         self._channel = self._channels.insecure_channel(address, wire.CHANNEL_OPTIONS, encoding)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def stream(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> _S:
         """Continues a text or token ids; the stream yields the completion piece by piece."""
@@ -189,15 +190,11 @@ class _BaseClient(Generic[_S]):
 
     def _generate(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: Seconds) -> _S:
         request = generate_request(prompt, options)
-        method = self._channel.unary_stream(types.GENERATE, wire.serialize, inference_pb2.GenerateResponse.FromString)
-        return self._make_stream(
-            lambda seconds: method(request, timeout=seconds, metadata=self._metadata),
-            wire.Retries(self._max_retries, timeout),
-        )
+        start = self._starting(self._inference.Generate, request)
+        return self._make_stream(start, wire.Retries(self._max_retries, timeout))
 
-    def _unary(self, method: str, request: ProtobufMessage, kind: type[_R]) -> _StartCall:
-        call = self._channel.unary_unary(method, wire.serialize, kind.FromString)
-        return lambda seconds: call(request, timeout=seconds, metadata=self._metadata)
+    def _starting(self, method: Callable[..., Any], request: ProtobufMessage) -> _StartCall:
+        return lambda seconds: method(request, timeout=seconds, metadata=self._metadata)
 
 
 class Client(_BaseClient[Stream]):
@@ -221,21 +218,21 @@ class Client(_BaseClient[Stream]):
     ) -> list[int]:
         """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
         request = tokenize_request(prompt, model, options)
-        return list(self._call(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout).token_ids)
+        return list(self._call(self._inference.Tokenize, request, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
-        return self._call(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout).text
+        return str(self._call(self._inference.Detokenize, request, timeout).text)
 
     def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
-        return list(self._call(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout).models)
+        return list(self._call(self._inference.ListModels, request, timeout).models)
 
     def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
-        start = self._unary(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse)
+        start = self._starting(self._health.Check, health_pb2.HealthCheckRequest())
         try:
             return bool(wire.call(start, wire.Retries(0, timeout)).status == _SERVING)
         except Unavailable:
@@ -251,9 +248,8 @@ class Client(_BaseClient[Stream]):
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: Seconds) -> _R:
-        answer: _R = wire.call(self._unary(method, request, kind), wire.Retries(self._max_retries, timeout))
-        return answer
+    def _call(self, method: Callable[..., Any], request: ProtobufMessage, timeout: Seconds) -> Any:
+        return wire.call(self._starting(method, request), wire.Retries(self._max_retries, timeout))
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
@@ -277,21 +273,21 @@ class AsyncClient(_BaseClient[AsyncStream]):
     ) -> list[int]:
         """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
         request = tokenize_request(prompt, model, options)
-        return list((await self._call(types.TOKENIZE, request, inference_pb2.TokenizeResponse, timeout)).token_ids)
+        return list((await self._call(self._inference.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
-        return (await self._call(types.DETOKENIZE, request, inference_pb2.DetokenizeResponse, timeout)).text
+        return str((await self._call(self._inference.Detokenize, request, timeout)).text)
 
     async def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
-        return list((await self._call(types.LIST_MODELS, request, inference_pb2.ListModelsResponse, timeout)).models)
+        return list((await self._call(self._inference.ListModels, request, timeout)).models)
 
     async def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
-        start = self._unary(types.HEALTH, health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse)
+        start = self._starting(self._health.Check, health_pb2.HealthCheckRequest())
         try:
             return bool((await wire.call_async(start, wire.Retries(0, timeout))).status == _SERVING)
         except Unavailable:
@@ -307,7 +303,5 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _call(self, method: str, request: ProtobufMessage, kind: type[_R], timeout: Seconds) -> _R:
-        start = self._unary(method, request, kind)
-        answer: _R = await wire.call_async(start, wire.Retries(self._max_retries, timeout))
-        return answer
+    async def _call(self, method: Callable[..., Any], request: ProtobufMessage, timeout: Seconds) -> Any:
+        return await wire.call_async(self._starting(method, request), wire.Retries(self._max_retries, timeout))

@@ -1,16 +1,10 @@
-"""Defines the methods of the service, the options of requests and the results of both clients."""
+"""Defines the options of requests and the results of both clients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypedDict
+from typing import Literal, TypedDict
 
 from ...proto import inference_pb2
-
-GENERATE: Final = "/tandem.v1.Inference/Generate"
-TOKENIZE: Final = "/tandem.v1.Inference/Tokenize"
-DETOKENIZE: Final = "/tandem.v1.Inference/Detokenize"
-LIST_MODELS: Final = "/tandem.v1.Inference/ListModels"
-HEALTH: Final = "/grpc.health.v1.Health/Check"
 
 Timeline = inference_pb2.Timeline
 Usage = inference_pb2.Usage

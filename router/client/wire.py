@@ -4,12 +4,11 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterable
-from operator import methodcaller
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from ...proto import errors, limits
@@ -82,9 +81,6 @@ def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
     if not (api_key.isascii() and api_key.isprintable()):
         raise errors.InvalidArgument("must be printable ASCII", "api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
-
-
-serialize: Final[Callable[[Message], bytes]] = methodcaller("SerializeToString")
 
 
 def error_of(call: Any) -> errors.TandemError:

@@ -133,13 +133,23 @@ class Attempt:
 
     def poll(self) -> Iterator[TokenDelta]:
         """Yields what has come since the last call. What was interrupted is in `interruptions` then."""
-        if self._opener is not None and self._needs_opener:
-            yield from self._read(self._opener)
-        decoder = self._decoder
-        if decoder is not None and self._states:
-            is_refused = decoder.failure is not None and not decoder.received_kv
-            if is_refused or not self._needs_opener:
-                yield from self._read(decoder)
+        for stream in self._readable():
+            for output in stream.take():
+                kind = output.WhichOneof("event")
+                if kind == "tokens":
+                    if delta := self._tokens(output):
+                        yield delta
+                elif kind == "admitted":
+                    self._admitted(stream, output)
+                elif kind == "kv_received":
+                    self._kv_received(output)
+                else:  # one choice, or before the first token all, were preempted
+                    choices = frozenset({output.choice}) if self._begun else None
+                    self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
+                if not self._states:
+                    return
+            if stream.failure is not None and (stream is self._decoder or self._needs_opener):
+                self._failed(stream, stream.failure)
 
     def drop(self, choice: int) -> None:
         """Cancels a choice that is no longer wanted."""
@@ -177,6 +187,16 @@ class Attempt:
         """Whether anything that the stream of the prefill worker brings still counts."""
         return self.placement.prefill is None or ChoiceState.OPENING in self._states.values()
 
+    def _readable(self) -> Iterator[WorkerStream]:
+        """Yields the streams whose outputs are to be taken now."""
+        if self._opener is not None and self._needs_opener:
+            yield self._opener
+        decoder = self._decoder
+        if decoder is not None and self._states:
+            is_refused = decoder.failure is not None and not decoder.received_kv
+            if is_refused or not self._needs_opener:
+                yield decoder
+
     def _send_decode(self, number: int) -> None:
         submit = worker_pb2.Submit()
         submit.CopyFrom(self._submit)
@@ -190,24 +210,6 @@ class Attempt:
         for choice in self._choices:  # those that have ended since the prefill worker was asked
             if choice not in self._states:
                 self._decoder.cancel_choice(choice)
-
-    def _read(self, stream: WorkerStream) -> Iterator[TokenDelta]:
-        for output in stream.take():
-            kind = output.WhichOneof("event")
-            if kind == "tokens":
-                if delta := self._tokens(output):
-                    yield delta
-            elif kind == "admitted":
-                self._admitted(stream, output)
-            elif kind == "kv_received":
-                self._kv_received(output)
-            else:  # one choice, or before the first token all, were preempted
-                choices = frozenset({output.choice}) if self._begun else None
-                self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
-            if not self._states:
-                return
-        if stream.failure is not None and (stream is self._decoder or self._needs_opener):
-            self._failed(stream, stream.failure)
 
     def _tokens(self, output: worker_pb2.Output) -> TokenDelta | None:
         tokens, choice = output.tokens, output.choice

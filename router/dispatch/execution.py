@@ -3,17 +3,22 @@
 Prompt and emitted tokens stay here. After an interruption the choices continue on one of two ways: *rehand*, while the
 prefill worker still holds the KV cache, gives that to another decode worker; *replay* prefills prompt + emitted tokens,
 mostly hits in a prefix cache, and continues at the next index. Several choices share an attempt until one of them, or
-their worker, is lost; then each continues in an attempt of its own. Knows token ids, not text. Awaits nothing.
+their worker, is lost; then each continues in an attempt of its own. Knows token ids, not text. Only `run` awaits.
 """
 
+import asyncio
 import logging
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Final
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
+from ..deadline import before, deadline_passed
 from ..request import TokenDelta, TokenRequest
+from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
 from .attempt import Attempt, Cause, Interruption, Submitter
 from .request_timer import RequestTimer
@@ -31,8 +36,8 @@ _FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids
 
 
 class RequestExecution:
-    """Call `start`, then `deltas` whenever something may have come, until `done`; in the end `end`, whatever
-    happened."""
+    """Call `run`; or `start`, then `deltas` whenever something may have come, until `done`, and in the end `end`,
+    whatever happened."""
 
     def __init__(
         self,
@@ -59,6 +64,32 @@ class RequestExecution:
     @property
     def done(self) -> bool:
         return not self._attempts
+
+    async def run(self, admission: Admission, wake: asyncio.Event) -> AsyncGenerator[TokenDelta, None]:
+        """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever something has come."""
+        late, deadline = asyncio.Event(), self._request.deadline
+
+        def expire() -> None:
+            late.set()
+            wake.set()
+
+        async with AsyncExitStack() as scope:
+            scope.callback(self._timer.stop)
+            await before(deadline, scope.enter_async_context(admission.slot(self._request)))
+            scope.callback(self.end)
+            if deadline is not None:  # one timer for a request costs less than one for each token
+                timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), expire)
+                scope.callback(timer.cancel)
+            self.start()
+            while True:
+                for delta in self.deltas():
+                    yield delta
+                if self.done:
+                    return
+                await wake.wait()
+                wake.clear()
+                if late.is_set():
+                    raise deadline_passed()
 
     def start(self, choice: int | None = None) -> None:
         """Starts an attempt, of one choice or, if None, of all. Raises Unavailable or Overloaded without a worker."""

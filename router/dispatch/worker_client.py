@@ -146,8 +146,7 @@ class WorkerClient:
         call: _Call = stub.Session()
         writer = asyncio.create_task(self._write(call))
         try:
-            while isinstance(response := await call.read(), worker_pb2.SessionResponse):
-                self._receive(response)
+            await self._receive(call)
         except grpc.aio.AioRpcError as error:
             logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:
@@ -162,14 +161,15 @@ class WorkerClient:
         while True:
             await call.write(await self._commands.get())
 
-    def _receive(self, response: worker_pb2.SessionResponse) -> None:
-        """Routes outputs to their streams. Those of a cancelled submit are dropped: this is the fence against outputs
-        of an older attempt."""
-        self._on_message(response)
-        for output in response.outputs:
-            stream = self._streams.get((output.request_id, output.attempt))
-            if stream is not None and stream.put(output):
-                del self._streams[output.request_id, output.attempt]
+    async def _receive(self, call: _Call) -> None:
+        """Routes outputs to their streams until the session ends. Those of a cancelled submit are dropped: this is the
+        fence against outputs of an older attempt."""
+        while isinstance(response := await call.read(), worker_pb2.SessionResponse):
+            self._on_message(response)
+            for output in response.outputs:
+                stream = self._streams.get((output.request_id, output.attempt))
+                if stream is not None and stream.put(output):
+                    del self._streams[output.request_id, output.attempt]
 
     def _break(self) -> None:
         if not self.broken:

@@ -8,16 +8,22 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from jinja2.defaults import DEFAULT_NAMESPACE
+
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import check_count, check_length
-from .template import global_names
 
 _PATH: Final = "prompt.chat"
 _TOOL_NAME: Final = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{limits.MAX_NAME_CHARACTERS}}}")
 
-_RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-_CONTINUE_TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+_RESERVED: Final = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
+        *("conversations", "chat_template", "return_assistant_tokens_mask"),  # arguments beside the variables
+        *DEFAULT_NAMESPACE,
+    )
+)
 
 
 def check_chat(chat: inference_pb2.Chat) -> None:
@@ -56,36 +62,20 @@ def template_kwargs(chat: inference_pb2.Chat) -> dict[str, Any]:
     if given is None:
         raise InvalidArgument("must be a JSON object", field)
     for name in given:
-        if name in _RESERVED or name in global_names():
+        if name in _RESERVED:
             raise InvalidArgument(f"{name!r} is a name that the service itself sets", field)
     return given
 
 
 def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
-    """Returns the template's variables for a checked chat, in the form of transformers' apply_chat_template."""
-    messages = [_template_message(message) for message in chat.messages]
-    if chat.continue_final_message:
-        messages[-1]["content"] += _CONTINUE_TAG
+    """Returns the template's variables for a checked chat, as arguments of transformers' render_jinja_template."""
     return {
         **template_kwargs(chat),
-        "messages": messages,
+        "conversations": [[_template_message(message) for message in chat.messages]],
         "tools": [tool_object(tool) for tool in active_tools(chat)] or None,
         "add_generation_prompt": not chat.continue_final_message,
+        "continue_final_message": chat.continue_final_message,
     }
-
-
-def cut_after_final_message(text: str) -> str:
-    """Returns the rendered chat up to the end of its last message, which is to be continued.
-
-    The method is transformers': a tag at the end of the message marks the place. Raises InvalidArgument if the template
-    has not written the message."""
-    end = text.rfind(_CONTINUE_TAG.strip())
-    if end < 0:
-        raise InvalidArgument(
-            "the model's chat template does not repeat the last message", f"{_PATH}.continue_final_message"
-        )
-    trimmed = not text.startswith(_CONTINUE_TAG, end)  # the template strips contents, so what ends here is stripped
-    return text[:end].rstrip() if trimmed else text[:end]
 
 
 def tool_object(tool: inference_pb2.Tool) -> dict[str, Any]:

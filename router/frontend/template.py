@@ -1,134 +1,73 @@
-"""Renders chat templates, which are Jinja programs of models, within bounds of time and size.
+"""Renders chat templates, which are Jinja programs of models, within bounds of time, memory and size.
 
-The environment is that of transformers (huggingface.co/docs/transformers, "Chat templates"), but every iteration and
-every call checks the deadline, and the result sizes of operators, filters and string methods are computed before they
-run (template_bounds.py). So a template that never ends or renders too much is stopped, in any thread and for any
-messages. The bounds do not hold against a template written to break them: one step in C, such as a comparison of lists
-that share their entries, can run without end. Knows nothing of tokens or messages.
+They run in a process of its own, which is killed when a template takes too long. So whatever a template does, for any
+messages, it stops nobody's tokens and takes no memory of the router's. Knows nothing of tokens.
 """
 
-from collections.abc import Callable, Mapping
-from datetime import datetime
-from functools import lru_cache
-from typing import Any, NoReturn
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
-
-from .template_bounds import (
-    bounded,
-    bounded_filters,
-    check_operation,
-    check_time,
-    checked_arguments,
-    concatenated,
-    joined,
-    text_size,
-    watched,
-)
+from ...proto.errors import InvalidArgument
 
 
-def render(source: str, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
-    """Renders the template `source`. `variables` are plain JSON values.
+class TemplateRenderer:
+    """Renders one template after the other, in a process that begins with `start` or the first of them and ends with
+    this object. Thread-safe."""
 
-    Raises TemplateBoundExceeded, jinja2.TemplateError with the text of the template where it calls raise_exception(),
-    and, for a template is a program, any other exception."""
-    template = _compiled(source)
-    with bounded(max_characters, seconds):
-        return joined(template.generate(**variables))
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._connection: Connection | None = None
+        self._is_ready = False  # to render; the process begins with imports that take a second
 
+    def render(self, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
+        """Renders by transformers' render_jinja_template, whose arguments `variables` are, in plain JSON values.
 
-def global_names() -> frozenset[str]:
-    """Returns the names that every template can use."""
-    return frozenset(_environment().globals)
+        Raises InvalidArgument if the template refuses them, writes too much or does not end in time."""
+        request = json.dumps([variables, max_characters]).encode()
+        with self._lock:
+            reply = self._ask(self._connection or self._start(), request, seconds)
+        if "text" not in reply:
+            raise InvalidArgument(f"the model's chat template {reply['reason']}", reply.get("field", "prompt.chat"))
+        return reply["text"]
 
+    def start(self) -> None:
+        """Starts the process, so that no chat waits for it. Idempotent."""
+        with self._lock:
+            if self._connection is None:
+                self._start()
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """Checks time and sizes in the immutable sandbox."""
+    def _ask(self, connection: Connection, request: bytes, seconds: float) -> dict[str, str]:
+        try:
+            if not self._is_ready:
+                connection.recv_bytes()
+                self._is_ready = True
+            connection.send_bytes(request)
+            if connection.poll(seconds):
+                reply: dict[str, str] = json.loads(connection.recv_bytes())
+                return reply
+            reason = f"takes more than {seconds:g} seconds for these messages"
+        except (EOFError, OSError):
+            reason = "refuses these messages"  # such as by a recursion that ends the process
+        self._connection, self._is_ready = None, False
+        self._end()
+        return {"reason": reason}
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-    concat = staticmethod(concatenated)  # of what macros and blocks with a name have written
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        # The names are Jinja's: templates may pass an argument called `self`.
-        check_time()
-        return super().call(__context, __obj, *checked_arguments(__obj, args, kwargs), **kwargs)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        check_operation(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return attr != "to_bytes" and super().is_safe_attribute(obj, attr, value)  # of an integer: as many as one likes
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        _Watch().visit(tree)
-        return tree
-
-
-class _Watch(NodeTransformer):
-    """Applies the filter `watched` to the iterable of each loop, `concatenated` to the parts of each `~`."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "watched", [], [], None, None, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        parts = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(parts, "concatenated", [], [], None, None, lineno=node.lineno)
+    def _start(self) -> Connection:
+        self._connection, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-P", "-m", f"{__package__}.template_process", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._end = weakref.finalize(self, _end, process)
+        return self._connection
 
 
-class _Generation(jinja2.ext.Extension):
-    """Accepts the tag {% generation %}, which marks answers for training; it has no effect here."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: "jinja2.parser.Parser") -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> _Environment:
-    environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-        finalize=_at_run_time(_checked),
-    )
-    own = {"watched": _at_run_time(watched), "concatenated": _at_run_time(concatenated)}
-    environment.filters = bounded_filters() | own
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-    del environment.globals["lipsum"]
-    return environment
-
-
-def _at_run_time(function: Callable[[Any], Any]) -> Callable[[Context, Any], Any]:
-    """Returns a filter of the same effect, which Jinja does not fold into a constant."""
-    return jinja2.pass_context(lambda _context, value: function(value))
-
-
-def _checked(value: Any) -> Any:
-    """Returns a value that is to be written, after a check of its size."""
-    text_size(value)
-    return value
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()

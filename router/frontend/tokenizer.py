@@ -10,25 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import jinja2
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 # Not `transformers.AutoTokenizer`: that import alone loads torch. Both end in the same tokenizer.json.
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
-from .chat import active_tools, cut_after_final_message, template_variables
-from .template import render
-from .template_bounds import TemplateBoundExceeded
+from .chat import active_tools, template_variables
+from .template import TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
 """Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
 
-_MAX_TEMPLATE_MESSAGE = 200
 _TEMPLATE_SECONDS = 5.0
+_RENDERER: Final = TemplateRenderer()
+"""Of all models of this process: it keeps nothing of theirs."""
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
 """Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special tokens."""
@@ -37,14 +37,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # what SentencePiece writes for a space
 
 
-def _byte_of_characters() -> dict[str, int]:
-    """Maps each printable character of byte-level tokenizers to the byte that it stands for (GPT-2)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(shifted)}
-
-
-_BYTE_OF_CHARACTER: Final = _byte_of_characters()
+_BYTE_OF_CHARACTER: Final = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+"""The byte that each printable character of byte-level tokenizers stands for."""
 
 
 class Tokenizer:
@@ -82,6 +76,7 @@ class Tokenizer:
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {reason}") from error
+        _RENDERER.start()
         return cls(tokenizer, _vocab_size(folder / "config.json"))
 
     def chat_template(self, tools: bool) -> str:
@@ -105,7 +100,7 @@ class Tokenizer:
 
         Raises InvalidArgument if the model has no chat template, or the template refuses the messages, renders too many
         characters, or does not end within 5 seconds."""
-        # Always in a thread: a template is a program, and may run until its deadline.
+        # Always in a thread, which waits for the template's process.
         return await asyncio.to_thread(self._encode_chat, chat)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -132,25 +127,14 @@ class Tokenizer:
         return ids
 
     def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
-        text = self._render(chat)
-        if chat.continue_final_message:
-            text = cut_after_final_message(text)
-        return self._encode(text, add_special_tokens=False)  # the template has written them
+        return self._encode(self._render(chat), add_special_tokens=False)  # the template has written them
 
     def _render(self, chat: inference_pb2.Chat) -> str:
         source = self.chat_template(tools=bool(active_tools(chat)))
         if not source:
             raise InvalidArgument("the model has no chat template; send text or token ids", "prompt.chat")
-        variables = {**self._template.special_tokens_map, **template_variables(chat)}
-        try:
-            return render(source, variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
-        except TemplateBoundExceeded as error:
-            reason = f"{error} for these messages"
-        except Exception as error:  # a template is a program: it can raise anything
-            reason = "refuses these messages"
-            if type(error) is jinja2.TemplateError:  # raised by the template itself, with a text for users
-                reason += f": {str(error)[:_MAX_TEMPLATE_MESSAGE]}"
-        raise InvalidArgument(f"the model's chat template {reason}", "prompt.chat")
+        variables = {**self._template.special_tokens_map, **template_variables(chat), "chat_template": source}
+        return _RENDERER.render(variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
 
 
 def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:

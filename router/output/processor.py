@@ -4,7 +4,8 @@ Knows nothing of dispatch and of APIs.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError
@@ -16,6 +17,7 @@ from .tool_parser import ToolParser, parser_for
 
 _UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 _STOP = inference_pb2.FINISH_REASON_STOP
+_BROKEN = "the token stream of this request broke"
 
 _THREAD_FROM_TOKENS = 256
 """Log probabilities of so many tokens take a few milliseconds; more leave the event loop."""
@@ -26,46 +28,66 @@ class OutputProcessor:
 
     def __init__(self, request: PreparedRequest) -> None:
         self.ended: set[int] = set()  # choices ended by a stop string; the source is to cancel them
-        self.num_open = request.tokens.num_choices  # choices that have not ended
         self._request = request
-        self._choices = [_ChoiceOutput(request, number) for number in range(self.num_open)]
-        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []
+        self._choices = [_ChoiceOutput(request, number) for number in range(request.tokens.num_choices)]
+        self._open = dict(enumerate(self._choices))  # those that have not ended
+        self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []  # for the next message of choice 0
         tokens = request.tokens
         if tokens.prompt_logprobs is not None and len(tokens.prompt) == 1:  # no scores will come
             self._prompt_logprobs = _prompt_logprobs(request.tokenizer, tokens.prompt, ())
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all completions."""
-        return sum(choice.num_tokens for choice in self._choices)
+    async def run(
+        self, deltas: AsyncGenerator[TokenDelta, None], timeline: inference_pb2.Timeline
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Yields the messages of what a source generates, see GenerationService.run. Closes `deltas`.
 
-    async def push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
-        """Takes the scores of the prompt after its first token, before the first `push` of choice 0."""
+        Raises InternalError if the source breaks its contract: no index is missing or repeated, nothing follows the
+        end."""
+        request = self._request
+        is_ranked = request.tokens.num_choices > request.num_answers
+        held: list[inference_pb2.GenerateResponse] = []  # until all completions have ended
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    if delta.choice not in self._open:
+                        raise InternalError(_BROKEN)
+                    if delta.prompt_logprobs:
+                        await self._push_prompt(delta.prompt_logprobs)
+                    message = self._open[delta.choice].push(delta)
+                    if self._prompt_logprobs and delta.choice == 0:
+                        message.prompt_logprobs.extend(self._prompt_logprobs)
+                        self._prompt_logprobs = []
+                    if message.finish_reason != _UNFINISHED:
+                        del self._open[delta.choice]
+                        if delta.finish_reason == _UNFINISHED:
+                            self.ended.add(delta.choice)
+                    if self._open and not is_ranked:
+                        yield message
+                        continue
+                    held.append(message)
+                    if not self._open and delta.finish_reason == _UNFINISHED:
+                        break  # by a stop string: closing the source cancels the rest
+        finally:  # the source writes its own request id
+            timeline.request_id = request.request_id
+        if self._open:
+            raise InternalError(_BROKEN)
+        answers = self._best(held) if is_ranked else held
+        num_tokens = sum(choice.num_tokens for choice in self._choices)
+        timeline.completion_tokens = answers[-1].usage.completion_tokens = num_tokens
+        answers[-1].usage.prompt_tokens = len(request.tokens.prompt)
+        answers[-1].usage.cached_tokens = timeline.cached_tokens
+        for message in answers:
+            yield message
+
+    async def _push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
+        """Takes the scores of the prompt after its first token."""
         arguments = (self._request.tokenizer, self._request.tokens.prompt, scores)
         if len(scores) < _THREAD_FROM_TOKENS:
             self._prompt_logprobs = _prompt_logprobs(*arguments)
         else:
             self._prompt_logprobs = await asyncio.to_thread(_prompt_logprobs, *arguments)
 
-    def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
-        """Returns the message for the next tokens of one completion.
-
-        Raises InternalError if the source breaks its contract: no index is missing or repeated, nothing follows the
-        end."""
-        if not 0 <= delta.choice < len(self._choices):
-            raise InternalError("the token stream of this request broke")
-        choice = self._choices[delta.choice]
-        response = choice.push(delta)
-        if self._prompt_logprobs and delta.choice == 0:
-            response.prompt_logprobs.extend(self._prompt_logprobs)
-            self._prompt_logprobs = []
-        if choice.is_finished:
-            self.num_open -= 1
-            if delta.finish_reason == _UNFINISHED:
-                self.ended.add(delta.choice)
-        return response
-
-    def best(self, messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+    def _best(self, messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
         """Ranks completions by the mean log probability of their tokens and returns the best of them, one message each,
         numbered from the best. `messages`: all of all completions."""
         ranked = sorted(join_choices(messages), key=lambda one: (-self._choices[one.choice].mean_logprob, one.choice))
@@ -82,7 +104,6 @@ class _ChoiceOutput:
     def __init__(self, request: PreparedRequest, number: int) -> None:
         tokens = request.tokens
         self.num_tokens = 0
-        self.is_finished = False
         self._request = request
         self._number = number
         self._num_received = 0  # tokens of the source
@@ -97,8 +118,8 @@ class _ChoiceOutput:
         return self._sum_logprobs / max(self.num_tokens, 1)
 
     def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
-        if delta.first_index != self._num_received or self.is_finished:
-            raise InternalError("the token stream of this request broke")
+        if delta.first_index != self._num_received:
+            raise InternalError(_BROKEN)
         is_first = not self._num_received
         self._num_received += len(delta.ids)
         ids, text, reason = self._detokenize(delta)
@@ -111,7 +132,6 @@ class _ChoiceOutput:
             choice=self._number,
             score=delta.score,
         )
-        self.is_finished = reason != _UNFINISHED
         if self._parser is not None:
             self._parse_tool_calls(self._parser, response)
         if delta.logprobs:
@@ -136,13 +156,14 @@ class _ChoiceOutput:
 
     def _parse_tool_calls(self, parser: ToolParser, response: inference_pb2.GenerateResponse) -> None:
         text, calls = parser.push(response.text)
-        if self.is_finished:
+        is_finished = response.finish_reason != _UNFINISHED
+        if is_finished:
             last_text, last_calls = parser.finish()
             text, calls = text + last_text, calls + last_calls
         response.text = text
         response.tool_calls.extend(calls)
         self._has_tool_calls |= bool(calls)
-        if self._has_tool_calls and self.is_finished:
+        if self._has_tool_calls and is_finished:
             response.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
 
     def _add_logprobs(

@@ -87,8 +87,7 @@ class WorkerState:
     @property
     def free_tokens(self) -> int:
         """Tokens of KV cache, free or cached, once all that was dispatched here has arrived."""
-        total = self.load.total_blocks * self.info.block_size or UNBOUNDED
-        return max(total - self.own.kv_tokens - self.others.kv_tokens, 0)
+        return max(self.size.kv_tokens - self.own.kv_tokens - self.others.kv_tokens, 0)
 
     def measure_free(self, token_seconds: float) -> Capacity:
         """Returns what the worker has free if it computes a prompt token in `token_seconds`."""
@@ -98,7 +97,7 @@ class WorkerState:
         look_ahead = sorted(bounds)[1]
         return Capacity(
             workers=1,
-            sequences=(self.info.max_sequences or UNBOUNDED) - self.own.sequences - self.others.sequences,
+            sequences=self.size.sequences - self.own.sequences - self.others.sequences,
             prompt_tokens=look_ahead - self.pending_tokens,
             kv_tokens=self.free_tokens,
         ).clipped()

@@ -72,7 +72,7 @@ def test_flags_alone_are_enough() -> None:
         ),
         (
             "model: m\nkv_transports: [gloo, tcp]",
-            "kv_transports.1: must be 'shared', 'gloo', 'nccl' or 'nixl', got 'tcp'",
+            "kv_transports.1: must be one of shared, gloo, nccl, nixl, got 'tcp'",
         ),
         ("model: m\nkv_transports: gloo", "kv_transports: must be a list, got 'gloo'"),
         ("model: m\nprefill: 3", "prefill: must hold keys and values, got 3"),

@@ -18,7 +18,8 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests import demo_model
-from tandem.tests.fleet import Fleet, fleet, token_request
+from tandem.tests.fleet import Fleet, fleet
+from tandem.tests.token_request import token_request
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.tp.rank import Rank
 

@@ -186,6 +186,6 @@ def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--shape tiny --random-weights --device cuda --batches 1,3,16 --prompts 40,600 --context 300 --raw"
+    arguments = "--shape tiny --random-weights --device cuda --batches 1,3,16 --prompts 40,600 --context 300"
     assert __main__.main(arguments.split()) == 0
     assert "roofline" in capsys.readouterr().out

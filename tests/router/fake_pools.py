@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.dispatch.worker_client import AttemptKey, WorkerClient, WorkerStream
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.policy import Placement
-from tandem.tests.fleet import token_request
+from tandem.tests.token_request import token_request
 
 SEED = 1000
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
@@ -36,6 +37,16 @@ def completion(prompt: tuple[int, ...], seed: int, max_tokens: int) -> list[int]
     return ids
 
 
+class OneMessage:
+    """A session that ends after one message."""
+
+    def __init__(self, message: worker_pb2.SessionResponse) -> None:
+        self._messages = [message]
+
+    async def read(self) -> worker_pb2.SessionResponse | None:
+        return self._messages.pop() if self._messages else None
+
+
 class FakeClient(WorkerClient):
     """A client without a session."""
 
@@ -54,7 +65,9 @@ class FakeClient(WorkerClient):
         super().cancel(key, choice)
 
     def receive(self, output: worker_pb2.Output) -> None:
-        self._receive(worker_pb2.SessionResponse(outputs=[output]))
+        call: Any = OneMessage(worker_pb2.SessionResponse(outputs=[output]))
+        with suppress(StopIteration):  # nothing is awaited that is not there
+            self._receive(call).send(None)
 
     def kill(self) -> None:
         self._break()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
+from tandem.tests.fleet import VOCAB, fake_rank, fleet
+from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
 from tandem.tests.workers.raw_session import GREEDY, RawSession, ended, executor_of, idle, submit, worker_of
 from tandem.workers.engine.plan import FirstTokens, OnLayers, Samples, StepPlan

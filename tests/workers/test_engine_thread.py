@@ -14,7 +14,7 @@ from tandem.workers.engine_thread import EngineThread
 
 
 class PlayedEngine:
-    """Has work for as many steps as `steps_left`; a step returns its number as an event."""
+    """Has work for as many steps as `steps_left`; a step emits its number as an event."""
 
     def __init__(self) -> None:
         self.steps_left = 0
@@ -30,15 +30,15 @@ class PlayedEngine:
         self.num_polls += 1
         return self.steps_left > 0
 
-    def step(self, early: Callable[[list[Event]], None]) -> list[Event]:
+    def step(self, emit: Callable[[list[Event]], None]) -> None:
         self.stepping.set()
         self.gate.wait()
         if self.fault:
             raise self.fault
         self.steps_left -= 1
         self.num_steps += 1
-        early([Preempted(id=-self.num_steps)])
-        return [Preempted(id=self.num_steps)]
+        emit([Preempted(id=-self.num_steps)])
+        emit([Preempted(id=self.num_steps)])
 
 
 class Running:
@@ -49,7 +49,7 @@ class Running:
         self.events: list[int] = []
         self.failures: list[BaseException] = []
         engine = cast(Engine, self.engine)
-        self.thread = EngineThread(engine, deliver=self.deliver, failed=self.failures.append)
+        self.thread = EngineThread(engine, self.failures.append)
 
     def deliver(self, events: list[Event]) -> None:
         self.events += [event.id for event in events if isinstance(event, Preempted)]
@@ -72,7 +72,7 @@ class Running:
 @asynccontextmanager
 async def running() -> AsyncIterator[Running]:
     one = Running()
-    one.thread.start()
+    one.thread.start(one.deliver)
     try:
         yield one
     finally:
@@ -127,7 +127,7 @@ async def test_an_idle_thread_sleeps() -> None:
 
 async def test_stop_while_idle() -> None:
     one = Running()
-    one.thread.start()
+    one.thread.start(one.deliver)
     await one.thread.call(lambda engine: None, 5)
     await one.thread.stop(5)
     with pytest.raises(RuntimeError, match="has stopped"):
@@ -136,7 +136,7 @@ async def test_stop_while_idle() -> None:
 
 async def test_stop_while_busy_ends_after_the_step() -> None:
     one = Running()
-    one.thread.start()
+    one.thread.start(one.deliver)
     await one.held_in_a_step()
     with pytest.raises(TimeoutError):
         await one.thread.stop(0.05)
@@ -148,7 +148,7 @@ async def test_stop_while_busy_ends_after_the_step() -> None:
 async def test_a_step_that_raises_ends_the_thread_and_fails_once() -> None:
     one = Running()
     one.engine.fault = ValueError("broken")
-    one.thread.start()
+    one.thread.start(one.deliver)
     await one.held_in_a_step()
     async with asyncio.timeout(5):
         waiting = asyncio.create_task(one.thread.call(lambda engine: None, 30))

@@ -13,7 +13,8 @@ import pytest
 from tandem.proto import worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.errors import TandemError
-from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request, worker_stub
+from tandem.tests.fleet import VOCAB, fake_rank, fleet, worker_stub
+from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
@@ -106,8 +107,9 @@ async def test_one_message_a_step_whatever_the_batch() -> None:
     assert len(session.messages) <= 2 * executor_of(rank).num_steps
     for n in range(16):
         assert session.tokens(str(n)) == expected_tokens(range(n, n + 20), 50, VOCAB)
-    for message in session.messages:
-        load = message.load
+    loads = [message.load for message in session.messages if message.HasField("load")]
+    assert (loads[0].num_waiting + loads[0].num_running > 0, loads[-1].num_running) == (True, 0)
+    for load in loads:
         blocks = load.free_blocks + load.cached_blocks + load.owned_blocks + load.leased_blocks + load.reserved_blocks
         assert blocks == load.total_blocks == 512
 

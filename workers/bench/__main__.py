@@ -22,7 +22,7 @@ from ..model.registry import load_model_config
 from .floor import BUFFER_BYTES, Floors, measure_floors
 from .options import SWEEP_BATCHES, SWEEP_CONTEXT_BATCH, SWEEP_CONTEXTS, EngineBenchOptions, parse
 from .report import DecodeFigure, PrefillFigure, Report, plot
-from .shapes import HF_CONFIGS, SHAPES, decode_cost, loaded_bytes, prefill_cost, random_weight
+from .shapes import HF_CONFIGS, SHAPES, decode_cost, loaded_bytes, prefill_flops, random_weight
 from .steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for
 
 
@@ -136,7 +136,6 @@ def _decode(
     has_split = options.profile or options.device.type == "cpu"
     overheads = [1 - step["model"] / total for step, total in zip(run.steps, totals, strict=True)]
     _print_progress(f"decode, batch {batch}, context {context}: {seconds * 1e3:.3f} ms/step")
-    raw, sampled = runner.replay(run) if options.raw else ([], [])
     return DecodeFigure(
         batch=batch,
         context=context,
@@ -151,8 +150,6 @@ def _decode(
         if has_split
         else None,
         overhead_share=statistics.median(overheads) if has_split else None,
-        raw_ms=statistics.median(raw) * 1e3 if raw else None,
-        raw_same_tokens=sampled == run.sampled if raw else None,
     )
 
 
@@ -161,12 +158,11 @@ def _prefill(
 ) -> PrefillFigure:
     seconds, token = runner.prefill(prompt)
     _print_progress(f"prefill of {prompt}: {seconds:.3f} s")
-    _, flops = prefill_cost(config, options.dtype, prompt)
     return PrefillFigure(
         prompt=prompt,
         seconds=seconds,
         tokens_per_s=prompt / seconds,
-        matmul_share=flops / floors.matmul_flops_per_s / seconds,
+        matmul_share=prefill_flops(config, prompt) / floors.matmul_flops_per_s / seconds,
         first_token=token,
     )
 
@@ -192,7 +188,7 @@ def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
         seconds = peer.prefill_seconds(prefilled.prompt)
         _print_progress(f"transformers' prefill of {prefilled.prompt}: {seconds:.3f} s")
         prefill.append(replace(prefilled, transformers_tokens_per_s=prefilled.prompt / seconds))
-    return replace(report, transformers=peer.method, decode=tuple(decode), prefill=tuple(prefill))
+    return replace(report, decode=tuple(decode), prefill=tuple(prefill))
 
 
 def _print_progress(text: str) -> None:

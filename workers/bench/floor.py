@@ -1,13 +1,12 @@
 """Measures the floors under a step on the device at hand: memory bandwidth and the rate of matrix products."""
 
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch.nn import functional
+from torch.utils.benchmark import Timer
 
 from ..model.config import ModelConfig
 from ..model.quant.unquantized import UnquantizedLinearMethod
@@ -15,9 +14,7 @@ from .shapes import StepCost
 
 BUFFER_BYTES: Final = {"cpu": 1 << 28, "cuda": 1 << 31}  # several times the largest cache
 GEMM_ROWS: Final = 512  # tokens of a prefill chunk
-_MIN_TIMINGS: Final = 10
-_MIN_SECONDS: Final = 0.1
-_TIMED_SECONDS: Final = 2e-3  # of calls between two synchronisations, each of which costs a GPU some 10 us
+_TIMED_SECONDS: Final = 0.2  # of each function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +48,8 @@ def measure_floors(config: ModelConfig, dtype: torch.dtype, device: torch.device
     target = torch.empty_like(source)
     num_bytes = source.numel() * source.element_size()
     return Floors(
-        read_bytes_per_s=num_bytes / best_seconds(source.sum, device),
-        copy_bytes_per_s=2 * num_bytes / best_seconds(lambda: target.copy_(source), device),
+        read_bytes_per_s=num_bytes / _best_seconds(source.sum),
+        copy_bytes_per_s=2 * num_bytes / _best_seconds(lambda: target.copy_(source)),
         matmul_flops_per_s=_matmul_rate(config, dtype, device),
     )
 
@@ -70,26 +67,10 @@ def _gemm_seconds(rows: int, columns: int, dtype: torch.dtype, device: torch.dev
     weight = torch.randn(rows, columns, device=device).to(dtype)
     x = torch.randn(GEMM_ROWS, columns, device=device).to(dtype)
     method = UnquantizedLinearMethod.from_tensors(weight)
-    return min(
-        best_seconds(lambda: functional.linear(x, weight), device), best_seconds(lambda: method.apply(x), device)
-    )
+    return min(_best_seconds(lambda: functional.linear(x, weight)), _best_seconds(lambda: method.apply(x)))
 
 
-def best_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Returns the least seconds of a call, of many timings: on a shared machine the best time is rare. Short calls are
-    timed several together, so that what a launch or a synchronisation costs does not count."""
-    num_calls = math.ceil(_TIMED_SECONDS / max(_seconds(function, device, 1), 1e-6))
-    best, timings, until = math.inf, 0, time.perf_counter() + _MIN_SECONDS
-    while timings < _MIN_TIMINGS or time.perf_counter() < until:
-        timings += 1
-        best = min(best, _seconds(function, device, num_calls))
-    return best
-
-
-def _seconds(function: Callable[[], object], device: torch.device, num_calls: int) -> float:
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(num_calls):
-        function()
-    synchronize(device)
-    return (time.perf_counter() - begin) / num_calls
+def _best_seconds(function: Callable[[], object]) -> float:
+    """Returns the least seconds of a call, of many timings: on a shared machine the best time is rare."""
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    return float(min(timer.blocked_autorange(min_run_time=_TIMED_SECONDS).times))

@@ -44,7 +44,6 @@ class EngineBenchOptions:
     prompts: tuple[int, ...]
     steps: int
     threads: int | None
-    raw: bool
     profile: bool
     transformers: bool
     plot: Path | None
@@ -96,9 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")
     add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
     add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
-    add("--raw", action="store_true", help="also run the same plans without the engine")
     add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")
-    add("--transformers", action="store_true", help="also measure transformers' generate_batch, else its generate")
+    add("--transformers", action="store_true", help="also measure transformers' generate_batch")
     add("--plot", type=_plot_file, metavar="FILE.png", help="draw step time against batch and context")
     add("--json", type=_output_file, metavar="FILE")
     return parser

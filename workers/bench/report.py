@@ -24,8 +24,6 @@ class DecodeFigure:
     matmul_share: float
     split_ms: dict[str, float] | None  # median of each of PARTS; None where only the host's time is known
     overhead_share: float | None  # of the step outside `model`, median
-    raw_ms: float | None = None  # median of the same plans through the ModelRunner alone
-    raw_same_tokens: bool | None = None
     transformers_ms: float | None = None
 
 
@@ -56,7 +54,6 @@ class Report:
     prefill: tuple[PrefillFigure, ...]
     sweep_batch: tuple[DecodeFigure, ...] = ()  # for --plot
     sweep_context: tuple[DecodeFigure, ...] = ()
-    transformers: str | None = None  # the method measured
 
     def as_text(self) -> str:
         """Returns the tables below a line that says how they were made."""
@@ -66,8 +63,6 @@ class Report:
             f"floors: read {floors.read_bytes_per_s / 1e9:,.1f} GB/s, copy {floors.copy_bytes_per_s / 1e9:,.1f} GB/s, "
             f"matmul {floors.matmul_flops_per_s / 1e12:,.3f} TFLOP/s",
         ]
-        if self.transformers:
-            parts.append(f"transformers: {self.transformers}")
         return "\n\n".join([*parts, *self._tables()])
 
     def _tables(self) -> Iterable[str]:
@@ -116,7 +111,6 @@ _DECODE_COLUMNS: tuple[_Column, ...] = (
     ("context", _formatted("context", "")),
     ("ms/step", _formatted("step_ms", ".3f")),
     ("p90", _formatted("p90_ms", ".3f")),
-    ("raw", _formatted("raw_ms", ".3f")),
     ("tokens/s", _formatted("tokens_per_s", ",.0f")),
     ("floor", _formatted("floor_ms", ".3f")),
     ("roofline", _formatted("roofline_share", ".1%")),

@@ -14,8 +14,8 @@ from ..model.module import WeightSlice
 from ..model.registry import parse_model_config
 
 StepCost = tuple[int, int]
-"""The least that a step, or a whole prefill, moves and computes: bytes of weights and KV cache, and FLOPs
-of matrix products, attention's included."""
+"""The least that a step moves and computes: bytes of weights and KV cache, and FLOPs of matrix products, attention's
+included."""
 
 
 def _hf_config(family: str, sizes: tuple[int, int, int, int, int, int, int], **fields: Any) -> dict[str, Any]:
@@ -76,12 +76,11 @@ def decode_cost(config: ModelConfig, dtype: str, batch: int, context: float) -> 
     return int((params + batch * keys) * ITEM_BYTES[dtype]), int(batch * (2 * params + attention))
 
 
-def prefill_cost(config: ModelConfig, dtype: str, prompt: int) -> StepCost:
-    """Returns the cost of a prompt's whole prefill, as if in one step; the head runs once."""
+def prefill_flops(config: ModelConfig, prompt: int) -> int:
+    """Returns the FLOPs of the matrix products of a prompt's whole prefill; the head runs once."""
     pairs = [(layer, _causal_pairs(prompt, layer.window)) for layer in config.layers]
     attention = sum(4 * layer.num_heads * layer.head_dim * count for layer, count in pairs)
-    linear, head = _linear_params(config), _head_params(config)
-    return (linear + head) * ITEM_BYTES[dtype], 2 * prompt * linear + 2 * head + attention
+    return 2 * prompt * _linear_params(config) + 2 * _head_params(config) + attention
 
 
 def loaded_bytes(config: ModelConfig, dtype: str, device: torch.device) -> int:

@@ -37,11 +37,9 @@ _PREFILL_RUNS: Final = (2, 5)  # at least and at most so often
 class DecodeRun:
     """Holds a batch's decode, warm-up left out."""
 
-    batch: int
     context: float  # positions that a token sees, in the mean over the steps
     steps: list[dict[str, float]]  # seconds of each of PARTS
-    plans: list[StepPlan]  # from the warm-up on
-    sampled: list[list[int]]  # of each plan
+    sampled: list[list[int]]  # in each step, from the warm-up on
 
 
 class BenchRunner(Executor):
@@ -79,7 +77,6 @@ class BenchRunner(Executor):
         self.runner.warmup()
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks
-        self._plans: list[StepPlan] = []
         self._sampled: list[list[int]] = []
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
@@ -89,7 +86,6 @@ class BenchRunner(Executor):
         wait = self.runner.launch(plan, on_layers)
         if not plan.sequences:
             return wait
-        self._plans.append(plan)
 
         def collect() -> Samples:
             samples = wait()
@@ -106,7 +102,7 @@ class BenchRunner(Executor):
     def decode(self, batch: int, context: int, steps: int) -> DecodeRun:
         """Decodes `batch` sequences that hold `context` tokens each, through a whole engine."""
         engine = self._engine(batch)
-        self._plans, self._sampled = [], []
+        self._sampled = []
         for index in range(batch):
             engine.submit(_spec(index, Task.DECODE, self.prompt(context, index), WARMUP_STEPS + steps + 2))
         engine.step()  # admits them, as after a KV transfer
@@ -118,21 +114,7 @@ class BenchRunner(Executor):
         while engine.has_work:
             engine.step()
         seen = context + WARMUP_STEPS + (steps + 1) / 2
-        return DecodeRun(
-            batch=batch, context=seen, steps=times[WARMUP_STEPS:], plans=self._plans, sampled=self._sampled
-        )
-
-    def replay(self, run: DecodeRun) -> tuple[list[float], list[list[int]]]:
-        """Runs the same plans through the ModelRunner alone; returns seconds of each step after the warm-up, and all
-        tokens."""
-        seconds: list[float] = []
-        sampled: list[list[int]] = []
-        for plan in run.plans:
-            begin = time.perf_counter()
-            sampled.append(self.runner.execute(plan))
-            seconds.append(time.perf_counter() - begin)
-        self.runner.execute(StepPlan(sequences=(), dropped=tuple(range(run.batch))))
-        return seconds[WARMUP_STEPS:], sampled
+        return DecodeRun(context=seen, steps=times[WARMUP_STEPS:], sampled=self._sampled)
 
     def prefill(self, num_tokens: int) -> tuple[float, int]:
         """Returns the seconds from a lone prompt's submission to its first token, median of several prompts, and that

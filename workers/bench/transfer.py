@@ -13,8 +13,8 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 import grpc.aio
@@ -28,7 +28,6 @@ from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout
 from ..malloc import keep_freed_memory
 from ..model.kv_store import PagedKv
-from ..transfer import frames
 from ..transfer.connector import TransferContext
 from ..transfer.endpoint import KvEndpoint, add_bytes_method
 from ..transfer.frames import FRAME_BYTES
@@ -42,7 +41,6 @@ _BLOCK_SIZE: Final = 16
 _EPOCH: Final = 1
 _BYTES_METHOD: Final = "/tandem.bench/Bytes"
 BARE: Final = "bare gRPC stream"
-UNCHECKED: Final = "grpc-unchecked"
 _WAIT_SECONDS: Final = 60.0
 _MAX_TRIES: Final = 5
 
@@ -138,11 +136,10 @@ class TransferBench:
             num_tokens=num_tokens,
         )
         began = time.perf_counter()
-        with _checksums(self._name):
-            async with self._endpoint.receiver.fetch(handle, b"", target) as (_, received):
-                seconds = time.perf_counter() - began
-        if received.transport != _transport(self._name):
-            raise RuntimeError(f"{_transport(self._name)} was asked for, but {received.transport} was taken")
+        async with self._endpoint.receiver.fetch(handle, b"", target) as (_, received):
+            seconds = time.perf_counter() - began
+        if received.transport != self._name:
+            raise RuntimeError(f"{self._name} was asked for, but {received.transport} was taken")
         return seconds
 
     async def bare(self, num_bytes: int) -> float:
@@ -170,7 +167,7 @@ async def _started(name: str, num_tokens: int) -> AsyncIterator[TransferBench]:
     try:
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()
-        bench = TransferBench(name, process, make_endpoint(_transport(name), num_tokens), address)
+        bench = TransferBench(name, process, make_endpoint(name, num_tokens), address)
         await bench.warm_up(num_tokens)
         yield bench
         await bench.close()
@@ -197,22 +194,6 @@ async def measure(names: list[str], sizes: list[int], repeat: int) -> dict[str, 
     }
 
 
-def _transport(name: str) -> str:
-    return "grpc" if name == UNCHECKED else name
-
-
-@contextmanager
-def _checksums(name: str) -> Iterator[None]:
-    """Lets the frames of UNCHECKED have no checksum, to see what it costs."""
-    checksum_of = frames.checksum_of
-    if name == UNCHECKED:
-        frames.checksum_of = lambda data, before=0: 0
-    try:
-        yield
-    finally:
-        frames.checksum_of = checksum_of
-
-
 def report(rates: dict[str, Rates], sizes: list[int]) -> Table:
     """Returns one line for each transport."""
     table = Table(title="KV cache between two processes", title_justify="left", header_style="bold")
@@ -229,7 +210,7 @@ def report(rates: dict[str, Rates], sizes: list[int]) -> Table:
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints. Returns 0."""
     parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.transfer", description=__doc__)
-    parser.add_argument("--transports", nargs="+", default=["grpc", UNCHECKED, "shared", "gloo"])
+    parser.add_argument("--transports", nargs="+", default=["grpc", "shared", "gloo"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 16, 128], metavar="MB")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -239,8 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     gc.freeze()  # as a service does
     if options.serve:
         name, num_tokens = options.serve
-        with _checksums(name):
-            asyncio.run(serve(_transport(name), int(num_tokens)))
+        asyncio.run(serve(name, int(num_tokens)))
     else:
         rates = asyncio.run(measure(options.transports, options.sizes, options.repeat))
         Console().print(report(rates, options.sizes))

@@ -2,7 +2,6 @@
 
 import random
 import statistics
-import time
 from itertools import pairwise
 from typing import Any, Final
 
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from ..model.loader import ReadWeight
 from ..model.module import WeightSlice
-from .floor import synchronize
 
 _PAGE: Final = 256  # tokens of a page, transformers' default
 _CHUNK: Final = 512
@@ -21,8 +19,7 @@ _PREFILL_RUNS: Final = 2  # the first warms up
 
 
 class TransformersPeer:
-    """Runs transformers on the very weights that the engine ran on. `method` is which of its functions is measured:
-    generate_batch, else generate on a padded batch, where this version or device has no generate_batch that works."""
+    """Runs transformers' continuous batching on the very weights that the engine ran on."""
 
     def __init__(self, config: PretrainedConfig, read: ReadWeight, *, dtype: torch.dtype, device: torch.device) -> None:
         self._vocab_size: int = config.vocab_size
@@ -32,14 +29,10 @@ class TransformersPeer:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 read(WeightSlice(name, tuple(parameter.shape)), parameter)
-        self.method = "generate_batch" if self._has_continuous_batching() else "generate"
 
     def decode_seconds(self, batch: int, context: int, steps: int) -> float:
         """Returns the median seconds of a step that decodes `batch` sequences of `context` tokens and more."""
         prompts = self._prompts(batch, context)
-        if self.method == "generate":
-            first = self._generate(prompts, 1)
-            return (self._generate(prompts, 1 + steps) - first) / steps
         prefill_steps = -(-batch * context // _CHUNK)
         results = self._generate_batch(prompts, prefill_steps + _WARMUP_STEPS + steps)
         # All sequences decode from the last one's first token to the first one's last.
@@ -54,45 +47,27 @@ class TransformersPeer:
         return min(self._prefill(prompts) for _ in range(_PREFILL_RUNS))
 
     def _prefill(self, prompts: list[list[int]]) -> float:
-        if self.method == "generate":
-            return self._generate(prompts, 1)
         (result,) = self._generate_batch(prompts, 2)
         return float(result.timestamps[0] - result.lifespan[0])
-
-    def _has_continuous_batching(self) -> bool:
-        if not hasattr(self._model, "generate_batch") or not hasattr(transformers, "ContinuousBatchingConfig"):
-            return False
-        # It logs errors and returns what it has.
-        results = self._generate_batch(self._prompts(1, 4), 2)
-        return len(results) == 1 and results[0].error is None and bool(results[0].timestamps)
 
     def _generate_batch(self, prompts: list[list[int]], num_tokens: int) -> list[Any]:
         settings: dict[str, Any] = {"allow_block_sharing": False}
         if self._device.type == "cpu":  # it would take nearly all of the machine's memory
             pages = len(prompts) * -(-(len(prompts[0]) + num_tokens) // _PAGE)
             settings |= {"num_blocks": pages + 1, "max_batch_tokens": max(_CHUNK, len(prompts))}
+        greedy = GenerationConfig(  # type: ignore[no-untyped-call]  # no token ends it
+            do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0
+        )
         results = self._model.generate_batch(
             prompts,
-            generation_config=_greedy(num_tokens),
+            generation_config=greedy,
             continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
             record_timestamps=True,
         )
+        if len(results) < len(prompts) or any(each.error for each in results.values()):  # which it only logs
+            raise RuntimeError("transformers' generate_batch failed")
         return list(results.values())
-
-    def _generate(self, prompts: list[list[int]], num_tokens: int) -> float:
-        ids = torch.tensor(prompts, device=self._device)
-        synchronize(self._device)
-        begin = time.perf_counter()
-        self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=_greedy(num_tokens))
-        synchronize(self._device)
-        return time.perf_counter() - begin
 
     def _prompts(self, batch: int, num_tokens: int) -> list[list[int]]:
         chooser = random.Random(f"{batch} {num_tokens}")
         return [chooser.choices(range(self._vocab_size), k=num_tokens) for _ in range(batch)]
-
-
-def _greedy(num_tokens: int) -> Any:
-    return GenerationConfig(  # type: ignore[no-untyped-call]  # no token ends it
-        do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=0
-    )

@@ -5,18 +5,21 @@ Knows nothing of tokenization, text, networks or where its plans are carried out
 
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Full
 from typing import Final
 
 from .block_pool import BlockState
 from .config import EngineConfig
-from .events import CacheChanged, Event
+from .events import CacheChanged, Event, Progress
 from .plan import Executor, FirstTokens, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
-from .sequence import SequenceSpec
+from .sequence import SequenceSpec, State, Task
+from .update import update
 
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
+_LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
 
 
 class Engine:
@@ -75,44 +78,68 @@ class Engine:
         Ignores unknown ids, since a cancel may come first. Raises RuntimeError unless the sequence is importing, and
         ValueError if first_tokens does not match the request, see
         `SequenceSpec.check_first_tokens`."""
-        self.scheduler.commit_import(sequence_id, first_tokens)
+        sequence = self.requests.sequences.get(sequence_id)
+        if sequence is None:
+            return
+        if sequence.state is not State.IMPORTING:
+            raise RuntimeError(f"sequence {sequence_id}: commit while {sequence.state.value}")
+        sequence.spec.check_first_tokens(first_tokens)
+        self.requests.start(sequence)
+        sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
+        self.requests.publish(sequence)
+        self.requests.committed.append((sequence, first_tokens))
 
     @property
     def has_work(self) -> bool:
         """Whether `step` could do something now."""
         return self._in_flight is not None or self.scheduler.has_work
 
-    def step(self, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
+    def step(self, emit: Callable[[list[Event]], object] | None = None) -> list[Event]:
         """Launches a step of the batch, if there is anything to compute, and waits for its end; with overlap for the
         end of the step that the previous call launched.
 
-        Returns the events. Those known before the end (admissions, preemptions, layers of a prefill) go to `early` at
-        once if it is given, so that a decode worker can fetch KV cache while the prefill runs."""
+        Gives the events to `emit` as soon as they are known: admissions, preemptions and layers of a prefill before
+        the end, so that a decode worker can fetch KV cache while the prefill runs. Without `emit` returns them all."""
+        events: list[Event] = []
+        emit = emit or events.extend
         started = self._clock()
-        plan, events = self.scheduler.schedule()
-        if early is not None and events:
-            early(events)
-            events = []
-        launched = (plan, self._launch(plan, early)) if plan.sequences or plan.dropped else None
+        plan, found = self.scheduler.schedule()
+        if found:
+            emit(found)
+        launched = None
+        if plan.sequences or plan.dropped:
+            launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
+        found = []
         if launched is not None:
             plan, collect = launched
-            events += self.scheduler.update(plan, collect())
+            found = update(self.requests, plan, collect())
             if plan.has_decodes:
                 seconds = self._clock() - started
                 self.step_seconds += (seconds - self.step_seconds) * (_WEIGHT if self.step_seconds else 1.0)
         stored, evicted = self.requests.pool.take_changes()
         if stored or evicted:
-            events.append(CacheChanged(stored=stored, evicted=evicted))
+            found.append(CacheChanged(stored=stored, evicted=evicted))
+        if found:
+            emit(found)
         return events
 
-    def _launch(self, plan: StepPlan, early: Callable[[list[Event]], None] | None) -> Callable[[], Samples]:
-        def on_layers(num_layers: int) -> None:
-            if early is not None and (events := self.scheduler.progress(plan, num_layers)):
-                early(events)
-
-        return self._executor.launch(plan, on_layers)
+    def _report_layers(self, plan: StepPlan, emit: Callable[[list[Event]], object], num_layers: int) -> None:
+        """Reports the progress of prefills while a step runs whose first num_layers layers are computed."""
+        events: list[Event] = [
+            Progress(
+                id=step.sequence_id,
+                num_computed=step.start,
+                num_ahead=step.start + len(step.token_ids),
+                num_layers=num_layers,
+            )
+            for step in plan.sequences
+            if len(step.token_ids) >= _LEAST_AHEAD
+            and self.requests.sequences[step.sequence_id].spec.task is Task.PREFILL
+        ]
+        if events:
+            emit(events)
 
     def blocks(self) -> dict[BlockState, int]:
         """Returns how many blocks are in each state; the counts add up to the pool's size."""

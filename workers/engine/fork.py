@@ -66,7 +66,7 @@ def rearrange(
         else:
             arranged.append(new_beam(beams[index]))
     for sequence, (_, token) in zip(arranged, moves, strict=True):
-        sequence.append(token)
+        sequence.tokens.append(token)
     return arranged, idle
 
 

@@ -120,6 +120,13 @@ class RequestTable:
         elif sequence:
             self.end(sequence)
 
+    def abort(self, sequence: Sequence) -> list[int]:
+        """Ends a sequence, or the search of a beam; returns the ids of its choices."""
+        search = sequence.search
+        ids = [search.spec.id] if search else [sequence.spec.id + choice for choice in sequence.choices]
+        self.finish(sequence.spec.id)
+        return ids
+
     def end(self, sequence: Sequence) -> None:
         """Frees whatever the sequence holds, in any state but FINISHED."""
         del self.sequences[sequence.spec.id]

@@ -5,16 +5,13 @@ no network.
 """
 
 from dataclasses import replace
-from typing import Final
 
 from . import fork
-from .events import Admitted, Event, Failed, NewTokens, Preempted, Progress
-from .plan import PENDING_TOKEN, FirstTokens, Samples, SequenceStep, StepPlan
+from .events import Admitted, Event, NewTokens, Preempted
+from .plan import PENDING_TOKEN, SequenceStep, StepPlan
 from .request_table import RequestTable
-from .sequence import Search, Sequence, SequenceSpec, State, Task
+from .sequence import Sequence, SequenceSpec, State, Task
 from .update import advance_search, append_tokens
-
-_LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
 
 
 class Scheduler:
@@ -50,19 +47,6 @@ class Scheduler:
         least = fork.least_blocks(spec, self._config.block_size)
         return num_slots <= self._budgets.max_sequences and least <= self._config.num_blocks
 
-    def commit_import(self, sequence_id: int, first_tokens: FirstTokens) -> None:
-        """See `Engine.commit_import`."""
-        sequence = self._requests.sequences.get(sequence_id)
-        if sequence is None:
-            return
-        if sequence.state is not State.IMPORTING:
-            raise RuntimeError(f"sequence {sequence_id}: commit while {sequence.state.value}")
-        sequence.spec.check_first_tokens(first_tokens)
-        self._requests.start(sequence)
-        sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
-        self._requests.publish(sequence)
-        self._requests.committed.append((sequence, first_tokens))
-
     def schedule(self) -> tuple[StepPlan, list[Event]]:
         """Plans the next step, where at most one is in flight. Preempts the newest running sequences when an older one
         cannot grow."""
@@ -92,57 +76,6 @@ class Scheduler:
         self._requests.dropped.clear()
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
         return plan, events
-
-    def update(self, plan: StepPlan, samples: Samples) -> list[Event]:
-        """Applies what a step computed, in the order in which steps were scheduled. Drops what it computed for
-        sequences that have ended since."""
-        num_samples = sum([step.num_samples for step in plan.sequences])
-        if len(samples.tokens) != num_samples:
-            raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
-        events: list[Event] = []
-        searches: list[Search] = []
-        block_size, end = self._config.block_size, 0
-        for step in plan.sequences:
-            start, end = end, end + step.num_samples
-            sequence = self._requests.sequences.get(step.sequence_id)
-            if sequence is None:
-                continue
-            if step.sequence_id in samples.failed:
-                reason = samples.failed[step.sequence_id]
-                events += [Failed(id=number, reason=reason) for number in self._abort(sequence)]
-                continue
-            sequence.num_computed += len(step.token_ids)
-            if sequence.num_computed >= (sequence.num_published + 1) * block_size:
-                self._requests.publish(sequence)
-            if sequence.scores_prompt:
-                sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
-            if sequence.spec.task is Task.PREFILL:
-                events.append(Progress(id=step.sequence_id, num_computed=sequence.num_computed))
-            if start == end:
-                continue
-            if sequence.search is None:
-                logprobs = samples.logprobs.get(step.sequence_id)
-                events += append_tokens(self._requests, sequence, samples.tokens[start:end], logprobs)
-            elif sequence.search not in searches:
-                searches.append(sequence.search)
-        for search in searches:
-            candidates = [samples.logprobs[member.spec.id][0].top for member in search.members]
-            events += advance_search(self._requests, search, candidates)
-        return events
-
-    def progress(self, plan: StepPlan, num_layers: int) -> list[Event]:
-        """Returns the progress of prefills while a step runs whose first num_layers layers are computed."""
-        return [
-            Progress(
-                id=step.sequence_id,
-                num_computed=step.start,
-                num_ahead=step.start + len(step.token_ids),
-                num_layers=num_layers,
-            )
-            for step in plan.sequences
-            if len(step.token_ids) >= _LEAST_AHEAD
-            and self._requests.sequences[step.sequence_id].spec.task is Task.PREFILL
-        ]
 
     def _start_committed(self) -> list[Event]:
         """Applies the first tokens of committed imports; reports only those that finish their choice, since the
@@ -194,17 +127,10 @@ class Scheduler:
             if self.pool.num_available:
                 sequence.reserved += self.pool.reserve(1)
             else:
-                events += [Preempted(id=number) for number in self._abort(self._requests.running[-1])]
+                events += [Preempted(id=number) for number in self._requests.abort(self._requests.running[-1])]
         if sequence.state is State.RUNNING:
             self._requests.claim(sequence, 1)
         return events
-
-    def _abort(self, sequence: Sequence) -> list[int]:
-        """Ends a sequence, or the search of a beam; returns the ids of its choices."""
-        number, search = sequence.spec.id, sequence.search
-        ids = [search.spec.id] if search else [number + choice for choice in sequence.choices]
-        self._requests.finish(number)
-        return ids
 
     def _step(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> SequenceStep:
         """Schedules a sequence's next `count` tokens; adds the block copy that it needs first to `copies`."""

@@ -196,11 +196,6 @@ class Sequence:
             raise RuntimeError(f"sequence {self.spec.id}: {self.state.value} -> {state.value}")
         self.state = state
 
-    def append(self, token: int) -> FinishReason | None:
-        """Appends one generated token; returns whether and why it finishes the sequence."""
-        self.tokens.append(token)
-        return self.spec.finish_reason(token, self.num_generated)
-
     def become(self, spec: SequenceSpec) -> None:
         """Makes the sequence one of those that it forks into."""
         self.spec, self.choices, self.num_slots, self.num_samples = spec, [0], 1, 1

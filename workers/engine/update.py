@@ -1,4 +1,4 @@
-"""Applies sampled tokens to sequences: they continue, finish, fork, or wait for a remote reader.
+"""Applies what a step computed to its sequences: they continue, finish, fork, or wait for a remote reader.
 
 Knows nothing of what is computed when.
 """
@@ -7,36 +7,81 @@ from collections.abc import Sequence as Items
 
 from . import fork
 from .beam import Candidate
-from .events import Event, Failed, NewTokens, PrefillFinished
-from .plan import FirstTokens, SampledLogprobs
+from .events import Event, Failed, NewTokens, PrefillFinished, Progress
+from .plan import FirstTokens, SampledLogprobs, Samples, StepPlan
 from .request_table import RequestTable
 from .sequence import Search, Sequence, Task
 
 
+def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
+    """Applies what a step computed, in the order in which steps were scheduled. Drops what it computed for sequences
+    that have ended since."""
+    num_samples = sum([step.num_samples for step in plan.sequences])
+    if len(samples.tokens) != num_samples:
+        raise RuntimeError(f"{len(samples.tokens)} samples; {num_samples} were planned")
+    events: list[Event] = []
+    searches: list[Search] = []
+    block_size, end = table.config.block_size, 0
+    for step in plan.sequences:
+        start, end = end, end + step.num_samples
+        sequence = table.sequences.get(step.sequence_id)
+        if sequence is None:
+            continue
+        if step.sequence_id in samples.failed:
+            reason = samples.failed[step.sequence_id]
+            events += [Failed(id=number, reason=reason) for number in table.abort(sequence)]
+            continue
+        sequence.num_computed += len(step.token_ids)
+        if sequence.num_computed >= (sequence.num_published + 1) * block_size:
+            table.publish(sequence)
+        if sequence.scores_prompt:
+            sequence.prompt_logprobs += samples.prompt_logprobs.get(step.sequence_id, ())
+        if sequence.spec.task is Task.PREFILL:
+            events.append(Progress(id=step.sequence_id, num_computed=sequence.num_computed))
+        if start == end:
+            continue
+        if sequence.search is None:
+            logprobs = samples.logprobs.get(step.sequence_id)
+            events += append_tokens(table, sequence, samples.tokens[start:end], logprobs)
+        elif sequence.search not in searches:
+            searches.append(sequence.search)
+    for search in searches:
+        candidates = [samples.logprobs[member.spec.id][0].top for member in search.members]
+        events += advance_search(table, search, candidates)
+    return events
+
+
 def append_tokens(
-    table: RequestTable, sequence: Sequence, tokens: list[int], logprobs: list[SampledLogprobs] | None
+    table: RequestTable, sequence: Sequence, tokens: Items[int], logprobs: Items[SampledLogprobs] | None
 ) -> list[Event]:
-    """Appends a sequence's next token, or the first tokens of all its choices; with log probabilities of each if they
-    are known."""
-    if sequence.num_samples > 1:
-        return _append_choices(table, sequence, tokens, logprobs)
-    token = tokens[0]
-    finish = sequence.append(token)
-    num_generated = sequence.num_generated
-    event = NewTokens(
-        id=sequence.spec.id,
-        first_index=sequence.spec.first_index + num_generated - 1,
-        token_ids=(token,),
-        finish=finish,
-        prefill_seconds=table.clock() - sequence.admitted if num_generated == 1 else 0.0,
-        logprobs=(logprobs[0],) if logprobs else (),
-        prompt_logprobs=sequence.take_prompt_logprobs() if sequence.scores_prompt else (),
-    )
-    if finish is not None:
+    """Continues a sequence with its next token; one of several choices, which then have their first tokens, forks into
+    those that this does not finish. `logprobs`: one for each of `tokens`, if they are known."""
+    spec, num_generated = sequence.spec, sequence.num_generated + 1
+    seconds = table.clock() - sequence.admitted if num_generated == 1 else 0.0
+    events: list[Event] = []
+    for choice in sequence.choices.copy():
+        finish = spec.finish_reason(tokens[choice], num_generated)
+        event = NewTokens(
+            id=spec.id + choice,
+            first_index=spec.first_index + num_generated - 1,
+            token_ids=(tokens[choice],),
+            finish=finish,
+            prefill_seconds=seconds,
+            logprobs=(logprobs[choice],) if logprobs else (),
+            prompt_logprobs=sequence.take_prompt_logprobs() if sequence.scores_prompt else (),
+        )
+        events.append(event)
+        if finish is not None:
+            sequence.choices.remove(choice)
+    if not sequence.choices:
         table.end(sequence)
-    elif sequence.spec.task is Task.PREFILL:
-        return [event, _lease(table, sequence, FirstTokens(tokens=(token,)))]
-    return [event]
+    elif spec.task is Task.PREFILL:
+        events.append(_lease(table, sequence, FirstTokens(tokens=tuple(tokens))))
+    elif sequence.num_samples > 1:
+        _fork_choices(table, sequence, tokens)
+    else:
+        sequence.tokens.append(tokens[0])
+    return events
 
 
 def advance_search(table: RequestTable, search: Search, candidates: Items[Items[Candidate]]) -> list[Event]:
@@ -66,36 +111,7 @@ def advance_search(table: RequestTable, search: Search, candidates: Items[Items[
     return []
 
 
-def _append_choices(
-    table: RequestTable, sequence: Sequence, tokens: list[int], logprobs: list[SampledLogprobs] | None
-) -> list[Event]:
-    """Forks a sequence into the choices that their first token does not finish."""
-    events: list[Event] = []
-    seconds = table.clock() - sequence.admitted
-    for choice in sequence.choices.copy():
-        finish = sequence.spec.finish_reason(tokens[choice], 1)
-        event = NewTokens(
-            id=sequence.spec.id + choice,
-            first_index=sequence.spec.first_index,
-            token_ids=(tokens[choice],),
-            finish=finish,
-            prefill_seconds=seconds,
-            logprobs=(logprobs[choice],) if logprobs else (),
-            prompt_logprobs=sequence.take_prompt_logprobs(),
-        )
-        events.append(event)
-        if finish is not None:
-            sequence.choices.remove(choice)
-    if not sequence.choices:
-        table.end(sequence)
-    elif sequence.spec.task is Task.PREFILL:
-        events.append(_lease(table, sequence, FirstTokens(tokens=tuple(tokens))))
-    else:
-        _fork_choices(table, sequence, tokens)
-    return events
-
-
-def _fork_choices(table: RequestTable, sequence: Sequence, tokens: list[int]) -> None:
+def _fork_choices(table: RequestTable, sequence: Sequence, tokens: Items[int]) -> None:
     """Lets the first remaining choice continue with the sequence's own blocks, and branches the others off."""
     spec, growth, choices = sequence.spec, fork.growth_each(sequence), sequence.choices
     others = [fork.branch(table.pool, sequence, spec.choice(choice), growth) for choice in choices[1:]]
@@ -105,7 +121,7 @@ def _fork_choices(table: RequestTable, sequence: Sequence, tokens: list[int]) ->
         sequence.forget_sent()
     table.fork([sequence, *others], spec.choice(choices[0]), growth)
     for member, choice in zip([sequence, *others], choices, strict=True):
-        member.append(tokens[choice])
+        member.tokens.append(tokens[choice])
 
 
 def _lease(table: RequestTable, sequence: Sequence, first_tokens: FirstTokens) -> PrefillFinished:

@@ -27,12 +27,14 @@ def listen_store(host: str, size: int, timeout: float) -> "TCPStore":
     """Returns the store at which `size` ranks of one group find each other. It waits for none of them, and listens at
     `host` and its `port` until it is dropped. `timeout` is in seconds, of waits for its keys. Raises OSError if this
     machine has no such interface."""
-    with socket.create_server((host, 0)) as server:
-        port = server.getsockname()[1]
-        # From here on the store closes it. One that listened itself would do so on all interfaces.
-        listener = server.detach()
+    return _serve_store(socket.create_server((host, 0)), size, timeout)
+
+
+def _serve_store(server: socket.socket, size: int, timeout: float) -> "TCPStore":
+    limit, (host, port) = timedelta(seconds=timeout), server.getsockname()
+    # From here on the store closes the socket. One that listened itself would do so on all interfaces.
     return distributed.TCPStore(  # type: ignore[attr-defined]
-        host, port, size, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=listener
+        host, port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach()
     )
 
 
@@ -133,23 +135,15 @@ class Rendezvous(Store):
         self._connection.close()
 
 
-def accept_peer(server: socket.socket, backend: str, timeout: float) -> Store:
-    """Returns the store of two ranks at the one that listens, once the other has connected. Raises RuntimeError or
-    OSError."""
+def meet_peer(place: tuple[str, int], server: socket.socket | None, backend: str, timeout: float) -> Store:
+    """Returns the store of two ranks that meet at `place`, where the first one listens by `server` and gets it once the
+    other has connected. Raises RuntimeError or OSError."""
     if backend != "gloo":
-        host, port = server.getsockname()
-        return distributed.TCPStore(  # type: ignore[attr-defined]
-            host, port, 2, True, timedelta(seconds=timeout), wait_for_workers=False, master_listen_fd=server.detach()
-        )
+        return _serve_store(server, 2, timeout) if server else join_store(*place, timeout)
+    if server is None:
+        return Rendezvous(socket.create_connection(place, timeout))
     server.settimeout(timeout)
     with server:
         connection, _ = server.accept()
     connection.settimeout(timeout)
     return Rendezvous(connection)
-
-
-def connect_peer(host: str, port: int, backend: str, timeout: float) -> Store:
-    """Returns the store of two ranks at the other one. Raises RuntimeError or OSError."""
-    if backend != "gloo":
-        return join_store(host, port, timeout)
-    return Rendezvous(socket.create_connection((host, port), timeout))

@@ -37,10 +37,7 @@ class CollectiveConnector(KvConnector):
     @classmethod
     def capabilities(cls, context: TransferContext, name: str) -> dict[str, Any] | None:
         """Returns nothing but that this torch has the backend, and the rank a GPU for NCCL."""
-        if name == "nccl":
-            able = distributed.is_nccl_available() and context.device.startswith("cuda")
-        else:
-            able = distributed.is_gloo_available()
+        able = name == "gloo" or (distributed.is_nccl_available() and context.device.startswith("cuda"))
         return {} if able else None
 
     @classmethod
@@ -109,7 +106,7 @@ class CollectiveConnector(KvConnector):
 
     async def deliver(self, announcement: Announce) -> None:
         """Receives the message, and gives it to its stream."""
-        if announcement.num_bytes > self._max_bytes:
+        if not 0 < announcement.num_bytes <= self._max_bytes:
             raise TransferError(f"KV message of {announcement.num_bytes} bytes, at most {self._max_bytes} are expected")
         data = await self.pair.receive(announcement.num_bytes)
         if checksum_of(data) != announcement.checksum:

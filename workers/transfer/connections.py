@@ -29,7 +29,7 @@ from .frames import (
     decode,
     encode,
 )
-from .registry import capabilities, choose, connector_class
+from .registry import capabilities, choose, find_connector
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +79,11 @@ class Connection:
         if not isinstance(answer, Open) or not answer.transports.keys() <= hello.transports.keys():
             raise TransferError("KV connection out of order")
         for name, description in list(answer.transports.items())[:1]:
-            if not isinstance(description, dict):
+            connector = find_connector(name)
+            if connector is None or not isinstance(description, dict):
                 raise TransferError(f"KV transport {name} without a description")
             async with asyncio.timeout(CONNECT_SECONDS):
-                self.connector = await connector_class(name).connect(self._context, name, description)
+                self.connector = await connector.connect(self._context, name, description)
         self.transport = self.connector.name if self.connector else "grpc"
         logger.info("KV cache from %s goes over %s", self.endpoint, self.transport)
         self.settled.set()
@@ -117,7 +118,6 @@ class ReceiverConnections:
         self._context = context
         self._open: dict[str, Connection] = {}
         self._failed: dict[str, float] = {}  # when the last connection to an endpoint ended
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def transports(self) -> dict[str, str]:
@@ -134,8 +134,6 @@ class ReceiverConnections:
         connection = Connection(endpoint, call, self._context, awaited=endpoint not in self._failed)
         self._open[endpoint] = connection
         connection.task.add_done_callback(lambda task: self.drop(connection))
-        self._tasks.add(connection.task)
-        connection.task.add_done_callback(self._tasks.discard)
 
     async def get(self, endpoint: str) -> Connection | None:
         """Returns the connection as soon as its transport is known; None if that is gRPC or not known in time."""
@@ -158,10 +156,10 @@ class ReceiverConnections:
 
     async def close(self) -> None:
         """Ends all connections."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ending = list(self._open.values())
+        for connection in ending:
+            self.drop(connection)
+        await asyncio.gather(*(connection.task for connection in ending), return_exceptions=True)
 
 
 class SenderConnections:
@@ -172,9 +170,6 @@ class SenderConnections:
         self._epoch = epoch
         self._connectors: dict[bytes, KvConnector | None] = {}  # None: gRPC
         self._outboxes: dict[bytes, asyncio.Queue[Announce | None]] = {}  # None: the end
-
-    def __len__(self) -> int:
-        return len(self._connectors)
 
     def connector(self, connection_id: bytes) -> KvConnector:
         """Returns the transport of a connection. Raises TransportError if it has ended."""
@@ -189,8 +184,8 @@ class SenderConnections:
             outbox.put_nowait(None)
 
     async def serve(self, incoming: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Answers one Connect stream for as long as it lives. Raises TransferError for whatever ends it but the
-        receiver."""
+        """Answers one Connect stream for as long as it lives. Raises TransferError, or what the transport raises, for
+        whatever ends it but the receiver."""
         frames = aiter(incoming)
         key, hello = await receive(frames, CONNECT_SECONDS)
         if not isinstance(hello, Open) or key.transfer_id in self._connectors:
@@ -215,7 +210,8 @@ class SenderConnections:
             while (announcement := await outbox.get()) is not None:
                 yield encode(key, announcement)
             for task in tasks:
-                _check(task)
+                if task.done() and not task.cancelled():
+                    task.result()  # raises what has ended it
         finally:
             for task in tasks:
                 task.cancel()
@@ -224,12 +220,13 @@ class SenderConnections:
                 ended.close()
 
     async def _listen(self, hello: Open, announce: Callable[[Announce], None]) -> KvConnector | None:
-        name = choose(self._context, hello.transports)
-        if name is None:
+        chosen = choose(self._context, hello.transports)
+        if chosen is None:
             return None
+        name, connector = chosen
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                return await connector_class(name).listen(self._context, name, announce)
+                return await connector.listen(self._context, name, announce)
         except (OSError, ValueError, TransferError, TimeoutError) as error:
             logger.warning("no KV transport %s: %s", name, str(error) or "timeout")
             return None
@@ -257,16 +254,6 @@ async def _wait_for_end(incoming: AsyncIterator[bytes], key: TransferKey) -> Non
     """Returns when the receiver ends the stream. Raises TransferError if it sends anything more."""
     if (await receive(incoming, None, key))[1] is not None:
         raise TransferError("KV connection out of order")
-
-
-def _check(task: "asyncio.Task[None]") -> None:
-    """Raises TransferError if the task has failed."""
-    error = task.exception() if task.done() and not task.cancelled() else None
-    if isinstance(error, TransferError):
-        raise error
-    if error is not None:
-        logger.error("a KV connection has failed", exc_info=error)
-        raise TransferError("KV connection failed")
 
 
 @contextmanager

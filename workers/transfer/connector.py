@@ -18,6 +18,9 @@ from .leases import LeaseTable
 CONNECT_SECONDS: Final = 5.0
 """How long any one step of connecting may take, and any message of a two-sided transport."""
 
+MEMORY_SIZES: Final[dict[str, type]] = dict.fromkeys(("num_blocks", "block_size", "tp", "rank"), int)
+"""The fields of `KvStore` that say how its memory is laid out, for the description of a one-sided transport."""
+
 T = TypeVar("T")
 
 

@@ -15,8 +15,8 @@ restarted worker is never mistaken. Knows the form of frames only.
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, get_args
 
 import msgpack
 from crc32c import crc32c
@@ -24,9 +24,6 @@ from crc32c import crc32c
 from ...proto import limits
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvSpan
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 PULL_METHOD: Final = "/tandem.v1.KvTransfer/Pull"
 CONNECT_METHOD: Final = "/tandem.v1.KvTransfer/Connect"
@@ -143,7 +140,8 @@ def checksum_of(data: bytes | memoryview, before: int = 0) -> int:
 
 def encode(key: TransferKey, message: Message, payload: bytes | memoryview = b"") -> bytes:
     """Returns one frame, ready to send."""
-    header = msgpack.packb([type(message).__name__, key.transfer_id, key.epoch, asdict(message)])
+    values = {name: getattr(message, name) for name in _FIELDS[type(message)]}
+    header = msgpack.packb([type(message).__name__, key.transfer_id, key.epoch, values])
     head = struct.pack(">I", len(header)) + header
     return b"".join((struct.pack(">I", checksum_of(payload, checksum_of(head))), head, payload))
 
@@ -174,25 +172,21 @@ def decode(frame: bytes) -> tuple[TransferKey, Message, memoryview]:
     return key, message, view[end:]
 
 
-_LISTS: Final[dict[object, tuple[type, Callable[[Any], bool]]]] = {
-    list[int]: (int, lambda item: item >= 0),
-    list[float]: (float, math.isfinite),
+_CHECKS: Final[dict[object, Callable[[Any], bool]]] = {
+    int: lambda value: type(value) is int and value >= 0,
+    float: lambda value: type(value) is float and math.isfinite(value) and value >= 0,
+    bytes: lambda value: type(value) is bytes,
+    list[int]: lambda value: type(value) is list and all(type(item) is int and item >= 0 for item in value),
+    list[float]: lambda value: type(value) is list and all(type(x) is float and math.isfinite(x) for x in value),
+    dict[str, Any]: lambda value: type(value) is dict and all(type(name) is str for name in value),
+}
+_FIELDS: Final = {
+    cls: {each.name: _CHECKS[each.type] for each in fields(cls)} for cls in (TransferKey, *_TYPES.values())
 }
 
 
-def _check_types(part: "DataclassInstance") -> None:
+def _check_types(part: TransferKey | Message) -> None:
     """Raises TransferError unless every field is of the type that its class declares."""
-    for declared in fields(part):
-        value, kind = getattr(part, declared.name), declared.type
-        good = type(value) is kind
-        if kind is int:
-            good = good and value >= 0
-        elif kind is float:
-            good = good and math.isfinite(value) and value >= 0
-        elif kind in _LISTS:
-            item_type, fits = _LISTS[kind]
-            good = type(value) is list and all(type(item) is item_type and fits(item) for item in value)
-        elif kind is not bytes:
-            good = type(value) is dict and all(type(name) is str for name in value)
-        if not good:
-            raise TransferError(f"KV frame with a bad {declared.name}")
+    for name, fits in _FIELDS[type(part)].items():
+        if not fits(getattr(part, name)):
+            raise TransferError(f"KV frame with a bad {name}")

@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 
 from ..kv_cache.layout import KvSpan
-from .connector import KvConnector, TransferContext
+from .connector import KvConnector
 from .frames import Data
 
 
 class GrpcConnector(KvConnector):
     """Needs no connection: the frames of a transfer carry its bytes."""
-
-    def __init__(self, context: TransferContext, name: str = "grpc") -> None:
-        super().__init__(context, name)
 
     def offer(self, stream: int, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """Returns the span as payload."""

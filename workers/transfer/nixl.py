@@ -15,15 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kv_cache.layout import KvSpan
+from ..kv_cache.layout import ITEM_BYTES, KvSpan
 from ..kv_cache.store import paged_shapes
-from .connector import CONNECT_SECONDS, KvConnector, TransferContext, checked
+from .connector import CONNECT_SECONDS, MEMORY_SIZES, KvConnector, TransferContext, checked
 from .frames import Announce, BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, check_entry, entry_offset
 from .nixl_agent import NixlMemory, NixlPeer, NixlReader, available
 
 _STAGING_BYTES: Final = 4 * 1024 * 1024  # holds FRAME_BYTES of KV where they lie in blocks
-_DESCRIPTION: Final = {"memory": bytes, "num_blocks": int, "block_size": int, "tp": int, "rank": int}
 
 
 class NixlConnector(KvConnector):
@@ -34,8 +33,7 @@ class NixlConnector(KvConnector):
     _peer: NixlPeer
     _reading: asyncio.Lock
     _sizes: dict[str, int]  # of the sender's memory
-    _shapes: list[tuple[int, ...]]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size]
-    _head_bytes: list[int]  # of each group
+    _shapes: list[tuple[int, ...]]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_dim]
     _starts: list[int]  # of each group, in bytes, and the end
 
     @classmethod
@@ -54,67 +52,50 @@ class NixlConnector(KvConnector):
     async def listen(cls, context: TransferContext, name: str, announce: Callable[[Announce], None]) -> "NixlConnector":
         """Registers the rank's memory, the first time. Raises OSError if NIXL does not work here."""
         connector = cls(context, name)
-        try:
-            connector._memory = await context.resource("nixl memory", partial(_register, context))
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
+        connector._memory = await context.resource("nixl memory", partial(_register, context))
         return connector
 
     def description(self) -> dict[str, Any]:
         """Returns how the memory is reached and how it is laid out."""
-        kv = self.context.kv
-        sizes = {"num_blocks": kv.num_blocks, "block_size": kv.block_size, "tp": kv.tp, "rank": kv.rank}
-        return {"memory": self._memory.describe(), **sizes}
+        return {"memory": self._memory.describe(), **{name: getattr(self.context.kv, name) for name in MEMORY_SIZES}}
 
     @classmethod
     async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "NixlConnector":
         """Connects to the sender's memory. Raises TransferError if NIXL does not reach it, OSError if it does not work
         here, ValueError if the memory is of another size."""
-        found = checked(description, _DESCRIPTION)
+        found = checked(description, {"memory": bytes, **MEMORY_SIZES})
         connector = cls(context, name)
-        connector._sizes = {key: found[key] for key in ("num_blocks", "block_size", "tp", "rank")}
-        layout = context.kv.layout
-        connector._shapes = [shape[:-1] for shape in paged_shapes(layout, **connector._sizes)]
-        connector._head_bytes = [layout.bytes_per_slot(group[0]) // 2 for group in layout.groups]
-        sizes = [math.prod(shape) * size for shape, size in zip(connector._shapes, connector._head_bytes, strict=True)]
+        connector._sizes = {name: found[name] for name in MEMORY_SIZES}
+        connector._shapes = paged_shapes(context.kv.layout, **connector._sizes)
+        sizes = [math.prod(shape) * ITEM_BYTES[context.kv.layout.dtype] for shape in connector._shapes]
         connector._starts = np.cumsum([0, *sizes]).tolist()
-        try:
-            reader = await context.resource("nixl reader", partial(_open_reader, context.host))
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
+        make_reader = partial(NixlReader, timeout=CONNECT_SECONDS, devices=_devices(context.host))
+        reader = await context.resource("nixl reader", make_reader)
         connector._peer = await reader.connect(found["memory"], staging_bytes=_STAGING_BYTES)
         connector._reading = asyncio.Lock()
-        if min(found["num_blocks"], found["block_size"]) < 1 or connector._kv_bytes != connector._starts[-1]:
+        kv_bytes = connector._peer.num_bytes - TABLE_BYTES
+        if min(found["num_blocks"], found["block_size"]) < 1 or kv_bytes != connector._starts[-1]:
             connector.close()
-            raise ValueError(f"{connector._kv_bytes} bytes are not {found['num_blocks']} blocks of KV cache")
+            raise ValueError(f"{kv_bytes} bytes are not {found['num_blocks']} blocks of KV cache")
         return connector
-
-    @property
-    def _kv_bytes(self) -> int:
-        return self._peer.num_bytes - TABLE_BYTES
 
     async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:
         """Reads the span, in parts if it is larger than the staging memory."""
-        return await self.read(blocks, data)
-
-    async def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
-        """Returns bytes of shape [num_layers, 2, num_tokens, num_slots, head_dim], as `KvStore.read`. Raises ValueError
-        if something is out of range, TransportError if the peer is lost."""
         layout = self.context.kv.layout
         block_size, num_blocks = self._sizes["block_size"], self._sizes["num_blocks"]
         num_slots = lambda layer: self._shapes[layout.places[layer][0]][3]  # noqa: E731
-        span.check(layout, num_tokens=len(blocks) * block_size, num_slots=num_slots)
+        data.check(layout, num_tokens=len(blocks) * block_size, num_slots=num_slots)
         if min(blocks) < 0 or max(blocks) >= num_blocks:
             raise ValueError(f"a block is not within {num_blocks}")
-        head_bytes = self._head_bytes[layout.places[span.first_layer][0]]
-        first_block, offset = divmod(span.first_token, block_size)
-        rows = self._rows(blocks[first_block : -(-(span.first_token + span.num_tokens) // block_size)], span)
-        piece_bytes = span.num_slots * block_size * head_bytes
+        head_bytes = layout.bytes_per_slot(data.first_layer) // 2
+        first_block, offset = divmod(data.first_token, block_size)
+        rows = self._rows(blocks[first_block : -(-(data.first_token + data.num_tokens) // block_size)], data)
+        piece_bytes = data.num_slots * block_size * head_bytes
         num_rows = max(1, _STAGING_BYTES // (rows.shape[1] * piece_bytes))
-        order = np.arange(min(num_rows, len(rows)) * rows.shape[1] * span.num_slots * block_size)
-        order = order.reshape(-1, rows.shape[1], span.num_slots, block_size).swapaxes(2, 3)
-        order = order.reshape(len(order), -1, span.num_slots)[:, offset : offset + span.num_tokens]
-        dense = np.empty((len(rows), span.num_tokens, span.num_slots, head_bytes), np.uint8)
+        order = np.arange(min(num_rows, len(rows)) * rows.shape[1] * data.num_slots * block_size)
+        order = order.reshape(-1, rows.shape[1], data.num_slots, block_size).swapaxes(2, 3)
+        order = order.reshape(len(order), -1, data.num_slots)[:, offset : offset + data.num_tokens]
+        dense = np.empty((len(rows), data.num_tokens, data.num_slots, head_bytes), np.uint8)
         async with self._reading:
             for start in range(0, len(rows), num_rows):
                 places = rows[start : start + num_rows]
@@ -126,17 +107,18 @@ class NixlConnector(KvConnector):
 
     def _rows(self, blocks: Sequence[int], span: KvSpan) -> npt.NDArray[np.int64]:  # [2 * num_layers, num_blocks]
         """Returns where the span's slots begin in each block, for each layer's keys and values, in bytes."""
-        group, first = self.context.kv.layout.places[span.first_layer]
-        _, _, num_blocks, num_slots, block_size = self._shapes[group]
+        layout = self.context.kv.layout
+        group, first = layout.places[span.first_layer]
+        _, _, num_blocks, num_slots, block_size, head_dim = self._shapes[group]
         halves = np.arange(2 * first, 2 * (first + span.num_layers))
         slots = (halves[:, None] * num_blocks + np.asarray(blocks, np.int64)) * num_slots + span.first_slot
-        places: npt.NDArray[np.int64] = self._starts[group] + slots * (block_size * self._head_bytes[group])
+        places: npt.NDArray[np.int64] = self._starts[group] + slots * (block_size * head_dim * ITEM_BYTES[layout.dtype])
         return places
 
     async def verify(self, table: BlockTable) -> None:
         """See `KvConnector.verify`."""
         async with self._reading:
-            check_entry(await self._peer.read([(self._kv_bytes + entry_offset(table), ENTRY_BYTES)]), table)
+            check_entry(await self._peer.read([(self._starts[-1] + entry_offset(table), ENTRY_BYTES)]), table)
 
     def close(self) -> None:
         """Ends the receiver's side. Idempotent."""
@@ -145,15 +127,11 @@ class NixlConnector(KvConnector):
 
 
 def _register(context: TransferContext) -> NixlMemory:
-    """Raises RuntimeError if NIXL does not work here."""
+    """Raises OSError if NIXL does not work here."""
     assert context.kv.shared_fd is not None
     memory = mmap.mmap(context.kv.shared_fd, 0)
     regions = [torch.frombuffer(each, dtype=torch.uint8) for each in (memory, context.leases.memory)]
     return NixlMemory(regions, devices=_devices(context.host))
-
-
-def _open_reader(host: str) -> NixlReader:
-    return NixlReader(timeout=CONNECT_SECONDS, devices=_devices(host))
 
 
 def _devices(host: str) -> str:

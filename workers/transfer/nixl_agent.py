@@ -48,9 +48,9 @@ class NixlMemory:
     It runs two threads of NIXL, which sleep between reads."""
 
     def __init__(self, regions: Sequence[torch.Tensor], *, devices: str = "") -> None:
-        """`regions` are contiguous tensors, kept until `close`. `devices` are UCX's network devices, as "lo" or
-        "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a second. Raises ValueError for tensors with
-        holes, RuntimeError if NIXL does not work here."""
+        """`regions` are contiguous tensors in host memory, kept until `close`. `devices` are UCX's network devices, as
+        "lo" or "mlx5_0:1,mlx5_1:1"; all of the machine by default. Takes half a second. Raises OSError if NIXL does not
+        work here."""
         self._regions = _table(regions)
         self._agent: Any = _Agent(serves=True, devices=devices)
         self._tensors = list(regions)  # after the agent: the memory goes last
@@ -73,7 +73,7 @@ class NixlReader:
 
     def __init__(self, *, timeout: float, devices: str = "") -> None:
         """`timeout` is in seconds, of each read; `devices` are as in NixlMemory. Takes half a second. Raises
-        RuntimeError if NIXL does not work here."""
+        OSError if NIXL does not work here."""
         self._timeout = timeout
         self._agent: Any = _Agent(serves=False, devices=devices)
         self._users: Counter[str] = Counter()  # peers by the name of the sender's agent
@@ -103,7 +103,7 @@ class NixlReader:
             raise TransportError("NIXL reader closed")
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, call, self._agent, *values)
-        except (RuntimeError, TimeoutError) as error:
+        except OSError as error:
             raise TransportError("KV cache could not be read by NIXL") from error
 
     def _connect(self, agent: "_Agent", peer: "NixlPeer", metadata: bytes) -> None:
@@ -114,9 +114,9 @@ class NixlReader:
     def _read(self, agent: "_Agent", peer: "NixlPeer", local: _Regions, remote: _Regions) -> None:
         try:
             if not peer.name:
-                raise RuntimeError("NIXL: peer lost")
+                raise OSError("NIXL: peer lost")
             agent.read(peer.name, local, remote, self._timeout)
-        except (RuntimeError, TimeoutError):
+        except OSError:
             # To cancel a read does not prove that nothing is written any more; to unregister the memory does.
             self._forget(agent, peer)
             raise
@@ -162,8 +162,6 @@ class NixlPeer:
         if self._closed:
             raise TransportError("KV peer lost")
         table = np.asarray(pieces, np.uint64)
-        if not len(table):
-            return memoryview(b"")
         remote, local = self._place(table)
         try:
             await self._reader._run(self._reader._read, self, local, remote)
@@ -195,7 +193,7 @@ class NixlPeer:
 
 class _Agent:
     """Calls NIXL's agent by its bindings: its Python class cannot be told to let the thread of UCX sleep. Every failure
-    is RuntimeError."""
+    is OSError."""
 
     def __init__(self, *, serves: bool, devices: str) -> None:
         self._nixl = _bindings()
@@ -210,7 +208,7 @@ class _Agent:
             return getattr(self._agent, name)(*values)
         except Exception as error:
             # NIXL's own exceptions have nothing in common but their module.
-            raise RuntimeError(f"NIXL: {error}") from error
+            raise OSError(f"NIXL: {error}") from error
 
     def register(self, regions: _Regions, *, undo: bool = False) -> None:
         name = "deregisterMem" if undo else "registerMem"
@@ -229,7 +227,7 @@ class _Agent:
                 time.sleep(_POLL_SECONDS)
                 status = self.call("getXferStatus", request)
             if status != self._nixl.NIXL_SUCCESS:
-                raise RuntimeError(f"NIXL: {status}")
+                raise OSError(f"NIXL: {status}")
         finally:
             self.call("releaseXferReq", request)
 
@@ -238,8 +236,6 @@ class _Agent:
 
 
 def _table(regions: Sequence[torch.Tensor]) -> _Regions:
-    if not regions or any(not region.is_contiguous() or region.is_cuda for region in regions):
-        raise ValueError("NIXL needs contiguous tensors in host memory")
     return np.array([(region.data_ptr(), region.nbytes, 0) for region in regions], np.uint64)
 
 

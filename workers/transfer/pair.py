@@ -16,8 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -25,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from ..threads import settle
-from .backend import Rendezvous, accept_peer, connect_peer, open_group
+from .backend import Rendezvous, meet_peer, open_group
 from .frames import TransferError
 
 if TYPE_CHECKING:
@@ -41,16 +39,14 @@ class Pair:
     closed in the event loop that made it. Closing it, or breaking it, frees its thread and sockets: at once if it is
     idle, else when the call in progress has ended, after the timeout at the latest (gloo cannot be interrupted)."""
 
-    make_store: Callable[[], "Store"]
+    place: tuple[str, int]  # where the first side listens
     secret: str
     _: KW_ONLY
-    rank: int
     host: str
     backend: str
     device: str  # of the tensors
     timeout: float  # seconds, of every call
-    server: socket.socket | None = None
-    address: str = ""
+    server: socket.socket | None = None  # of the first side
     _store: "Store | None" = field(init=False, default=None)  # outlives the group
     _group: Any = field(init=False, default=None)  # torch's own types know neither send nor recv
     _reason: str = field(init=False, default="")  # why it is broken
@@ -68,21 +64,17 @@ class Pair:
 
     @classmethod
     def listen(cls, host: str, *, backend: str = "gloo", device: str = "cpu", timeout: float) -> "Pair":
-        """Opens the first side. `address` is what the other side's `join` needs; it holds a secret. `timeout` is in
-        seconds, of the wait for the other side and of every call. Raises OSError if there is no such interface."""
-        secret = secrets.token_hex(_SECRET_BYTES)
+        """Opens the first side. `timeout` is in seconds, of the wait for the other side and of every call.
+
+        Raises OSError if there is no such interface."""
         server = socket.create_server((host, 0))
-        return cls(
-            partial(accept_peer, server, backend, timeout),
-            secret,
-            rank=0,
-            host=host,
-            backend=backend,
-            device=device,
-            timeout=timeout,
-            server=server,
-            address=f"{host}:{server.getsockname()[1]}/{secret}",
-        )
+        place, secret = (host, server.getsockname()[1]), secrets.token_hex(_SECRET_BYTES)
+        return cls(place, secret, host=host, backend=backend, device=device, timeout=timeout, server=server)
+
+    @property
+    def address(self) -> str:
+        """What the other side's `join` needs; it holds a secret."""
+        return f"{self.place[0]}:{self.place[1]}/{self.secret}"
 
     async def accept(self) -> None:
         """Returns when the other side has joined and has shown that it knows the address. Raises TransferError, also if
@@ -98,32 +90,25 @@ class Pair:
         peer, _, port = place.rpartition(":")
         if not peer or not port.isdecimal() or int(port) > 65535 or len(secret) != 2 * _SECRET_BYTES:
             raise TransferError("KV pair with an impossible address")
-        pair = cls(
-            partial(connect_peer, peer, int(port), backend, timeout),
-            secret,
-            rank=1,
-            host=host,
-            backend=backend,
-            device=device,
-            timeout=timeout,
-        )
+        pair = cls((peer, int(port)), secret, host=host, backend=backend, device=device, timeout=timeout)
         await pair._call(pair._open)
         return pair
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.server else 1
 
     @property
     def broken(self) -> bool:
         return bool(self._reason)
 
-    async def send(self, data: bytes | memoryview) -> None:
-        """Returns when the bytes have left, not when they have arrived; until then, or until the call in progress has
-        ended if this one fails, they must not change. Raises TransferError."""
-        if len(data):
-            await self._call(lambda: self._send(_tensor_over(data)))
+    async def send(self, data: bytearray | memoryview) -> None:
+        """Returns when the bytes, at least one, have left, not when they have arrived; until then, or until the call in
+        progress has ended if this one fails, they must not change. Raises TransferError."""
+        await self._call(lambda: self._send(data))
 
     async def receive(self, num_bytes: int) -> memoryview:
-        """Returns the other side's next message, which has this length. Raises TransferError."""
-        if not num_bytes:
-            return memoryview(b"")
+        """Returns the other side's next message, which has this length, not 0. Raises TransferError."""
         received: memoryview = await self._call(lambda: self._receive(num_bytes))
         return received
 
@@ -190,7 +175,6 @@ class Pair:
                 self._loop.call_soon_threadsafe(settle, future, result, failure)
             del call, future, operation, result, failure
         # Frees what they hold here, where it may take time.
-        self._close_rendezvous()
         self._group = self._store = None
         if self.server:
             self.server.close()
@@ -201,35 +185,34 @@ class Pair:
             # The thread's device, by its index: torch.cuda.set_device("cuda") raises.
             index = torch.device(self.device).index
             torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
-        self._store = self.make_store()
-        self._group = open_group(
-            self._store,
-            backend=self.backend,
-            rank=self.rank,
-            size=2,
-            host=self.host,
-            timeout=self.timeout,
-            outlives_peers=True,
-        )
-        self._close_rendezvous()
+        self._store = meet_peer(self.place, self.server, self.backend, self.timeout)
+        try:
+            self._group = open_group(
+                self._store,
+                backend=self.backend,
+                rank=self.rank,
+                size=2,
+                host=self.host,
+                timeout=self.timeout,
+                outlives_peers=True,
+            )
+        finally:
+            if isinstance(self._store, Rendezvous):
+                self._store.close()
         # Any process may connect to the interface: each side shows one half of the secret, the joining one first.
         halves = self.secret[:_SECRET_BYTES].encode(), self.secret[_SECRET_BYTES:].encode()
         if self.rank == 0:
             self._expect(halves[0])
-        self._send(_tensor_over(halves[1 - self.rank]))
+        self._send(bytearray(halves[1 - self.rank]))
         if self.rank == 1:
             self._expect(halves[1])
-
-    def _close_rendezvous(self) -> None:
-        if isinstance(self._store, Rendezvous):
-            self._store.close()
 
     def _expect(self, secret: bytes) -> None:
         if not hmac.compare_digest(bytes(self._receive(len(secret))), secret):
             raise RuntimeError("the other side does not know the secret")
 
-    def _send(self, data: torch.Tensor) -> None:  # [num_bytes] uint8
-        self._run("send", data.to(self.device))
+    def _send(self, data: bytearray | memoryview) -> None:
+        self._run("send", torch.frombuffer(data, dtype=torch.uint8).to(self.device))
 
     def _receive(self, num_bytes: int) -> memoryview:
         received = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -242,13 +225,3 @@ class Pair:
             raise RuntimeError("not open")
         # Without a limit of its own a call of NCCL would only make the stream wait.
         getattr(self._group, name)([tensor], 1 - self.rank, 0).wait(timedelta(seconds=self.timeout))
-
-
-def _tensor_over(data: bytes | memoryview) -> torch.Tensor:  # [len(data)] uint8
-    """Shares the bytes, to be read only."""
-    array = np.frombuffer(data, np.uint8)
-    if not array.flags.writeable:
-        # Torch warns of read-only memory: the copy of its description declares it writable and keeps the bytes alive.
-        interface = array.__array_interface__ | {"data": (array.ctypes.data, False)}
-        array = np.asarray(SimpleNamespace(__array_interface__=interface, array=array))
-    return torch.from_numpy(array)

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Final
 
 import grpc.aio
@@ -19,6 +18,7 @@ import numpy as np
 
 from ...proto import worker_pb2
 from ..engine.plan import FirstTokens
+from ..kv_cache.layout import KvSpan
 from ..kv_cache.reshard import Piece, plan_layout
 from ..kv_cache.store import KvStore
 from .connections import Connection, KvCall, ReceiverConnections
@@ -77,15 +77,23 @@ class PieceWriter:
             raise TransferError("KV frame out of bounds")
         if range(frame.first_slot, frame.first_slot + frame.num_slots) != self._piece.source_slots:
             raise TransferError("KV frame out of bounds")
-        # A number of layers that no model has must not be counted through.
-        if frame.num_layers > len(self._next_token) or any(layer not in self._next_token for layer in frame.layers):
+        # A number of layers that no model has must not be counted through. A layer of another group has no next token.
+        if frame.num_layers > len(self._next_token):
             raise TransferError("KV frame out of bounds")
-        if any(self._next_token[layer] != frame.first_token for layer in frame.layers):
+        if set(map(self._next_token.get, frame.layers)) != {frame.first_token}:
             raise TransferError("KV frame out of order")
         if not frame.size(self._kv.layout) == frame.num_bytes == payload.nbytes:
             raise TransferError("KV frame of a wrong length")
-        self._kv.write(self._blocks, replace(frame, first_slot=self._piece.target_slots.start), payload)
-        self._next_token |= dict.fromkeys(frame.layers, end)
+        place = KvSpan(
+            first_layer=frame.first_layer,
+            num_layers=frame.num_layers,
+            first_token=frame.first_token,
+            num_tokens=frame.num_tokens,
+            first_slot=self._piece.target_slots.start,
+            num_slots=frame.num_slots,
+        )
+        self._kv.write(self._blocks, place, payload)
+        self._next_token.update(dict.fromkeys(frame.layers, end))
         self._num_frames += 1
         self.num_bytes += payload.nbytes
 
@@ -114,7 +122,7 @@ class PieceStream:
         self._num_tokens = handle.num_tokens
         self._prefix_hash = prefix_hash
         self._kv = context.kv
-        self._connector: KvConnector = GrpcConnector(context)
+        self._connector: KvConnector = GrpcConnector(context, "grpc")
         self._endpoint = handle.endpoints[piece.source_rank]
         self._connections = connections
         self._connection: Connection | None = None

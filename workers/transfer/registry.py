@@ -1,15 +1,20 @@
-"""Names the transports. To add one, write its `KvConnector` in a file of its own and register it here, or from outside
-by `register_connector` before the first worker of the process starts."""
+"""Finds transports by name.
+
+What is not built in comes from installed packages: entry points of the group `tandem.kv_connectors`, named as in
+`kv_transports` of the configuration, each a `KvConnector`. So every process finds them.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Final
 
 from .collective import CollectiveConnector
 from .connector import KvConnector, TransferContext
 from .nixl import NixlConnector
 from .shared_memory import SharedMemoryConnector
 
-_CONNECTORS: dict[str, type[KvConnector]] = {
+KV_CONNECTORS: Final[dict[str, type[KvConnector]]] = {
     "shared": SharedMemoryConnector,
     "nixl": NixlConnector,
     "nccl": CollectiveConnector,
@@ -17,35 +22,26 @@ _CONNECTORS: dict[str, type[KvConnector]] = {
 }
 
 
-def register_connector(name: str, connector: type[KvConnector]) -> None:
-    """Makes a transport known under a name that `transports` of the config may list. Raises ValueError for a name that
-    is taken."""
-    if name in (*_CONNECTORS, "grpc"):
-        raise ValueError(f"KV transport {name}: registered already")
-    _CONNECTORS[name] = connector
-
-
-def unregister_connector(name: str) -> None:
-    """Takes back a `register_connector`."""
-    del _CONNECTORS[name]
-
-
-def connector_class(name: str) -> type[KvConnector]:
-    """Returns the transport of this name. Raises KeyError."""
-    return _CONNECTORS[name]
+@cache  # a search through all installed packages takes milliseconds
+def find_connector(name: str) -> type[KvConnector] | None:
+    """Returns the transport of this name; None if it is not installed here."""
+    plugins = (point.load() for point in entry_points(group="tandem.kv_connectors", name=name))
+    return KV_CONNECTORS.get(name) or next(plugins, None)
 
 
 def capabilities(context: TransferContext) -> dict[str, Any]:
     """Returns what a rank can use, by transport, in its order of preference."""
-    found = {name: _CONNECTORS[name].capabilities(context, name) for name in context.transports if name in _CONNECTORS}
+    known = {name: connector for name in context.transports if (connector := find_connector(name))}
+    found = {name: connector.capabilities(context, name) for name, connector in known.items()}
     return {name: able for name, able in found.items() if able is not None}
 
 
-def choose(context: TransferContext, receiver: Mapping[str, Any]) -> str | None:
-    """Returns the transport to a receiver with these capabilities: the first in its order that both can use; None for
-    gRPC."""
+def choose(context: TransferContext, receiver: Mapping[str, Any]) -> tuple[str, type[KvConnector]] | None:
+    """Returns the transport to a receiver with these capabilities, and its name: the first in its order that both can
+    use; None for gRPC."""
     own = capabilities(context)
     for name, able in receiver.items():
-        if name in own and isinstance(able, dict) and _CONNECTORS[name].reaches(own[name], able):
-            return name
+        connector = find_connector(name) if name in own and isinstance(able, dict) else None
+        if connector and connector.reaches(own[name], able):
+            return name, connector
     return None

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Final
 
 import numpy as np
@@ -26,6 +26,7 @@ _MIN_PAUSE: Final = 0.001
 _MAX_PAUSE: Final = 0.05
 
 _OFFER_SECONDS: Final = 2.0  # how long a receiver may be ahead of the offer
+_SPAN_FIELDS: Final = tuple(each.name for each in fields(KvSpan))
 
 FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
 
@@ -93,7 +94,7 @@ class KvSender:
 
     def __post_init__(self) -> None:
         self.connections = SenderConnections(self.context, epoch=self.epoch)
-        self._grpc = GrpcConnector(self.context)
+        self._grpc = GrpcConnector(self.context, "grpc")
 
     @property
     def num_offers(self) -> int:
@@ -217,17 +218,18 @@ class KvSender:
                 offer.check()
                 payload = connector.offer(request.stream, offer.blocks, span)
                 age = time.monotonic() - began
-                frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **asdict(span))
+                box = {name: getattr(span, name) for name in _SPAN_FIELDS}
+                frame = Data(index=index, num_bytes=span.size(layout), burst=burst, age=age, **box)
                 index += 1
                 yield encode(offer.key, frame, payload)
             sent, burst = ready, burst + 1
 
     async def _wait_for_more(self, offer: KvOffer, sent: Mapping[int, int]) -> None:
         def more() -> bool:
-            return any(offer.ready(layer) > num_tokens for layer, num_tokens in sent.items())
+            return offer.first_tokens is not None or any(offer.ready(layer) > count for layer, count in sent.items())
 
         try:
-            await offer.wait(lambda: more() or offer.first_tokens is not None, self.stall_seconds)
+            await offer.wait(more, self.stall_seconds)
         except TimeoutError as error:
             raise TransferError("KV cache made no progress") from error
         offer.check()
@@ -236,8 +238,7 @@ class KvSender:
         if not isinstance(message, Ack) or self.lease_seconds is None:
             raise TransferError("KV pull out of order")
         if not offer.withdrawn:
-            self._forget(offer)
-            self.on_release(offer.sequence_id)
+            self._release(offer)
 
     def _start_lease(self, offer: KvOffer) -> None:
         """Starts the lease of a finished prefill that has no open stream."""
@@ -245,20 +246,18 @@ class KvSender:
             return
         if offer.expiry:
             offer.expiry.cancel()
-        offer.expiry = asyncio.get_running_loop().call_later(self.lease_seconds, self._expire, offer)
+        offer.expiry = asyncio.get_running_loop().call_later(self.lease_seconds, self._release, offer)
 
-    def _expire(self, offer: KvOffer) -> None:
+    def _release(self, offer: KvOffer) -> None:
         self._forget(offer)
         self.on_release(offer.sequence_id)
 
     def _forget(self, offer: KvOffer) -> None:
-        if not offer.withdrawn:
-            self.context.leases.close(*offer.entry)
+        self.context.leases.close(*offer.entry)
         offer.withdrawn = True
         if offer.expiry:
             offer.expiry.cancel()
-        self._offers.pop(offer.key.transfer_id, None)
-        self._by_sequence.pop(offer.sequence_id, None)
+        del self._offers[offer.key.transfer_id], self._by_sequence[offer.sequence_id]
         offer.changed.set()
 
 

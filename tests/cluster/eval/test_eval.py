@@ -309,7 +309,7 @@ def transformers_perplexity(ids: tuple[int, ...], window: int, stride: int) -> f
 
 @pytest.mark.parametrize("prefill", [1, 0])
 async def test_perplexity_of_the_demo_model_equals_transformers(prefill: int) -> None:
-    text = TEXT * 4
+    text = TEXT * 2
     served = ServedModel(name="demo", tokenizer=Tokenizer.load(demo_model.folder()), context_tokens=2048)
     async with fleet(prefill, 1, rank=lambda role: demo_model.rank(num_threads=1)) as running:
         server = await ApiServers.start(GenerationService([served], running.dispatcher))
@@ -320,7 +320,7 @@ async def test_perplexity_of_the_demo_model_equals_transformers(prefill: int) ->
                 again = await measure_perplexity(client, text, window=256, stride=128)  # from a warm prefix cache
         finally:
             await server.stop(0)
-    assert 600 <= len(ids) <= 900
+    assert 300 <= len(ids) <= 450  # three windows or four
     expected = transformers_perplexity(tuple(ids), 256, 128)
     assert found.num_scored == len(ids) - 1
     assert found.perplexity == pytest.approx(expected, abs=1e-3)

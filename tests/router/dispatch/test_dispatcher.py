@@ -14,7 +14,8 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, token_request
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet
+from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
@@ -156,7 +157,6 @@ async def test_the_deadline_ends_a_request_everywhere(reads: int) -> None:
         assert time.monotonic() - request.deadline < 2.0
         assert len(found) >= reads
         await running.check_idle(timeout=2.0)
-        assert running.dispatcher.num_requests == 0
 
 
 async def test_a_slow_reader_gets_fewer_and_longer_deltas() -> None:
@@ -208,11 +208,10 @@ async def test_admission_decides_when_a_request_starts() -> None:
         async with asyncio.timeout(5):
             while admission.waiting < 3:
                 await asyncio.sleep(0)
-        assert (running.dispatcher.num_requests, second.done()) == (2, False)
+        assert not second.done()
         await first.aclose()
         tokens, _ = await second
         assert tokens == expected_tokens(range(20), 4, VOCAB)
-        assert running.dispatcher.num_requests == 0
 
 
 async def test_routers_share_workers_without_knowing_of_each_other() -> None:

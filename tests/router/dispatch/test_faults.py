@@ -12,7 +12,8 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import TandemError
 from tandem.router.dispatch import execution
-from tandem.tests.fleet import VOCAB, fake_rank, fleet, token_request
+from tandem.tests.fleet import VOCAB, fake_rank, fleet
+from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import FirstTokens

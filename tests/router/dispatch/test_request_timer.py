@@ -8,7 +8,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.router.dispatch import request_timer
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.scheduling.policy import Placement
-from tandem.tests.fleet import token_request
+from tandem.tests.token_request import token_request
 
 PARTS = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
 

@@ -1,19 +1,12 @@
-"""Chats and templates: bounds, what a template sees, and templates that are programs gone wrong."""
+"""Chats: their bounds, and what a template gets of them."""
 
-import json
-import time
 from typing import Any
 
-import jinja2
 import pytest
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend.chat import check_chat, json_object, template_variables
-from tandem.router.frontend.template import render
-from tandem.router.frontend.template_bounds import TemplateBoundExceeded
-from tandem.tests.router.fake_source import byte_tokenizer
-from tandem.tests.tiny import make_tokenizer
 
 MODES = inference_pb2.ToolChoice
 WEATHER = {
@@ -21,36 +14,6 @@ WEATHER = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "required": ["city"],
 }
-QWEN = """
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'You are Qwen.' }}{%- endif %}
-    {{- "\\n\\n# Tools\\n\\n<tools>" }}
-    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role }}
-        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
-            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {{- '<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}
-"""
 
 
 def chat(*said: tuple[str, str], **fields: Any) -> inference_pb2.Chat:
@@ -159,188 +122,7 @@ def test_json_object_parses_objects_only() -> None:
         assert json_object(text) is None
 
 
-async def test_tools_and_calls_render_as_in_transformers() -> None:
-    """The whole way of a tool call: definition, call, result; equal to apply_chat_template, token by token."""
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "Wetter in Köln?"},
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln <3"}}}
-            ],
-        },
-        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
-    ]
-    function = {"name": "weather", "description": "Tells the weather.", "parameters": WEATHER}
-    reference = make_tokenizer()
-    reference.chat_template = QWEN
-    expected = reference.apply_chat_template(
-        messages,
-        tools=[{"type": "function", "function": function}],
-        add_generation_prompt=True,
-        enable_thinking=False,
-        tokenize=False,
-    )
-    given = chat(
-        messages=[
-            inference_pb2.ChatMessage(role="user", content="Wetter in Köln?"),
-            inference_pb2.ChatMessage(
-                role="assistant",
-                content="I look.",
-                tool_calls=[inference_pb2.ToolCall(id="c1", name="weather", arguments='{"city":"K\\u00f6ln <3"}')],
-            ),
-            inference_pb2.ChatMessage(role="tool", content="rain", tool_call_id="c1"),
-        ],
-        tools=[tool(description="Tells the weather.", parameters=json.dumps(WEATHER))],
-        template_kwargs='{"enable_thinking": false}',
-    )
-    check_chat(given)
-    found = bytes(await byte_tokenizer(chat_template=QWEN).encode_chat(given)).decode()
-    assert found == expected
-    assert '"arguments": {"city": "Köln <3"}' in found
-
-
-async def test_without_tools_the_template_hears_of_none() -> None:
-    tokenizer = byte_tokenizer(chat_template="{{ tools is none }} {{ messages[0] }}")
-    hidden = chat(tools=[tool()], tool_choice=MODES(mode=MODES.MODE_NONE))
-    for given in (chat(), hidden):
-        assert bytes(await tokenizer.encode_chat(given)) == b"True {'role': 'user', 'content': 'hi'}"
-
-
 def test_arguments_that_are_no_json_stay_text() -> None:
     for arguments, expected in (("", {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ("{a: 1}", "{a: 1}"), ("[1]", "[1]")):
         variables = template_variables(chat(messages=[call(name="f", arguments=arguments)]))
-        assert variables["messages"][0]["tool_calls"][0]["function"]["arguments"] == expected
-
-
-@pytest.mark.parametrize("content", ["The answer is", "ends with a space ", "", "CONTINUE_FINAL_MESSAGE_TAG x"])
-async def test_the_last_message_is_continued_as_in_transformers(content: str) -> None:
-    reference = make_tokenizer()
-    trimming = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}"
-    for template in (QWEN, trimming):
-        reference.chat_template = template
-        expected = reference.apply_chat_template(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}],
-            continue_final_message=True,
-            tokenize=False,
-        )
-        given = chat(("user", "?"), ("assistant", content), continue_final_message=True)
-        assert bytes(await byte_tokenizer(chat_template=template).encode_chat(given)).decode() == expected
-
-
-async def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
-    tokenizer = byte_tokenizer(chat_template="{{ messages[0].content }}")
-    with pytest.raises(InvalidArgument) as caught:
-        await tokenizer.encode_chat(chat(("user", "?"), ("assistant", "so"), continue_final_message=True))
-    assert caught.value.field == "prompt.chat.continue_final_message"
-
-
-ENDLESS = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% if false %}x{% endif %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for a in m recursive %}{% if loop.depth < 60 %}{{ loop(m) }}{{ loop(m) }}{% endif %}{% endfor %}",
-]
-TOO_LARGE = [
-    "{{ 'x' * 2000000 }}",
-    "{{ 'x' * 10 ** 12 }}",
-    "{{ 10 ** (10 ** 10) }}",
-    "{% for i in range(99999) %}0123456789A{% endfor %}",
-    "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "{{ '%500000000d' % 1 }}",
-    "{{ '%*d' % (500000000, 1) }}",
-    "{{ ('%s' * 1000) % (big,) }}",
-    "{{ ('%(x)s' * 1000) % {'x': big} }}",
-    "{{ '{:500000000}'.format(1) }}",
-    "{{ '{:{w}}'.format(1, w=500000000) }}",
-    "{{ '{x:500000000}'.format_map({'x': 1}) }}",
-    "{{ ('{0}' * 1000).format(big) }}",
-    "{{ ('%s' * 1000) | format(big) }}",
-    "{{ 'x'.ljust(500000000) }}",
-    "{{ 'x'.rjust(500000000) }}",
-    "{{ 'x'.center(500000000) }}",
-    "{{ 'x'.zfill(500000000) }}",
-    "{{ 'x'.encode().ljust(500000000) }}",
-    "{{ ('\t' * 1000).expandtabs(1000000) }}",
-    "{{ big.replace('', big) }}",
-    "{{ big.translate({120: big}) }}",
-    "{{ big.join('x' * 1000) }}",
-    "{{ 'x' | center(500000000) }}",
-    "{{ ['x'] | map('center', 500000000) | list }}",
-    "{{ ('x\n' * 1000) | indent(1000000) }}",
-    "{{ ('x\n' * 1000) | indent(big) }}",
-    "{{ ('x ' * 1000) | wordwrap(1, wrapstring=big) }}",
-    "{{ big | replace('x', big) }}",
-    "{{ ([1] * 1000) | map('string') | join(big) }}",
-    "{{ ([big] * 1000) | map('upper') | join }}",
-    "{{ ([{'a': big}] * 1000) | join(attribute='a') }}",
-    "{{ [1] | batch(500000000, 'x') | list }}",
-    "{{ [1] | slice(500000000) | list }}",
-    "{{ ([[1] * 10000] * 1000) | sum(start=[]) }}",
-    "{{ 1 | round(-1000000000) }}",
-    "{{ {'a': 1} | tojson(indent=500000000) }}",
-    "{{ ([1] * 1000) | tojson(separators=(big, ':')) }}",
-    "{{ [big] * 1000 }}",
-    "{{ ([big] * 1000) | string }}",
-    "{{ ([big] * 1000) | tojson }}",
-    "{{ ([big] * 1000) ~ 'x' }}",
-    "{% set y %}{% for i in range(1000) %}{{ big }}{% endfor %}{% endset %}{{ y | length }}",
-    "{% macro m() %}{% for i in range(1000) %}{{ big }}{% endfor %}{% endmacro %}{{ m() | length }}",
-    "{% set ns = namespace(x=['x']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_without_end_is_stopped(template: str) -> None:
-    began = time.monotonic()
-    with pytest.raises(TemplateBoundExceeded, match="seconds"):
-        render(template, {"m": [1, 2]}, max_characters=1_000_000, seconds=0.05)
-    assert time.monotonic() - began < 2
-
-
-@pytest.mark.parametrize("template", TOO_LARGE)
-def test_a_template_that_makes_too_much_is_stopped(template: str) -> None:
-    with pytest.raises(TemplateBoundExceeded, match="characters"):
-        render(template, {"big": "x" * 10_000}, max_characters=1_000_000, seconds=60)
-
-
-def test_integers_are_no_way_to_memory() -> None:
-    with pytest.raises(jinja2.exceptions.SecurityError):
-        render("{{ (1).to_bytes(500000000, 'big') }}", {}, max_characters=1_000_000, seconds=60)
-
-
-def test_within_the_bounds_filters_and_methods_are_jinjas() -> None:
-    template = (
-        "{{ '%-4s|%05.1f%%' % ('a', 2.25) }} {{ '{:>4}{x}'.format('b', x=1700000000) }} {{ 'c' | center(3) }}"
-        "{{ ['d', 'e'] | map('upper') | join('-') }} {{ 'f'.join(['1', '2']) }} {{ 'g g'.replace('g', 'h', 1) }}"
-        "{{ [{'a': 1}, {'a': 2}] | join('+', attribute='a') }} {{ 'i\nj' | indent(2) }} {{ 2.567 | round(1) }}"
-        "{{ [1, 2] | sum }} {{ {'a': [1]} | tojson(indent=1) }} {{ 'k'.ljust(2) }}| {{ '%s %s' | format('l', 'm') }}"
-        "{{ 7 % 4 }} {{ 'nn' | replace('n', 'o') }} {% set p %}{{ [1, 'q'] }}{% endset %}{{ p | upper }}"
-        "{{ 'é' | tojson }}"
-    )
-    environment = jinja2.Environment()
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-    expected = environment.from_string(template).render()
-    assert render(template, {}, max_characters=500, seconds=9) == expected
-
-
-def test_the_watched_loops_are_still_loops() -> None:
-    template = (
-        "{% for x in xs if x != 2 %}{{ loop.index ~ '/' ~ loop.length }}{{ '.' if loop.last else ',' }}{% endfor %}"
-        "{% for x in [] %}{% else %} none{% endfor %} {% for k, v in d.items() %}{{ k ~ v }}{% endfor %}"
-        "{% for x in xs %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{{ loop.previtem }}{% endfor %}"
-        "{% generation %}!{% endgeneration %}"
-    )
-    found = render(template, {"xs": [1, 2, 3], "d": {"a": 1}}, max_characters=99, seconds=9)
-    assert found == "1/2,2/2. none a1132!"
-
-
-async def test_a_slow_template_names_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.router.frontend.tokenizer._TEMPLATE_SECONDS", 0.05)
-    with pytest.raises(InvalidArgument, match=r"takes more than 0\.05 seconds") as caught:
-        await byte_tokenizer(chat_template=ENDLESS[0]).encode_chat(chat())
-    assert caught.value.field == "prompt.chat"
+        assert variables["conversations"][0][0]["tool_calls"][0]["function"]["arguments"] == expected

@@ -18,7 +18,7 @@ from tandem.workers.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
 EOS = 256
 
-VALIDATOR = GrammarValidator()
+VALIDATOR = GrammarValidator(seconds=60)  # however busy the machine is
 
 
 class Bytes:

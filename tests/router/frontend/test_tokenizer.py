@@ -12,7 +12,7 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.router.fake_source import byte_tokenizer
-from tandem.tests.tiny import make_tokenizer
+from tandem.tests.tiny_tokenizer import make_tokenizer
 
 TEXTS = (
     "",

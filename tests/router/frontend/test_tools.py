@@ -14,7 +14,7 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.frontend.tools import format_of, tool_call_constraint
 from tandem.router.output.tool_parser import parser_for
 from tandem.tests.router.fake_source import byte_tokenizer
-from tandem.tests.tiny import make_tokenizer
+from tandem.tests.tiny_tokenizer import make_tokenizer
 
 MODES = inference_pb2.ToolChoice
 HERMES, LLAMA = "Use <tool_call></tool_call>.", 'Respond with {"name": ..., "parameters": dictionary of arguments}.'

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.output.detokenizer import CompletionText, Detokenizer, StopStrings
 from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
-from tandem.tests.tiny import make_tokenizer
+from tandem.tests.tiny_tokenizer import make_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=10)

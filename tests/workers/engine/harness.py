@@ -114,16 +114,15 @@ class Worker:
     def step(self) -> list[SeqEvent]:
         """Events of the cache are checked here and go no further."""
         num_plans = len(self.executor.plans)
-        early: list[Event] = []
+        events: list[Event] = []
 
-        def take(events: list[Event]) -> None:
-            early.extend(events)
-            for event in events:
+        def take(emitted: list[Event]) -> None:
+            events.extend(emitted)
+            for event in emitted:
                 if isinstance(event, Admitted):
                     self._check_cached(event)
 
-        events = self.engine.step(take)
-        events = early + events
+        self.engine.step(take)
         budgets = self.config.budgets
         for plan in self.executor.plans[num_plans:]:
             decodes = sum(step.start > 0 and step.num_samples and len(step.token_ids) == 1 for step in plan.sequences)

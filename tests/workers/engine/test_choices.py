@@ -300,13 +300,14 @@ def test_nobody_gets_the_block_that_a_copy_is_from_before_the_copy(worker: MakeW
     target.submit(spec(10, tuple(range(20, 36)), task=Task.DECODE, max_tokens=1))
     filled: list[int] = []
 
-    def early(reported: list[Event]) -> None:
+    def emit(reported: list[Event]) -> None:
+        events.extend(reported)
         for event in reported:
             if isinstance(event, Admitted):
                 filled.extend(event.blocks)
                 fill(target, event, tuple(range(20, 36)))
 
-    events += target.engine.step(early)
+    target.engine.step(emit)
     assert target.executor.plans[-1].copies
     assert len(filled) == 4
     assert source not in filled

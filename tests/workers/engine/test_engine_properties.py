@@ -123,7 +123,7 @@ def test_engines_keep_every_promise_in_any_order() -> None:
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=150,
+            max_examples=settings().max_examples * 3 // 2,
             stateful_step_count=30,
             deadline=None,
             database=None,

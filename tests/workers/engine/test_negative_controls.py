@@ -14,11 +14,14 @@ from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Event, NewTokens, Progress
 from tandem.workers.engine.plan import OnLayers, Samples, SequenceStep, StepPlan
+from tandem.workers.engine.request_table import RequestTable
 from tandem.workers.engine.scheduler import Scheduler
 from tandem.workers.engine.sequence import BeamSearch
 from tandem.workers.engine.sequence import Sequence as EngineSequence
+from tandem.workers.engine.update import update
 from tandem.workers.kv_cache.layout import KvSpan
 
+UPDATE = "tandem.workers.engine.engine.update"
 HASH_CHAIN = "tandem.workers.engine.sequence.hash_chain"
 CONFIG = engine_config(num_blocks=16, block_size=2, chunk_tokens=8, growth_tokens=2)
 OVERLAP = replace(CONFIG, overlap=True)
@@ -71,24 +74,20 @@ def test_leaked_reservation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_repeated_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
-    update = Scheduler.update
-
-    def repeat(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
-        events = update(scheduler, plan, samples)
+    def repeat(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
+        events = update(table, plan, samples)
         return events + [event for event in events if isinstance(event, NewTokens) and event.first_index == 2]
 
-    monkeypatch.setattr(Scheduler, "update", repeat)
+    monkeypatch.setattr(UPDATE, repeat)
     with pytest.raises(AssertionError, match="an index is missing or repeated"):
         serve()
 
 
 def test_lost_token_is_caught(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
-    update = Scheduler.update
+    def lose(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
+        return [e for e in update(table, plan, samples) if not isinstance(e, NewTokens) or e.first_index != 2]
 
-    def lose(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
-        return [e for e in update(scheduler, plan, samples) if not isinstance(e, NewTokens) or e.first_index != 2]
-
-    monkeypatch.setattr(Scheduler, "update", lose)
+    monkeypatch.setattr(UPDATE, lose)
     with pytest.raises(AssertionError, match="an index is missing or repeated"):
         serve()
 
@@ -181,14 +180,12 @@ def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest
 
 
 def test_progress_reported_when_it_is_scheduled_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Scheduler.update
-
-    def hasty(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
-        events = update(scheduler, plan, samples)
-        numbers = {s.spec.id: s.num_scheduled for s in scheduler._requests.sequences.values()}
+    def hasty(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
+        events = update(table, plan, samples)
+        numbers = {s.spec.id: s.num_scheduled for s in table.sequences.values()}
         return [replace(e, num_computed=numbers[e.id]) if isinstance(e, Progress) else e for e in events]
 
-    monkeypatch.setattr(Scheduler, "update", hasty)
+    monkeypatch.setattr(UPDATE, hasty)
     pair = Pair(replace(OVERLAP, budgets=replace(OVERLAP.budgets, chunk_tokens=2)), OVERLAP, late=True)
     request = Request((1, 2, 3, 4, 5, 6, 7), 3, split=True)
     pair.submit(request)
@@ -199,7 +196,7 @@ def test_progress_reported_when_it_is_scheduled_is_caught(monkeypatch: pytest.Mo
 def test_engine_that_collects_the_wrong_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Engine.step
 
-    def swapped(engine: Engine, early: Callable[[list[Event]], None] | None = None) -> list[Event]:
+    def swapped(engine: Engine, emit: Callable[[list[Event]], object] | None = None) -> list[Event]:
         launch, waiting = engine._executor.launch, engine._in_flight
 
         def newest(plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
@@ -211,7 +208,7 @@ def test_engine_that_collects_the_wrong_step_is_caught(monkeypatch: pytest.Monke
 
         with monkeypatch.context() as patch:
             patch.setattr(engine._executor, "launch", newest)
-            return step(engine, early)
+            return step(engine, emit)
 
     monkeypatch.setattr(Engine, "step", swapped)
     with pytest.raises(RuntimeError, match="out of order"):
@@ -230,18 +227,17 @@ def test_step_beyond_the_last_token_is_caught(monkeypatch: pytest.MonkeyPatch) -
 
 def test_token_of_a_sequence_that_has_ended_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that reports the token that the step in flight samples for a sequence that was cancelled."""
-    update = Scheduler.update
 
-    def loud(scheduler: Scheduler, plan: StepPlan, samples: Samples) -> list[Event]:
+    def loud(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]:
         samplers = [step.sequence_id for step in plan.sequences if step.num_samples]
         gone = [(number, token) for number, token in zip(samplers, samples.tokens, strict=True)]
-        gone = [(number, token) for number, token in gone if number not in scheduler._requests.sequences]
+        gone = [(number, token) for number, token in gone if number not in table.sequences]
         late: list[Event] = [
             NewTokens(id=n, first_index=0, token_ids=(t,), finish=None, prefill_seconds=0.0) for n, t in gone
         ]
-        return late + update(scheduler, plan, samples)
+        return late + update(table, plan, samples)
 
-    monkeypatch.setattr(Scheduler, "update", loud)
+    monkeypatch.setattr(UPDATE, loud)
     pair = Pair(OVERLAP, OVERLAP)
     request = Request((1, 2, 3), 6)
     pair.submit(request)

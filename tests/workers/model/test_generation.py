@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tandem.tests.tiny import EOS_ID, make_tiny_model
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt, reference, reference_logits
 from tandem.workers.engine.plan import PENDING_TOKEN, SampledLogprobs, Samples, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model.runner import ModelRunner

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from tandem.proto import limits
 from tandem.proto.deep_stack import on_deep_stack
 from tandem.tests.schemas import random_schema
-from tandem.tests.tiny import EOS_ID, make_tiny_model
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS
 from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers.bench import grammar
@@ -194,7 +195,7 @@ CHAIN = """
 import sys, threading
 from pathlib import Path
 from tandem.proto import limits
-from tandem.tests.tiny import EOS_ID
+from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS, longest
 from tandem.workers.model.sampling.grammar import GrammarCache
 
@@ -234,7 +235,7 @@ def test_the_longest_chains_overflow_no_stack(folder: Path) -> None:
 LATE_ERROR = """
 import sys, time
 from pathlib import Path
-from tandem.tests.tiny import EOS_ID
+from tandem.tests.tiny_tokenizer import EOS_ID
 from tandem.tests.workers.model.chains import CHAINS
 from tandem.workers.model.sampling.grammar import GrammarCache
 

@@ -20,9 +20,10 @@ from tokenizers import Tokenizer
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import peer_channel
 from tandem.proto.errors import Unavailable
-from tandem.tests.fleet import Fleet, split_fleet, token_request
+from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
 from tandem.workers.tp.rank_client import RankLost

@@ -10,8 +10,16 @@ import grpc.aio
 
 from tandem.proto import worker_pb2
 from tandem.workers.kv_cache.layout import KvLayout
+from tandem.workers.kv_cache.store import KvStore
+from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import CONNECT_METHOD, Message, TransferError, TransferKey, decode
-from tandem.workers.transfer.sender import KvSender
+from tandem.workers.transfer.receiver import FetchTarget
+from tandem.workers.transfer.sender import FrameHook, KvSender
+
+LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
+"""Of the tests of one side on its own."""
+EPOCH = 3
+"""Of every sender."""
 
 Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 
@@ -25,6 +33,33 @@ def handle(key: TransferKey, endpoints: Iterable[str], layout: KvLayout, num_tok
         layout=layout.digest,
         num_tokens=num_tokens,
     )
+
+
+def sender_of(
+    kv: KvStore,
+    transports: tuple[str, ...],
+    released: list[int] | None = None,
+    *,
+    lease_seconds: float | None = 30.0,
+    stall_seconds: float = 5.0,
+    frame_hook: FrameHook | None = None,
+) -> KvSender:
+    """Sends from this memory; what it releases goes to the list."""
+    return KvSender(
+        TransferContext(kv=kv, transports=transports),
+        epoch=EPOCH,
+        lease_seconds=lease_seconds,
+        stall_seconds=stall_seconds,
+        on_release=(lambda sequence_id: None) if released is None else released.append,
+        frame_hook=frame_hook,
+    )
+
+
+def placed(blocks: tuple[int, ...], num_cached: int = 0) -> asyncio.Future[FetchTarget]:
+    """A target that is known already."""
+    target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
+    target.set_result((blocks, num_cached))
+    return target
 
 
 class Call:

@@ -16,9 +16,10 @@ import torch
 
 from tandem.proto import worker_pb2
 from tandem.proto.channel import bind, peer_server
-from tandem.tests.fleet import fleet, token_request
+from tandem.tests.fleet import fleet
+from tandem.tests.token_request import token_request
 from tandem.tests.workers.spans import span
-from tandem.tests.workers.transfer.played import handle
+from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, KvSpan
 from tandem.workers.model.kv_store import PagedKv
@@ -41,15 +42,12 @@ from tandem.workers.transfer.frames import (
     encode,
 )
 from tandem.workers.transfer.pair import Pair
-from tandem.workers.transfer.receiver import FetchTarget
 from tandem.workers.transfer.registry import capabilities
-from tandem.workers.transfer.sender import KvSender
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
 NUM_TOKENS, BLOCK, NUM_BLOCKS = 60, 4, 64
 TRANSPORTS = ("shared", "gloo")
-EPOCH = 3
 
 
 def memory(seed: int) -> PagedKv:
@@ -77,15 +75,7 @@ class Two:
         self.address = bind(self.server, "127.0.0.1", 0)
 
     def _endpoint(self, kv: PagedKv, transports: tuple[str, ...]) -> KvEndpoint:
-        return KvEndpoint(
-            KvSender(
-                TransferContext(kv=kv, transports=transports),
-                epoch=EPOCH,
-                lease_seconds=30,
-                stall_seconds=self.stall_seconds,
-                on_release=lambda sequence_id: None,
-            )
-        )
+        return KvEndpoint(sender_of(kv, transports, stall_seconds=self.stall_seconds))
 
     def blocks(self, number: int) -> tuple[int, ...]:
         return tuple(range(number * 16 + 15, number * 16, -1))
@@ -102,9 +92,7 @@ class Two:
 
     async def fetch(self, number: int = 0) -> worker_pb2.KvReceived:
         offered = handle(key(number), [self.address], LAYOUT, NUM_TOKENS)
-        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result((self.blocks(number), 0))
-        async with self.receiver.fetch(offered, b"hash", target) as (first_tokens, received):
+        async with self.receiver.fetch(offered, b"hash", placed(self.blocks(number))) as (first_tokens, received):
             assert first_tokens.tokens == (42,)
             return received
 
@@ -160,7 +148,7 @@ class Two:
 
     @property
     def num_connections(self) -> int:
-        return len(self.sender.connections)
+        return len(self.sender.connections._connectors)
 
 
 def key(number: int = 0) -> TransferKey:
@@ -331,7 +319,7 @@ async def test_a_message_with_a_wrong_checksum_is_not_taken(monkeypatch: pytest.
 
     def offer(self: CollectiveConnector, stream: int, blocks: Sequence[int], span: KvSpan) -> bytes:
         payload = true(self, stream, blocks, span)
-        self._waiting[-1] = memoryview(bytes(len(self._waiting[-1])))
+        self._waiting[-1] = memoryview(bytearray(len(self._waiting[-1])))
         return payload
 
     async with two(transports=("gloo",)) as pair:
@@ -546,10 +534,11 @@ async def test_a_sender_that_breaks_the_order_is_left_alone(
     assert "never retrieved" not in caplog.text
 
 
-async def test_a_message_larger_than_any_frame_is_not_waited_for() -> None:
+@pytest.mark.parametrize("num_bytes", [0, 2**50])
+async def test_a_message_of_a_length_that_no_frame_has_is_not_waited_for(num_bytes: int) -> None:
     async with two_ends() as (pair, receiving):
         with pytest.raises(TransferError, match="at most"):
-            await receiving.deliver(Announce(stream=1, num_bytes=2**50, checksum=0))
+            await receiving.deliver(Announce(stream=1, num_bytes=num_bytes, checksum=0))
         assert not pair.broken
 
 
@@ -571,13 +560,13 @@ async def test_what_arrives_for_a_stream_that_is_gone_is_dropped() -> None:
     async with two_ends() as (pair, receiving):
         with receiving.open_stream(1):
             pass
-        data = [bytes([number]) * (1 + number) for number in range(4)]
+        data = [bytearray([number]) * (1 + number) for number in range(4)]
         nothing = cast(Any, None)
         with receiving.open_stream(2):
             for number, part in enumerate(data):
                 sending = asyncio.create_task(pair.send(part))
                 stream = (1, 2)[number % 2]
-                await receiving.deliver(Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(part)))
+                await receiving.deliver(Announce(stream=stream, num_bytes=len(part), checksum=checksum_of(bytes(part))))
                 await sending
             assert [await receiving.fetch(2, [], nothing, nothing) for _ in range(2)] == data[1::2]
             receiving.close()

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import span
-from tandem.tests.workers.transfer.played import handle
+from tandem.tests.workers.transfer.played import LAYOUT, handle
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.transfer.connector import TransferContext
@@ -29,7 +29,6 @@ from tandem.workers.transfer.frames import (
 )
 from tandem.workers.transfer.receiver import FetchResult, FetchTarget, KvReceiver
 
-LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
 KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=1)
 PAYLOAD = bytes(range(128)) * 3
 DATA = Data(
@@ -350,8 +349,6 @@ async def test_a_stream_that_stalls_or_ends_before_its_turn_fails() -> None:
     broken.call.ended.set_result(None)
     with pytest.raises(TransferError, match="broke"):
         await broken.fetch
-    other = Side(
-        layout=KvLayout.uniform(num_layers=9, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
-    )
+    other = Side(layout=replace(LAYOUT, model="another"))
     with pytest.raises(TransferError, match="layouts differ"):
         await other.fetch

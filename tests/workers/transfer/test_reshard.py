@@ -84,9 +84,10 @@ def test_targets_spread_evenly_over_the_replicas_of_each_head(pair: Pair) -> Non
     sources, targets = slots_of(num_heads, num_kv_heads, source_tp), slots_of(num_heads, num_kv_heads, target_tp)
     # Elsewhere which rank holds a run of heads decides.
     assume(not any((num_heads // tp) % group and group % (num_heads // tp) for tp in (source_tp, target_tp)))
+    planned = plans(pair)
     for head in range(num_kv_heads):
         readers_of = [0] * source_tp
-        for pieces in plans(pair):
+        for pieces in planned:
             for piece in pieces:
                 readers_of[piece.source_rank] += head in sources[piece.source_rank][slice_of(piece.source_slots)]
         wanting = sum(head in slots for slots in targets)

@@ -10,9 +10,9 @@ import pytest
 
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import span
+from tandem.tests.workers.transfer.played import EPOCH, LAYOUT, sender_of
 from tandem.workers.engine.plan import FirstTokens
-from tandem.workers.kv_cache.layout import KvLayout
-from tandem.workers.transfer.connector import KvConnector, TransferContext
+from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import (
     Ack,
     Commit,
@@ -25,12 +25,9 @@ from tandem.workers.transfer.frames import (
     decode,
     encode,
 )
-from tandem.workers.transfer.sender import KvSender
 
-LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="float32", model="fake")
 OPEN = Open(layout=LAYOUT.digest)
 PULL = Pull(first_token=0, group=0, first_slot=0, num_slots=2)
-EPOCH = 7
 
 
 class Side:
@@ -39,13 +36,7 @@ class Side:
     def __init__(self, lease_seconds: float | None = 30.0, stall_seconds: float = 30.0) -> None:
         self.released: list[int] = []
         self.kv = FakeKv(4, 16, LAYOUT)
-        self.sender = KvSender(
-            TransferContext(kv=self.kv),
-            epoch=EPOCH,
-            lease_seconds=lease_seconds,
-            stall_seconds=stall_seconds,
-            on_release=self.released.append,
-        )
+        self.sender = sender_of(self.kv, (), self.released, lease_seconds=lease_seconds, stall_seconds=stall_seconds)
         self.key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
         self.sender.offer(1, self.key.transfer_id, (3, 0), 20, b"hash")
         self.said: asyncio.Queue[bytes | None] = asyncio.Queue()

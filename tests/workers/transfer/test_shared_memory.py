@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
 from tandem.tests.workers.spans import span
-from tandem.tests.workers.transfer.played import Calls, handle
+from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.model.kv_store import PagedKv
@@ -27,11 +27,10 @@ from tandem.workers.transfer.connector import TransferContext
 from tandem.workers.transfer.frames import BlockTable, Commit, Data, TransferError, TransferKey, decode, encode
 from tandem.workers.transfer.leases import LeaseTable
 from tandem.workers.transfer.receiver import FetchTarget, KvReceiver
-from tandem.workers.transfer.sender import FrameHook, KvSender
+from tandem.workers.transfer.sender import FrameHook
 from tandem.workers.transfer.shared_memory import SharedMemoryConnector
 
 LAYOUT = KvLayout.uniform(num_layers=3, num_heads=2, num_kv_heads=2, head_dim=4, dtype="bfloat16", model="m")
-EPOCH = 3
 
 
 def memory(block_size: int = 4, num_blocks: int = 16, seed: int | None = None, *, is_shared: bool = True) -> PagedKv:
@@ -52,14 +51,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.released: list[int] = []
-        self.sender = KvSender(
-            TransferContext(kv=self.source, transports=("shared",)),
-            epoch=EPOCH,
-            lease_seconds=30,
-            stall_seconds=5,
-            on_release=self.released.append,
-            frame_hook=self._spy,
-        )
+        self.sender = sender_of(self.source, ("shared",), self.released, frame_hook=self._spy)
         self.calls = Calls({"there": self.sender})
         context = TransferContext(kv=self.target, transports=("shared",))
         self.receiver = KvReceiver(context, stall_seconds=5, channel=self.calls.channel)
@@ -74,9 +66,7 @@ class Pair:
     ) -> worker_pb2.KvReceived:
         key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
         self.sender.offer(1, key.transfer_id, blocks, num_tokens, b"hash")
-        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result((into, cached))
-        fetching = asyncio.create_task(self._fetch(handle(key, ["there"], LAYOUT, num_tokens), target))
+        fetching = asyncio.create_task(self._fetch(handle(key, ["there"], LAYOUT, num_tokens), placed(into, cached)))
         for ready in range(chunk, num_tokens + chunk, chunk):
             self.sender.progress(1, min(ready, num_tokens))
             await asyncio.sleep(0)

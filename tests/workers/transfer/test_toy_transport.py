@@ -1,17 +1,18 @@
-"""A transport added from outside, in this one file: it keeps spans in a dictionary of the process."""
+"""A transport of an installed package, in this one file: it keeps spans in a dictionary of the process."""
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.cluster.config import ConfigError, load_config
 from tandem.tests.workers.transfer.test_connections import two, until
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.transfer.connector import KvConnector, TransferContext, checked
 from tandem.workers.transfer.frames import Announce, Data, TransportError
-from tandem.workers.transfer.registry import connector_class, register_connector, unregister_connector
+from tandem.workers.transfer.registry import KV_CONNECTORS, find_connector
 
 SPANS: dict[tuple[bytes, int, int, int], memoryview] = {}
 """By connection, stream, first layer and first token."""
@@ -53,50 +54,52 @@ class DictConnector(KvConnector):
             raise TransportError("KV span not in the dictionary") from error
 
 
-@contextmanager
-def registered() -> Iterator[None]:
-    register_connector("dict", DictConnector)
-    try:
-        yield
-    finally:
-        unregister_connector("dict")
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The transport as the entry point of an installed package."""
+    package = tmp_path / "toy-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[tandem.kv_connectors]\ndict = {__name__}:DictConnector\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    find_connector.cache_clear()
+    yield
+    find_connector.cache_clear()
 
 
+@pytest.mark.usefixtures("installed")
 async def test_kv_cache_moves_by_a_transport_from_outside() -> None:
-    with registered():
-        async with two(transports=("dict", "shared")) as pair:
-            for number in range(3):
-                fetched = await pair.move(number)  # which checks the bytes
-                assert (fetched.transport, fetched.transfer_bytes) == ("dict", len(pair.whole(number)))
-            assert pair.used == ["dict"]
+    config = load_config(None, {"model": "m", "kv_transports": ["dict", "shared"]})
+    async with two(transports=config.transports) as pair:
+        for number in range(3):
+            fetched = await pair.move(number)  # which checks the bytes
+            assert (fetched.transport, fetched.transfer_bytes) == ("dict", len(pair.whole(number)))
+        assert pair.used == ["dict"]
     assert not SPANS
 
 
+@pytest.mark.usefixtures("installed")
 async def test_it_falls_back_to_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    with registered():
-        async with two(transports=("dict",)) as pair:
-            monkeypatch.setattr(DictConnector, "offer", lambda *args: b"")
+    async with two(transports=("dict",)) as pair:
+        with monkeypatch.context() as patch:
+            patch.setattr(DictConnector, "offer", lambda *args: b"")
             assert (await pair.move()).transport == "grpc"
-            monkeypatch.undo()
-            monkeypatch.setattr("tandem.workers.transfer.connections.RETRY_SECONDS", 0.0)
-            await pair.move(1)
-            await until(lambda: pair.used == ["dict"])
-            assert (await pair.move(2)).transport == "dict"
+        monkeypatch.setattr("tandem.workers.transfer.connections.RETRY_SECONDS", 0.0)
+        await pair.move(1)
+        await until(lambda: pair.used == ["dict"])
+        assert (await pair.move(2)).transport == "dict"
 
 
-async def test_a_rank_that_does_not_know_it_takes_the_next() -> None:
+async def test_a_rank_without_it_takes_the_next() -> None:
+    assert find_connector("dict") is None
     async with two(transports=("dict", "shared")) as pair:
         assert (await pair.move()).transport == "shared"
 
 
-@pytest.mark.parametrize("name", ["grpc", "shared", "nccl"])
-def test_a_name_that_is_taken_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"KV transport {name}: registered already"):
-        register_connector(name, DictConnector)
-
-
-def test_an_unregistered_name_is_unknown() -> None:
-    with registered():
-        assert connector_class("dict") is DictConnector
-    with pytest.raises(KeyError):
-        connector_class("dict")
+def test_a_service_takes_what_is_built_in_or_installed(request: pytest.FixtureRequest) -> None:
+    load_config(None, {"model": "m", "kv_transports": list(KV_CONNECTORS)})
+    refused = r"^kv_transports\.1: must be one of shared, gloo, nccl, nixl, got 'dict'$"
+    with pytest.raises(ConfigError, match=refused):
+        load_config(None, {"model": "m", "kv_transports": ["shared", "dict"]})
+    request.getfixturevalue("installed")
+    load_config(None, {"model": "m", "kv_transports": ["shared", "dict"]})

@@ -13,7 +13,7 @@ import torch
 from tandem.proto import worker_pb2
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer import fake_nixl
-from tandem.tests.workers.transfer.played import Calls, handle
+from tandem.tests.workers.transfer.played import EPOCH, Calls, handle, placed, sender_of
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
 from tandem.workers.kv_cache.reshard import plan
@@ -28,7 +28,7 @@ from tandem.workers.transfer.sender import KvSender
 Bytes = npt.NDArray[np.uint8]
 
 LAYERS, HEAD_DIM, NUM_TOKENS, NUM_BLOCKS = 2, 4, 37, 8
-KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=3)
+KEY = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
 FIRST_TOKENS = FirstTokens(tokens=(42, 7), logprobs=(-0.125, -3.0))
 SIZES = (1, 2, 4)
 
@@ -102,13 +102,8 @@ class Transfer:
         return kv
 
     def _sender(self, rank: int) -> KvSender:
-        sender = KvSender(
-            TransferContext(kv=self.sources[rank], transports=self.transports(rank)),
-            epoch=KEY.epoch,
-            lease_seconds=None if rank else 30,
-            stall_seconds=5,
-            on_release=self.released.append,
-        )
+        lease_seconds = None if rank else 30
+        sender = sender_of(self.sources[rank], self.transports(rank), self.released, lease_seconds=lease_seconds)
         sender.offer(1, KEY.transfer_id, self.blocks, NUM_TOKENS, b"hash")
         return sender
 
@@ -129,9 +124,7 @@ class Transfer:
         return handle(KEY, self.endpoints, self.layout, NUM_TOKENS)
 
     def target(self) -> asyncio.Future[FetchTarget]:
-        target: asyncio.Future[FetchTarget] = asyncio.get_running_loop().create_future()
-        target.set_result((self.into, self.num_cached))
-        return target
+        return placed(self.into, self.num_cached)
 
     async def fetch(self, rank: int, arrived: asyncio.Barrier | None = None) -> worker_pb2.KvReceived:
         """As a rank does that hears from its group when all have their part."""

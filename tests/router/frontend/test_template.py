@@ -1,0 +1,199 @@
+"""Chat templates: what they render, as transformers does, and templates that are programs gone wrong."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend.chat import check_chat
+from tandem.router.frontend.template import TemplateRenderer
+from tandem.tests.router.fake_source import byte_tokenizer
+from tandem.tests.router.frontend.test_chat import MODES, WEATHER, chat, tool
+from tandem.tests.tiny_tokenizer import make_tokenizer
+
+QWEN = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'You are Qwen.' }}{%- endif %}
+    {{- "\\n\\n# Tools\\n\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+
+async def test_tools_and_calls_render_as_in_transformers() -> None:
+    """The whole way of a tool call: definition, call, result; equal to apply_chat_template, token by token."""
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Wetter in Köln?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln <3"}}}
+            ],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+    ]
+    function = {"name": "weather", "description": "Tells the weather.", "parameters": WEATHER}
+    reference = make_tokenizer()
+    reference.chat_template = QWEN
+    expected = reference.apply_chat_template(
+        messages,
+        tools=[{"type": "function", "function": function}],
+        add_generation_prompt=True,
+        enable_thinking=False,
+        tokenize=False,
+    )
+    given = chat(
+        messages=[
+            inference_pb2.ChatMessage(role="user", content="Wetter in Köln?"),
+            inference_pb2.ChatMessage(
+                role="assistant",
+                content="I look.",
+                tool_calls=[inference_pb2.ToolCall(id="c1", name="weather", arguments='{"city":"K\\u00f6ln <3"}')],
+            ),
+            inference_pb2.ChatMessage(role="tool", content="rain", tool_call_id="c1"),
+        ],
+        tools=[tool(description="Tells the weather.", parameters=json.dumps(WEATHER))],
+        template_kwargs='{"enable_thinking": false}',
+    )
+    check_chat(given)
+    found = bytes(await byte_tokenizer(chat_template=QWEN).encode_chat(given)).decode()
+    assert found == expected
+    assert '"arguments": {"city": "Köln <3"}' in found
+
+
+async def test_without_tools_the_template_hears_of_none() -> None:
+    tokenizer = byte_tokenizer(chat_template="{{ tools is none }} {{ messages[0] }}")
+    hidden = chat(tools=[tool()], tool_choice=MODES(mode=MODES.MODE_NONE))
+    for given in (chat(), hidden):
+        assert bytes(await tokenizer.encode_chat(given)) == b"True {'role': 'user', 'content': 'hi'}"
+
+
+@pytest.mark.parametrize("content", ["The answer is", "ends with a space ", "", "CONTINUE_FINAL_MESSAGE_TAG x"])
+async def test_the_last_message_is_continued_as_in_transformers(content: str) -> None:
+    reference = make_tokenizer()
+    trimming = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}"
+    for template in (QWEN, trimming):
+        reference.chat_template = template
+        expected = reference.apply_chat_template(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}],
+            continue_final_message=True,
+            tokenize=False,
+        )
+        given = chat(("user", "?"), ("assistant", content), continue_final_message=True)
+        assert bytes(await byte_tokenizer(chat_template=template).encode_chat(given)).decode() == expected
+
+
+async def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
+    tokenizer = byte_tokenizer(chat_template="{{ messages[0].content }}")
+    with pytest.raises(InvalidArgument) as caught:
+        await tokenizer.encode_chat(chat(("user", "?"), ("assistant", "so"), continue_final_message=True))
+    assert caught.value.field == "prompt.chat.continue_final_message"
+
+
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for a in m recursive %}{% if loop.depth < 60 %}{{ loop(m) }}{{ loop(m) }}{% endif %}{% endfor %}",
+    "{{ 10 ** (10 ** 10) }}",  # one step in C
+]
+TOO_LARGE = [
+    "{{ 'x' * 2000000 }}",
+    "{{ 'x' * 10 ** 12 }}",
+    "{% for i in range(99999) %}0123456789A{% endfor %}",
+    "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{{ '%500000000d' % 1 }}",
+    "{{ ('{0}' * 1000).format(big) }}",
+    "{{ 'x'.encode().ljust(500000000) }}",
+    "{{ big.replace('', big) }}",
+    "{{ 'x' | center(500000000) }}",
+    "{{ ([{'a': big}] * 1000) | join(attribute='a') }}",
+    "{{ [1] | batch(500000000, 'x') | list }}",
+    "{{ {'a': 1} | tojson(indent=500000000) }}",
+    "{{ ([big] * 1000) | tojson }}",
+    "{{ (1).to_bytes(500000000, 'big') | length }}",
+]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> TemplateRenderer:
+    return TemplateRenderer()
+
+
+def render(renderer: TemplateRenderer, template: str, variables: dict[str, Any], seconds: float = 60) -> str:
+    arguments = {"conversations": [[]], "chat_template": template} | variables
+    return renderer.render(arguments, max_characters=1_000_000, seconds=seconds)
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_without_end_is_stopped(renderer: TemplateRenderer, template: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidArgument, match=r"takes more than 0\.05 seconds"):
+        render(renderer, template, {"m": [1, 2]}, 0.05)
+    assert time.monotonic() - began < 5
+    assert render(renderer, "{{ 1 }}", {}) == "1"
+
+
+@pytest.mark.parametrize("template", TOO_LARGE)
+def test_a_template_that_makes_too_much_is_stopped(renderer: TemplateRenderer, template: str) -> None:
+    with pytest.raises(InvalidArgument, match="renders more than 1000000 characters"):
+        render(renderer, template, {"big": "x" * 10_000})
+
+
+def test_the_largest_prompt_is_rendered(renderer: TemplateRenderer) -> None:
+    text = "🍵" * 1_000_000
+    assert render(renderer, "{{ text }}", {"text": text}) == text
+
+
+def test_threads_share_the_process_and_it_ends_with_the_renderer() -> None:
+    renderer = TemplateRenderer()
+    before = set(psutil.Process().children())
+
+    with ThreadPoolExecutor(8) as threads:
+        texts = threads.map(partial(render, renderer, "{{ number }}"), [{"number": number} for number in range(99)])
+        assert list(texts) == list(map(str, range(99)))
+    (process,) = set(psutil.Process().children()) - before
+    process.kill()  # as by the kernel, for want of memory
+    with pytest.raises(InvalidArgument, match="refuses these messages"):
+        render(renderer, "{{ 1 }}", {})
+    assert render(renderer, "{{ 2 }}", {}) == "2"
+    (process,) = set(psutil.Process().children()) - before
+    del texts, renderer
+    assert not process.is_running()
+
+
+async def test_a_slow_template_names_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.frontend.tokenizer._TEMPLATE_SECONDS", 0.05)
+    with pytest.raises(InvalidArgument, match=r"takes more than 0\.05 seconds") as caught:
+        await byte_tokenizer(chat_template=ENDLESS[0]).encode_chat(chat())
+    assert caught.value.field == "prompt.chat"
