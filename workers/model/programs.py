@@ -49,7 +49,7 @@ class _Recorded(NamedTuple):
 
 
 class StepPrograms:
-    """Holds the two recorded steps of a model: of decodes up to the logits, and of any tokens up to the hidden states."""
+    """Holds the recorded steps of a model: of decodes up to the logits, and of any tokens up to the hidden states."""
 
     def __init__(self, decodes: _Recorded, tokens: _Recorded | None) -> None:
         self.decodes = decodes.run

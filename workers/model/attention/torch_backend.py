@@ -56,7 +56,7 @@ class TorchAttentionBackend:
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """See `AttentionBackend.plan`. Layers of equal geometry share their tables."""
-        rows = list(zip(itertools.accumulate((span.num_tokens for span in spans), initial=0), spans, strict=False))
+        rows = _first_rows(spans)
         slots: dict[int, torch.Tensor] = {}
         tables: dict[LayerGeometry, _LayerTables] = {}
         for layer, (decodes, chunks) in self._kernels.items():
@@ -74,23 +74,19 @@ class TorchAttentionBackend:
         if `decodes_only`; None if there are no kernels for it."""
         if not all(decodes and (decodes_only or chunks) for decodes, chunks in self._kernels.values()):
             return None
-        slots = {
-            layer.num_kv_heads: torch.zeros(max_tokens * layer.num_kv_heads, dtype=torch.int64)
-            for layer in self._kernels
-        }
-        tables = {
-            layer: _LayerTables(slots[layer.num_kv_heads], True, NativeTables(layer.window), [])
-            for layer in self._kernels
-        }
+        heads = {layer.num_kv_heads for layer in self._kernels}
+        slots = {num_kv_heads: torch.zeros(max_tokens * num_kv_heads, dtype=torch.int64) for num_kv_heads in heads}
+        tables = {layer: NativeTables(layer.window) for layer in self._kernels}
 
         def fill(spans: Sequence[SequenceSpan]) -> None:
-            rows = list(zip(itertools.accumulate((span.num_tokens for span in spans), initial=0), spans, strict=False))
+            rows = _first_rows(spans)
             for layer, each in tables.items():
                 new = self._slots(layer, spans)
-                each.slots[: len(new)] = new
-                each.native.fill(rows)
+                slots[layer.num_kv_heads][: len(new)] = new
+                each.fill(rows)
 
-        return StaticStep(partial(self._step, [tables[layer] for layer in self._layers]), fill)
+        shared = [_LayerTables(slots[layer.num_kv_heads], True, tables[layer], []) for layer in self._layers]
+        return StaticStep(partial(self._step, shared), fill)
 
     def _slots(self, layer: LayerGeometry, spans: Sequence[SequenceSpan]) -> torch.Tensor:
         """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,
@@ -116,7 +112,8 @@ class TorchAttentionBackend:
             value_rows.index_copy_(0, slots, value.reshape(-1, value.shape[-1]))
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if native:
-            cpu.paged_attention(query, *self._kv.layers[layer], native.addresses, result)
+            keys, values = self._kv.layers[layer]
+            cpu.paged_attention(query, keys, values, native.addresses, result)
         for rows, attend in parts:
             if isinstance(rows, slice):
                 attend(layer, query[rows], result[rows])
@@ -125,6 +122,12 @@ class TorchAttentionBackend:
                 attend(layer, query[rows], out)
                 result[rows] = out
         return result
+
+
+def _first_rows(spans: Sequence[SequenceSpan]) -> list[tuple[int, SequenceSpan]]:
+    """Returns the sequences, each after its first row of the flat batch."""
+    counts = itertools.accumulate((span.num_tokens for span in spans), initial=0)
+    return list(zip(counts, spans, strict=False))
 
 
 class _Planner:

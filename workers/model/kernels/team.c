@@ -7,7 +7,7 @@
 // as long as nobody uses the memory for something else. Hence:
 // - a call waits for threads that are late in a call whose memory it takes over; `distance` says which these are;
 // - a run ends when nobody is in a call that reads or writes memory of others (`shared`);
-// - what a run needs stays for the one after it.
+// - what a program needs stays until `wait_for_helpers` has returned.
 //
 // There is no leader: any thread may begin the next call, so that the caller may be preempted, too.
 
@@ -23,7 +23,7 @@
 
 #include "common.h"
 
-enum { MAX_THREADS = 256, MAX_CHUNKS = 4096, CHUNKS = 64, MAX_ARGS = 16 };
+enum { MAX_THREADS = 256, MAX_CHUNKS = 4096, CHUNKS = 64, MAX_ARGS = 16, RUNS = 8 };
 enum { SHORT_WAIT = 3000, SPINS = 4000 };  // nanoseconds before a backup at least; looks before a helper sleeps
 
 typedef struct {
@@ -57,7 +57,7 @@ static struct {
     _Atomic int ending;
     _Atomic uint32_t started;  // runs; helpers wait for the next on it
     _Atomic int sleeping;
-    Run runs[2];
+    Run runs[RUNS];  // in turn, so that late helpers find theirs
 } team = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static inline void pause_briefly(void) {
@@ -157,7 +157,7 @@ static void *help(void *self) {
         }
         if (atomic_load(&team.ending)) return NULL;
         seen = now;
-        Run *run = &team.runs[now % 2];
+        Run *run = &team.runs[now % RUNS];
         atomic_fetch_add(&run->helpers, 1);
         if (atomic_load(&team.started) == now) take_part(run, self);
         atomic_fetch_sub(&run->helpers, 1);
@@ -196,8 +196,9 @@ static void gather_helpers(int64_t helpers) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static int is_in_shared(const Run *run, uint64_t serial) {
-    return serial >= run->first && run->calls[serial - run->first].shared;
+// Returns whether a thread is in a call that the run's end waits for.
+static int is_waited_for(const Run *run, uint64_t serial, int leave) {
+    return serial >= run->first && !(leave && !run->calls[serial - run->first].shared);
 }
 
 // Runs calls for `rows` rows, which were recorded for `recorded_rows`, on `threads` threads with the caller's.
@@ -206,7 +207,7 @@ static void run_calls(const Call *calls, int64_t num_calls, int64_t rows, int64_
                       int leave) {
     pthread_mutex_lock(&team.lock);
     gather_helpers(least(threads, MAX_THREADS) - 1);
-    Run *run = &team.runs[(atomic_load(&team.started) + 1) % 2];
+    Run *run = &team.runs[(atomic_load(&team.started) + 1) % RUNS];
     while (atomic_load(&run->helpers)) sched_yield();
     run->calls = calls, run->num_calls = num_calls;
     run->rows = rows, run->recorded_rows = recorded_rows, run->threads = threads;
@@ -215,11 +216,8 @@ static void run_calls(const Call *calls, int64_t num_calls, int64_t rows, int64_
     atomic_store(&run->turn, run->first << 16);
     announce();
     take_part(run, &team.threads[0]);
-    if (leave)
-        for (int64_t i = 1; i <= team.num_helpers; i++)
-            while (is_in_shared(run, atomic_load(&team.threads[i].serial))) sched_yield();
-    else
-        while (atomic_load(&run->helpers)) sched_yield();
+    for (int64_t i = 1; i <= team.num_helpers; i++)
+        while (is_waited_for(run, atomic_load(&team.threads[i].serial), leave)) sched_yield();
     pthread_mutex_unlock(&team.lock);
 }
 
@@ -228,7 +226,7 @@ void run_program(const Call *calls, int64_t num_calls, int64_t rows, int64_t rec
     run_calls(calls, num_calls, rows, recorded_rows, threads, 1);
 }
 
-// Runs one call, and waits for all who take part.
+// Runs one call, and waits for all who are in it.
 void run_call(const Call *call, int64_t threads) {
     const int64_t items = call->kernel(call->args, call->rows, -1);
     if (items > 1 && threads > 1)
@@ -240,7 +238,7 @@ void run_call(const Call *call, int64_t threads) {
 // Returns when no helper is in a run any more: then a program's memory may be freed.
 void wait_for_helpers(void) {
     pthread_mutex_lock(&team.lock);
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < RUNS; i++)
         while (team.process == getpid() && atomic_load(&team.runs[i].helpers)) sched_yield();
     pthread_mutex_unlock(&team.lock);
 }

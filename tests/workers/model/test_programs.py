@@ -1,6 +1,7 @@
-"""Decode steps as one native call: the very logits of the same kernels called one by one."""
+"""Whole steps as one native call: the very logits of the same kernels called one by one."""
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, strategies
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
 from tandem.workers.model.kernels import cpu
-from tandem.workers.model.kernels.calls import NotRecordedError, Recorder
+from tandem.workers.model.kernels.calls import NotRecordedError, Recorder, _Buffer, _distance, _place
 from tandem.workers.model.runner import ModelRunner
 
 BATCHES = (1, 2, 7, 40)
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=FAMILIES)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
-    return load(make_tiny_model(tmp_path, request.param), dtype="bfloat16")
+    """Heads of 64, for which there are kernels of chunks; so many layers that memory is used again."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6} | ({} if request.param == "qwen2" else {"head_dim": 64})
+    return load(make_tiny_model(tmp_path, request.param, **sizes), dtype="bfloat16")
 
 
 @pytest.fixture(params=[1, 2, 9])
@@ -36,14 +40,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def decode_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recorded: bool) -> list[torch.Tensor]:
-    """Decodes batches of several sizes for some steps; returns the logits of each."""
+def step_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recorded: bool) -> list[torch.Tensor]:
+    """Prefills and decodes batches of several sizes for some steps; returns the logits of each."""
     driver = Driver(runner)
     with recorded_logits(monkeypatch) as logits, monkeypatch.context() as patch:
         if not recorded:
             patch.setattr(runner, "_programs", None)
         for batch in BATCHES:
-            prompts = [prompt(5 + index % 3, index) for index in range(batch)]
+            prompts = [prompt(1 + 7 * (index % 3), index) for index in range(batch)]
             tokens = driver.run(*(driver.step(index, each, 0) for index, each in enumerate(prompts)))
             for position in range(6):
                 rows = enumerate(tokens)
@@ -56,15 +60,16 @@ def decode_logits(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, *, recor
 
 def test_logits_are_those_of_single_calls(runner: ModelRunner, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner._programs is not None
-    expected = decode_logits(runner, monkeypatch, recorded=False)
-    for ours, theirs in zip(decode_logits(runner, monkeypatch, recorded=True), expected, strict=True):
+    assert runner._programs.tokens is not None
+    expected = step_logits(runner, monkeypatch, recorded=False)
+    for ours, theirs in zip(step_logits(runner, monkeypatch, recorded=True), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_they_are_so_from_any_thread_and_beside_busy_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every caller gets a team of its own; busy threads take its members off their cores."""
     runner = load(make_tiny_model(tmp_path), dtype="bfloat16")
-    expected = decode_logits(runner, monkeypatch, recorded=False)
+    expected = step_logits(runner, monkeypatch, recorded=False)
     stop = threading.Event()
 
     def burn() -> None:
@@ -78,7 +83,7 @@ def test_they_are_so_from_any_thread_and_beside_busy_ones(tmp_path: Path, monkey
         thread.start()
     try:
         for _ in range(4):
-            caller = threading.Thread(target=lambda: results.append(decode_logits(runner, monkeypatch, recorded=True)))
+            caller = threading.Thread(target=lambda: results.append(step_logits(runner, monkeypatch, recorded=True)))
             caller.start()
             caller.join()
     finally:
@@ -125,3 +130,21 @@ def test_an_id_outside_of_the_table_reads_nothing_else() -> None:
         [0, 1],
         *[[4, 5]] * 4,
     ]
+
+
+@given(data=strategies.data())
+def test_memory_is_used_again_only_after_the_distance(data: strategies.DataObject) -> None:
+    num_calls = data.draw(strategies.integers(1, 30))
+    buffers = []
+    for first in range(num_calls):
+        for _ in range(data.draw(strategies.integers(0, 2))):
+            last = data.draw(strategies.integers(first, num_calls - 1))
+            buffers.append(_Buffer(data.draw(strategies.integers(1, 5)) * 64, first, last))
+    distance = data.draw(strategies.integers(1, num_calls))
+    placed = list(zip(_place(buffers, distance), buffers, strict=True))
+    for (offset, one), (start, other) in itertools.combinations(placed, 2):
+        if offset < start + other.num_bytes and start < offset + one.num_bytes:
+            assert other.first - one.last >= distance, "the one allocated later comes later"
+            assert 0 < _distance(other.first, placed, num_calls) <= other.first - one.last
+    for _, each in placed:
+        assert 0 < _distance(each.first, placed, num_calls) <= num_calls - each.last + each.first
