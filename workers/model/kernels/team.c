@@ -17,6 +17,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -53,7 +54,8 @@ static struct {
     Thread threads[MAX_THREADS];  // the caller, then the helpers
     int64_t num_helpers;
     uint64_t num_calls;  // of all runs
-    pid_t process, caller;
+    pid_t process;
+    int niceness;
     _Atomic int ending;
     _Atomic uint32_t started;  // runs; helpers wait for the next on it
     _Atomic int sleeping;
@@ -104,11 +106,14 @@ static void wait_for_others(Run *run, const Call *call, uint64_t serial, int64_t
 
 // Waits until nobody is late in a call whose memory this one writes, or the call is over.
 static void wait_for_memory(Run *run, const Call *call, uint64_t serial) {
-    for (int64_t i = 0; i <= team.num_helpers; i++)
-        for (uint64_t late; (late = atomic_load(&team.threads[i].serial)) && late + call->distance <= serial;) {
+    for (int64_t i = 0; i <= team.num_helpers; i++) {
+        uint64_t late;
+        for (int looks = 1; (late = atomic_load(&team.threads[i].serial)) && late + call->distance <= serial; looks++) {
             if (is_over(run, serial)) return;
             pause_briefly();
+            if (looks % 1024 == 0) sched_yield();
         }
+    }
 }
 
 // Takes part in a run until its last call is over. A thread says in which call it is before it looks whether that is
@@ -169,10 +174,11 @@ static void announce(void) {
     if (atomic_load(&team.sleeping)) syscall(SYS_futex, &team.started, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
 }
 
-// Makes the helpers anew when another thread calls, so that they have its niceness and its cores.
+// Makes the helpers, anew when their number changes or the caller's niceness, which they inherit.
 static void gather_helpers(int64_t helpers) {
-    const pid_t process = getpid(), caller = syscall(SYS_gettid);
-    if (team.process == process && team.caller == caller && team.num_helpers == helpers) return;
+    const pid_t process = getpid();
+    const int niceness = getpriority(PRIO_PROCESS, 0);
+    if (team.process == process && team.niceness == niceness && team.num_helpers == helpers) return;
     if (team.process == process && team.num_helpers) {
         atomic_store(&team.ending, 1);
         announce();
@@ -184,7 +190,7 @@ static void gather_helpers(int64_t helpers) {
         memset(team.threads, 0, sizeof team.threads);
         atomic_store(&team.sleeping, 0);
     }
-    team.process = process, team.caller = caller, team.num_helpers = 0;
+    team.process = process, team.niceness = niceness, team.num_helpers = 0;
     atomic_store(&team.started, 0);
     sigset_t all, before;
     sigfillset(&all);
