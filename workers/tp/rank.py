@@ -13,6 +13,7 @@ from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
 from ..model.device import enter_device
 from ..model.footprint import kv_bytes_per_token
+from ..model.kernels import cpu
 from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
 from ..threads import available_cores
@@ -107,7 +108,9 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
 
 
 def enter_engine_thread(config: RankConfig) -> None:
-    """Prepares the calling thread to run the executor of this process's only rank: device and niceness."""
+    """Prepares the calling thread to run the executor of this process's only rank: device, niceness and CPU binding."""
     enter_device(config.device)
     if config.device == "cpu" and config.nice:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
+    if config.device == "cpu":
+        cpu.bind_threads()

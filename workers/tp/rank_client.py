@@ -1,7 +1,7 @@
 """Connects rank 0 to the other ranks of its group: one Control stream to each, with heartbeats both ways."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -16,6 +16,8 @@ HEARTBEAT_SECONDS: Final = 0.2
 SILENCE_SECONDS: Final = 0.8
 """A peer that has sent nothing for so long is lost."""
 
+_LOOK_SECONDS: Final = 0.1
+
 T = TypeVar("T")
 
 
@@ -29,6 +31,24 @@ async def next_or_heartbeat(queue: asyncio.Queue[T], heartbeat: T) -> T:
         async with asyncio.timeout(HEARTBEAT_SECONDS):
             return await queue.get()
     return heartbeat
+
+
+async def unless_silent(message: Awaitable[T]) -> T:
+    """Returns the peer's next message. Raises TimeoutError if there is none within SILENCE_SECONDS.
+
+    A time in which this process itself was held up counts only in part: what the peer has sent is then still unread."""
+    task = asyncio.ensure_future(message)
+    loop = asyncio.get_running_loop()
+    silent = 0.0
+    try:
+        while silent < SILENCE_SECONDS:
+            began = loop.time()
+            if (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
+                return task.result()
+            silent += min(loop.time() - began, 2 * _LOOK_SECONDS)
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 class RankClient:
@@ -73,8 +93,7 @@ class RankClient:
         try:
             while True:
                 # A rank that loads a model may not answer for a while; if it dies, the stream breaks all the same.
-                async with asyncio.timeout(SILENCE_SECONDS if self.ready.done() else None):
-                    event = await call.read()
+                event = await unless_silent(call.read()) if self.ready.done() else await call.read()
                 if not isinstance(event, worker_pb2.RankControlResponse):
                     raise RankLost("a rank has ended")
                 self._handle(event)

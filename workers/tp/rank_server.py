@@ -26,7 +26,7 @@ from ..transfer.sender import KvSender
 from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
-from .rank_client import SILENCE_SECONDS, next_or_heartbeat
+from .rank_client import next_or_heartbeat, unless_silent
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         while True:
             try:
                 # While either side loads a model, it may not answer for a while.
-                async with asyncio.timeout(SILENCE_SECONDS if self._kv else None):
-                    command = await anext(requests)
+                command = await (unless_silent(anext(requests)) if self._kv else anext(requests))
             except StopAsyncIteration:
                 return
             if command.HasField("join_group"):

@@ -3,6 +3,8 @@
 Without a compiler there are none. Tensors are on the CPU, in float32 or bfloat16; their last dimension is contiguous.
 """
 
+import ctypes
+import os
 from typing import Final
 
 import torch
@@ -146,3 +148,12 @@ def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor)
     words = keys.to(torch.uint32)
     call("sample", logits.dtype, rows, logits, logits.stride(0), temperatures, words, tokens, vocab_size)
     return tokens
+
+
+def bind_threads() -> None:
+    """Binds the calling thread and those that will help it to a core each, if they are as many as the cores of this
+    process: else, after a pause, two may be put on one core, for many milliseconds."""
+    cores = torch.tensor(sorted(os.sched_getaffinity(0)))
+    kernels = library()
+    if kernels is not None and len(cores) == torch.get_num_threads() > 1:
+        kernels.bind_threads(ctypes.c_void_p(cores.data_ptr()), ctypes.c_int64(len(cores)))

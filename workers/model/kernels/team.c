@@ -24,8 +24,8 @@
 
 #include "common.h"
 
-enum { MAX_THREADS = 256, MAX_CHUNKS = 4096, CHUNKS = 64, MAX_ARGS = 16, RUNS = 8 };
-enum { SHORT_WAIT = 3000, SPINS = 4000 };  // nanoseconds before a backup at least; looks before a helper sleeps
+enum { MAX_THREADS = 256, MAX_UNITS = 4096, MAX_ARGS = 16, RUNS = 8 };
+enum { SHORT_WAIT = 3000, EAGER_LOOKS = 1000, SPINS = 4000 };  // nanoseconds before a backup; looks before pauses, sleep
 
 typedef struct {
     Kernel *kernel;
@@ -39,9 +39,9 @@ typedef struct {
     const Call *calls;
     int64_t num_calls, rows, recorded_rows, threads;
     uint64_t first;                                  // serial of the first call
-    _Alignas(64) _Atomic uint64_t turn;              // serial of the current call << 16 | its next chunk
+    _Alignas(64) _Atomic uint64_t turn;              // serial of the current call << 16 | its next unit
     _Alignas(64) _Atomic int64_t helpers;            // in this run
-    _Alignas(64) _Atomic uint64_t done[MAX_CHUNKS];  // serial of the call in which a chunk was last computed
+    _Alignas(64) _Atomic uint64_t done[MAX_UNITS];   // serial of the call in which the chunk that begins here was done
 } Run;
 
 typedef struct {
@@ -56,13 +56,17 @@ static struct {
     uint64_t num_calls;  // of all runs
     pid_t process;
     int niceness;
+    int64_t num_cores, cores[MAX_THREADS];  // where to bind caller and helpers, if they are as many
     _Atomic int ending;
     _Atomic uint32_t started;  // runs; helpers wait for the next on it
     _Atomic int sleeping;
     Run runs[RUNS];  // in turn, so that late helpers find theirs
 } team = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static inline void pause_briefly(void) {
+// Called between two looks of a wait. The first looks follow each other at once: what is waited for mostly comes within
+// a microsecond, and on virtual machines a pause may cost half of one.
+static inline void relax(int looks) {
+    if (looks < EAGER_LOOKS) return;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -76,30 +80,41 @@ static inline int64_t nanoseconds(void) {
     return now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-// Computes a chunk of the call, unless the call is over.
-static void compute(Run *run, const Call *call, int64_t rows, int64_t chunk, int64_t size, int64_t items,
-                   uint64_t serial) {
-    for (int64_t item = chunk * size; item < least(items, (chunk + 1) * size); item++)
-        call->kernel(call->args, rows, item);
-    atomic_store_explicit(&run->done[chunk], serial, memory_order_release);
+// The work of a call: items in units of as many, so that there are not too many units.
+typedef struct {
+    const Call *call;
+    uint64_t serial;
+    int64_t rows, items, size, units;
+} Work;
+
+// Returns where the chunk that begins at a unit ends: the first chunks are large, so that few are taken, the last small,
+// so that threads end together (guided self-scheduling, Polychronopoulos and Kuck 1987).
+static inline int64_t chunk_end(const Run *run, const Work *work, int64_t unit) {
+    const int64_t share = (work->units - unit) / (2 * run->threads);
+    return unit + (share > 1 ? share : 1);
+}
+
+static void compute(Run *run, const Work *work, int64_t unit) {
+    const int64_t end = least(work->items, chunk_end(run, work, unit) * work->size);
+    for (int64_t item = unit * work->size; item < end; item++) work->call->kernel(work->call->args, work->rows, item);
+    atomic_store_explicit(&run->done[unit], work->serial, memory_order_release);
 }
 
 static inline int is_over(Run *run, uint64_t serial) { return atomic_load(&run->turn) >> 16 != serial; }
 
 // Waits until every chunk is done or the call is over; computes what is missing for too long.
-static void wait_for_others(Run *run, const Call *call, uint64_t serial, int64_t rows, int64_t chunks, int64_t size,
-                            int64_t items, int64_t patience) {
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+static void wait_for_others(Run *run, const Work *work, int64_t patience) {
+    for (int64_t unit = 0; unit < work->units; unit = chunk_end(run, work, unit)) {
         int64_t since = 0;
-        for (int looks = 1; atomic_load_explicit(&run->done[chunk], memory_order_acquire) != serial; looks++) {
-            if (is_over(run, serial)) return;
-            if (looks % 32) {
-                pause_briefly();
+        for (int looks = 1; atomic_load_explicit(&run->done[unit], memory_order_acquire) != work->serial; looks++) {
+            if (is_over(run, work->serial)) return;
+            if (looks % 64) {
+                relax(looks);
                 continue;
             }
             const int64_t now = nanoseconds();
             since = since ? since : now;
-            if (now - since > patience) compute(run, call, rows, chunk, size, items, serial);
+            if (now - since > patience) compute(run, work, unit);
         }
     }
 }
@@ -110,7 +125,7 @@ static void wait_for_memory(Run *run, const Call *call, uint64_t serial) {
         uint64_t late;
         for (int looks = 1; (late = atomic_load(&team.threads[i].serial)) && late + call->distance <= serial; looks++) {
             if (is_over(run, serial)) return;
-            pause_briefly();
+            relax(looks);
             if (looks % 1024 == 0) sched_yield();
         }
     }
@@ -127,24 +142,25 @@ static void take_part(Run *run, Thread *self) {
         if (is_over(run, serial)) continue;
         const Call *call = run->calls + index;
         if (call->distance) wait_for_memory(run, call, serial);
-        const int64_t rows = call->rows * run->rows / run->recorded_rows;
-        const int64_t items = call->kernel(call->args, rows, -1);
-        const int64_t most = least(CHUNKS * run->threads, MAX_CHUNKS);
-        const int64_t size = items > most ? ceil_div(items, most) : 1, chunks = ceil_div(items, size);
+        Work work = {.call = call, .serial = serial, .rows = call->rows * run->rows / run->recorded_rows};
+        work.items = call->kernel(call->args, work.rows, -1);
+        work.size = ceil_div(work.items, MAX_UNITS), work.units = work.items ? ceil_div(work.items, work.size) : 0;
         int64_t begun = 0, mine = 0;
         turn = atomic_load(&run->turn);
-        while (turn >> 16 == serial && (int64_t)(turn & 0xFFFF) < chunks) {
-            if (!begun && chunks > 1) begun = nanoseconds();
-            if (atomic_compare_exchange_strong(&run->turn, &turn, turn + 1)) {
-                compute(run, call, rows, turn & 0xFFFF, size, items, serial);
-                mine++;
+        while (turn >> 16 == serial && (int64_t)(turn & 0xFFFF) < work.units) {
+            const int64_t unit = turn & 0xFFFF, end = chunk_end(run, &work, unit);
+            if (!begun && work.units > 1) begun = nanoseconds();
+            if (atomic_compare_exchange_strong(&run->turn, &turn, turn - unit + end)) {
+                compute(run, &work, unit);
+                mine += end - unit;
             }
             turn = atomic_load(&run->turn);
         }
         if (turn >> 16 != serial) continue;
-        const int64_t usual = mine && begun ? (nanoseconds() - begun) / mine : 0;
-        wait_for_others(run, call, serial, rows, chunks, size, items, usual > SHORT_WAIT ? usual : SHORT_WAIT);
-        turn = serial << 16 | chunks;
+        // About as long as this thread's largest chunk took.
+        const int64_t usual = mine && begun ? (nanoseconds() - begun) / 2 : 0;
+        wait_for_others(run, &work, usual > SHORT_WAIT ? usual : SHORT_WAIT);
+        turn = serial << 16 | work.units;
         atomic_compare_exchange_strong(&run->turn, &turn, (serial + 1) << 16);
     }
     atomic_store(&self->serial, 0);
@@ -153,7 +169,7 @@ static void take_part(Run *run, Thread *self) {
 static void *help(void *self) {
     for (uint32_t seen = 0;;) {
         uint32_t now = atomic_load(&team.started);
-        for (int looks = 0; now == seen && looks < SPINS; looks++) pause_briefly(), now = atomic_load(&team.started);
+        for (int looks = 0; now == seen && looks < SPINS; looks++) relax(looks), now = atomic_load(&team.started);
         if (now == seen) {
             atomic_fetch_add(&team.sleeping, 1);
             syscall(SYS_futex, &team.started, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
@@ -172,6 +188,13 @@ static void *help(void *self) {
 static void announce(void) {
     atomic_fetch_add(&team.started, 1);
     if (atomic_load(&team.sleeping)) syscall(SYS_futex, &team.started, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
+}
+
+static void bind_thread(pthread_t thread, int64_t core) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
 // Makes the helpers, anew when their number changes or the caller's niceness, which they inherit.
@@ -197,9 +220,20 @@ static void gather_helpers(int64_t helpers) {
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the interpreter
     for (int64_t i = 0; i < helpers; i++) {
         if (pthread_create(&team.helpers[i], NULL, help, &team.threads[i + 1])) break;
+        if (team.num_cores == helpers + 1) bind_thread(team.helpers[i], team.cores[i + 1]);
         team.num_helpers++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+// Binds the caller to the first of these cores, and the helpers of its runs to the others.
+void bind_threads(const int64_t *cores, int64_t count) {
+    pthread_mutex_lock(&team.lock);
+    gather_helpers(0);
+    memcpy(team.cores, cores, count * sizeof *cores);
+    team.num_cores = count;
+    bind_thread(pthread_self(), cores[0]);
+    pthread_mutex_unlock(&team.lock);
 }
 
 // Returns whether a thread is in a call that the run's end waits for.
