@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,36 @@ def test_equal_logits_are_drawn_equally_often() -> None:
         counts += torch.bincount(tokens, minlength=64)
     chi_square = ((counts - 1024).square() / 1024).sum().item()
     assert abs(chi_square - 63) < 5 * (2 * 63) ** 0.5
+
+
+def test_a_team_of_all_cores_gets_one_each() -> None:
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("one core")
+    before = torch.get_num_threads()
+    seen: list[list[set[int]]] = []
+
+    def run() -> None:
+        others = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+        cpu.silu_mul(torch.ones(4096, 64))
+        helpers = {int(task.name) for task in Path("/proc/self/task").iterdir()} - others
+        seen.append([os.sched_getaffinity(0), *map(os.sched_getaffinity, sorted(helpers))])
+
+    def run_both() -> None:
+        torch.set_num_threads(len(cores) - 1)
+        cpu.bind_threads()
+        run()
+        torch.set_num_threads(len(cores))
+        cpu.bind_threads()
+        run()
+
+    thread = threading.Thread(target=run_both)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    assert all(each == cores for each in seen[0]), "fewer threads than cores stay free"
+    assert seen[1] == [{core} for core in sorted(cores)]
+    assert os.sched_getaffinity(0) == cores, "the threads that compute nothing stay free"
 
 
 def test_they_compile_without_a_warning() -> None:

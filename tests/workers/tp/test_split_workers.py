@@ -26,7 +26,7 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
-from tandem.workers.tp.rank_client import RankLost
+from tandem.workers.tp.rank_client import SILENCE_SECONDS, RankLost, unless_silent
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.worker import Worker
 
@@ -265,3 +265,16 @@ async def test_without_any_worker_left_requests_are_refused(folder: Path, prompt
         with pytest.raises(Unavailable):
             await generate(fleet, prompts[0])
         fleet.workers.clear()
+
+async def test_a_hold_up_of_this_process_is_no_silence_of_its_peer() -> None:
+    async def late() -> str:
+        await asyncio.sleep(0.05)
+        return "answer"
+
+    async def hold_up() -> None:
+        time.sleep(2 * SILENCE_SECONDS)  # noqa: ASYNC251  the loop is what is held up
+
+    answer, _ = await asyncio.gather(unless_silent(late()), hold_up())
+    assert answer == "answer"
+    with pytest.raises(TimeoutError):
+        await unless_silent(asyncio.Event().wait())
