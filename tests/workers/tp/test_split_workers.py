@@ -266,6 +266,7 @@ async def test_without_any_worker_left_requests_are_refused(folder: Path, prompt
             await generate(fleet, prompts[0])
         fleet.workers.clear()
 
+
 async def test_a_hold_up_of_this_process_is_no_silence_of_its_peer() -> None:
     async def late() -> str:
         await asyncio.sleep(0.05)

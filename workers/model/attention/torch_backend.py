@@ -41,8 +41,6 @@ class TorchAttentionBackend:
     """Implements `AttentionBackend`: gathers the blocks that a step needs, then multiplies densely; where there are C
     kernels, these read the blocks in place."""
 
-    reads_whole_blocks = True
-
     def __init__(self, kv: PagedKv, layers: Sequence[LayerGeometry], *, native: bool = True) -> None:
         """`layers` have this rank's head counts; `native=False` keeps to plain torch."""
         self._kv = kv
@@ -53,6 +51,7 @@ class TorchAttentionBackend:
                 keys, group = kv.layers[index][0], layer.num_heads // layer.num_kv_heads
                 uses = native and cpu.can_attend(keys, group), native and cpu.can_attend_chunks(keys, group)
                 self._kernels[layer] = uses
+        self.reads_whole_blocks = not all(decodes for decodes, _ in self._kernels.values())
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """See `AttentionBackend.plan`. Layers of equal geometry share their tables."""

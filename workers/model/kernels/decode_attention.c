@@ -2,7 +2,7 @@
 
 #include "common.h"
 
-enum { KEYS = 128 };  // keys of a tile
+enum { KEYS = 128, AHEAD = 32 };  // keys of a tile; fetched so far ahead, about the time that memory takes
 
 // query, out    [kv_heads * group, head_dim] of one row
 // keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim]
@@ -98,7 +98,7 @@ static inline __attribute__((always_inline)) void attend_pairs(const uint16_t *q
     __m512bh q[group][C];
     __m512 acc[group][C][2];
     float top[group], sum[group];
-    int64_t slots[KEYS];
+    int64_t slots[KEYS + AHEAD];
     for (int64_t g = 0; g < group; g++) {
         for (int64_t c = 0; c < C; c++) {
             q[g][c] = (__m512bh)_mm512_loadu_si512(query + g * D + 32 * c);
@@ -108,14 +108,17 @@ static inline __attribute__((always_inline)) void attend_pairs(const uint16_t *q
     }
     for (int64_t begin = first; begin <= last; begin += KEYS) {
         const int64_t count = begin + KEYS <= last ? KEYS : last + 1 - begin, padded = (count + 15) / 16 * 16;
-        for (int64_t i = 0; i < padded; i++) {  // what is past the end repeats the last key and is masked
-            const int64_t key = begin + (i < count ? i : count - 1);
+        for (int64_t i = 0; i < padded + AHEAD; i++) {  // what is past the end repeats the last key and is masked
+            const int64_t key = least(begin + i, last);
             slots[i] = (((int64_t)table[key / block_size] * kv_heads + head) * block_size + key % block_size) * D;
         }
+        if (begin == first)
+            for (int64_t i = 0; i < AHEAD; i++)
+                for (int64_t c = 0; c < C; c++) _mm_prefetch((const char *)(keys + slots[i] + 32 * c), _MM_HINT_T0);
         for (int64_t i = 0; i < padded; i += 16) {
             for (int64_t j = 0; j < 16; j++)
                 for (int64_t c = 0; c < C; c++) {
-                    if (i + 16 < padded) _mm_prefetch((const char *)(keys + slots[i + 16 + j] + 32 * c), _MM_HINT_T0);
+                    _mm_prefetch((const char *)(keys + slots[i + AHEAD + j] + 32 * c), _MM_HINT_T0);
                     _mm_prefetch((const char *)(values + slots[i + j] + 32 * c), _MM_HINT_T0);
                 }
             for (int64_t g = 0; g < group; g++) {

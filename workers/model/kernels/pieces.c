@@ -57,12 +57,12 @@ static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ?
         for (int64_t row = item * step; row < least(rows, (item + 1) * step); row++) {                                 \
             const T *c = cosines + row * dim, *s = sines + row * dim;                                                  \
             for (int64_t head = 0; head < heads; head++) {                                                             \
-                const T *from = x + row * stride + head * dim;                                                         \
-                T *to = out + (row * heads + head) * dim;                                                              \
-                for (int64_t d = 0; d < half; d++) {                                                                   \
-                    const float low = load_##NAME(from[d]), high = load_##NAME(from[half + d]);                        \
+                const T *from = x + row * stride + head * dim, *from_high = from + half;                               \
+                T *restrict to = out + (row * heads + head) * dim, *restrict to_high = to + half;                      \
+                _Pragma("GCC ivdep") for (int64_t d = 0; d < half; d++) {                                              \
+                    const float low = load_##NAME(from[d]), high = load_##NAME(from_high[d]);                          \
                     to[d] = store_##NAME(low * load_##NAME(c[d]) + high * load_##NAME(s[d]));                          \
-                    to[half + d] = store_##NAME(high * load_##NAME(c[half + d]) + low * load_##NAME(s[half + d]));     \
+                    to_high[d] = store_##NAME(high * load_##NAME(c[half + d]) + low * load_##NAME(s[half + d]));       \
                 }                                                                                                      \
             }                                                                                                          \
         }                                                                                                              \
