@@ -201,7 +201,7 @@ class ModelRunner(Executor):
         ]
         token_ids = self._token_ids(plan)
         num_sampled = sum(step.num_samples > 0 for step in plan.sequences)
-        only_decodes = len(spans) == len(token_ids) == num_sampled and not self._num_top
+        only_decodes = len(spans) == len(token_ids) == num_sampled
         if self._graphs and only_decodes:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
