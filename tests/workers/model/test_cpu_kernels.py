@@ -206,6 +206,12 @@ def test_a_team_of_all_cores_gets_one_each() -> None:
     assert os.sched_getaffinity(0) == cores, "the threads that compute nothing stay free"
 
 
+def test_denormals_stay_what_they_are() -> None:
+    code = "from tandem.workers.model.kernels import build; build.library(); print(5e-324 * 1.0, 1e-310 / 2 > 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "5e-324 True\n"
+
+
 def test_they_compile_without_a_warning() -> None:
     """Only here: a user's newer compiler that warns of something new is still to build them."""
     flags = [*build._FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]

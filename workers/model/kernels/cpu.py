@@ -156,4 +156,5 @@ def bind_threads() -> None:
     cores = torch.tensor(sorted(os.sched_getaffinity(0)))
     kernels = library()
     if kernels is not None and len(cores) == torch.get_num_threads() > 1:
+        torch.zeros(2**16).add_(1)  # torch's own threads, made now, do not inherit the caller's core
         kernels.bind_threads(ctypes.c_void_p(cores.data_ptr()), ctypes.c_int64(len(cores)))
