@@ -4,15 +4,15 @@ Between the kernels of a step there is no Python then: nothing gives up the inte
 no thread is woken or waited for some hundred times (see kernels/team.c)."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Self
+from contextlib import suppress
+from typing import Final
 
 import torch
 
 from ..engine.plan import OnLayers
 from .attention.backend import SequenceSpan
-from .attention.torch_backend import StaticStep, TorchAttentionBackend
-from .kernels import cpu
-from .kernels.calls import NotRecordedError, Program, Recorder
+from .attention.torch_backend import TorchAttentionBackend
+from .kernels.calls import Recorder
 from .models.family import CausalLM
 
 _MAX_DECODES: Final = 256  # rows of a decode step; memory of rows that no step has is never touched
@@ -20,65 +20,54 @@ _MAX_TOKENS: Final = 1024  # of any other step
 _REUSE_DISTANCE: Final = 24  # calls; about three layers
 
 
-class _Recorded(NamedTuple):
-    """Holds a recorded step and its inputs."""
+class StepProgram:
+    """Runs a recorded step of a model: of decodes up to the logits, or of any tokens up to the hidden states."""
 
-    program: Program
-    token_ids: torch.Tensor  # [max_rows] int32
-    positions: torch.Tensor  # the same
-    static: StaticStep
-    num_layers: list[int]  # that are computed at each mark
+    def __init__(self, model: CausalLM, backend: TorchAttentionBackend, *, decodes_only: bool) -> None:
+        """Raises NotImplementedError if some part of the step has no kernel."""
+        self._max_tokens = _MAX_DECODES if decodes_only else _MAX_TOKENS
+        static = backend.static(self._max_tokens, decodes_only=decodes_only)
+        if static is None:
+            raise NotImplementedError("no kernel for the attention of some layer")
+        attention, self._fill = static
+        # [max_tokens] each
+        self._token_ids, self._positions = torch.zeros(2, self._max_tokens, dtype=torch.int32).unbind()
+        self._num_layers: list[int] = []  # that are computed at each mark
 
-    def run(
+        def on_layers(computed: int) -> None:
+            self._num_layers.append(computed)
+            recorder.mark()
+
+        with Recorder() as recorder:
+            result = model(self._token_ids, self._positions, attention, on_layers)
+            result = model.compute_logits(result) if decodes_only else result
+        # Decodes have memory to spare, and nobody waits for a thread within a step; other steps are large.
+        self._program = recorder.program(result, self._max_tokens, None if decodes_only else _REUSE_DISTANCE)
+
+    def __call__(
         self,
         token_ids: torch.Tensor,  # [num_tokens] int32
         positions: torch.Tensor,  # the same
         spans: Sequence[SequenceSpan],
         on_layers: OnLayers | None = None,
     ) -> torch.Tensor | None:
-        """Returns the result's first rows, valid until the next run; None if the step is too large."""
+        """Returns logits [num_tokens, vocab_size] or hidden states [num_tokens, hidden], valid until the next run; None
+        if the step is too large."""
         num_tokens = len(token_ids)
-        if num_tokens > self.program.max_rows:
+        if num_tokens > self._max_tokens:
             return None
-        self.token_ids[:num_tokens] = token_ids
-        self.positions[:num_tokens] = positions
-        self.static.fill(spans)
-        on_mark = None if on_layers is None else lambda index: on_layers(self.num_layers[index])
-        self.program.run(num_tokens, on_mark)
-        return self.program.result[:num_tokens]
+        self._token_ids[:num_tokens] = token_ids
+        self._positions[:num_tokens] = positions
+        self._fill(spans)
+        on_mark = None if on_layers is None else lambda index: on_layers(self._num_layers[index])
+        self._program.run(num_tokens, on_mark)
+        return self._program.result[:num_tokens]
 
 
-class StepPrograms:
-    """Holds the recorded steps of a model: of decodes up to the logits, and of any tokens up to the hidden states."""
-
-    def __init__(self, decodes: _Recorded, tokens: _Recorded | None) -> None:
-        self.decodes = decodes.run
-        self.tokens = tokens.run if tokens else None
-
-    @classmethod
-    def record(cls, model: CausalLM, backend: TorchAttentionBackend) -> Self | None:
-        """Returns None if some part of a decode step has no kernel."""
-        decodes = _record(model, backend, _MAX_DECODES, decodes_only=True)
-        return cls(decodes, _record(model, backend, _MAX_TOKENS, decodes_only=False)) if decodes else None
-
-
-def _record(model: CausalLM, backend: TorchAttentionBackend, max_rows: int, *, decodes_only: bool) -> _Recorded | None:
-    static = backend.static(max_rows, decodes_only=decodes_only)
-    if static is None or not cpu.usable(torch.empty(0)):
-        return None
-    token_ids, positions = torch.zeros(2, max_rows, dtype=torch.int32).unbind()
-    num_layers: list[int] = []
-
-    def on_layers(computed: int) -> None:
-        num_layers.append(computed)
-        recorder.mark()
-
-    try:
-        with Recorder() as recorder:
-            result = model(token_ids, positions, static.attention, on_layers)
-            result = model.compute_logits(result) if decodes_only else result
-    except NotRecordedError:
-        return None
-    # Decodes have memory to spare, and nobody waits for a thread within a step; other steps are large.
-    program = recorder.program(result, max_rows, None if decodes_only else _REUSE_DISTANCE)
-    return _Recorded(program, token_ids, positions, static, num_layers)
+def record_steps(model: CausalLM, backend: TorchAttentionBackend) -> tuple[StepProgram | None, StepProgram | None]:
+    """Returns a program of decodes and one of any tokens; None for what has no kernels."""
+    decodes = tokens = None
+    with suppress(NotImplementedError):
+        decodes = StepProgram(model, backend, decodes_only=True)
+        tokens = StepProgram(model, backend, decodes_only=False)
+    return decodes, tokens

@@ -22,7 +22,7 @@ from .kv_store import PagedKv
 from .loader import build_model, checkpoint_reader, load_weights
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel
-from .programs import StepPrograms
+from .programs import record_steps
 from .sampling.grammar import GrammarCache
 from .sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
 from .sampling.sampler import Sampler
@@ -57,9 +57,9 @@ class ModelRunner(Executor):
         tp = TensorParallel(group)
         self._attention = _attention_backend(kv, config, tp)
         self._graphs: DecodeGraphs | None = None
-        self._programs: StepPrograms | None = None
+        self._decodes = self._tokens = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
-            self._programs = StepPrograms.record(model, self._attention)
+            self._decodes, self._tokens = record_steps(model, self._attention)
         self._tables: dict[int, array[int]] = {}  # the block tables, by sequence
         self._grammars = GrammarCache(folder, config.vocab_size, config.eos_token_ids)
         # Where a step starts before the tokens of the last are known on the host, ranks take rank 0's on the device:
@@ -213,9 +213,9 @@ class ModelRunner(Executor):
         positions = np.arange(ends[-1]) + firsts.repeat(counts)
         sampled_rows = ends[[step.num_samples > 0 for step in plan.sequences]] - 1
         positions_device, rows_device = copy_to_device([positions, sampled_rows], self._device)
-        if self._programs and only_decodes:
+        if self._decodes and only_decodes:
             self._on_stage("model")
-            logits = self._programs.decodes(token_ids, positions_device, spans)
+            logits = self._decodes(token_ids, positions_device, spans)
             if logits is not None:
                 return logits, None
         hidden = self._hidden(token_ids, positions_device, spans, on_layers)
@@ -233,9 +233,9 @@ class ModelRunner(Executor):
         on_layers: OnLayers | None,
     ) -> torch.Tensor:
         """Returns the hidden states after the last layer, [num_tokens, hidden]."""
-        if self._programs and self._programs.tokens:
+        if self._tokens:
             self._on_stage("model")
-            hidden = self._programs.tokens(token_ids, positions, spans, on_layers)
+            hidden = self._tokens(token_ids, positions, spans, on_layers)
             if hidden is not None:
                 return hidden
         attention = self._attention.plan(spans)

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -20,21 +19,12 @@ _Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 _Part = tuple[slice | torch.Tensor, _Attend]
 """Some of the step's sequences, attended to at once: their rows of the flat batch, and how."""
 
+_LayerTables = tuple[torch.Tensor, bool, NativeTables | None, list[_Part]]
+"""What layers of one geometry share in a step: where each token's keys and values go, [num_tokens * num_kv_heads], as
+rows of (block, head, token); whether a C kernel puts them there; what C kernels attend for; the other sequences."""
 
-class _LayerTables(NamedTuple):
-    """Holds what the layers of one geometry share in a step."""
-
-    slots: torch.Tensor  # where keys and values go, [num_tokens * num_kv_heads], as rows of (block, head, token)
-    native_store: bool  # a C kernel puts them there
-    native: NativeTables | None  # of the sequences that C kernels attend for
-    parts: list[_Part]  # the others
-
-
-class StaticStep(NamedTuple):
-    """Is a step whose tables stay in place."""
-
-    attention: StepAttention
-    fill: Callable[[Sequence[SequenceSpan]], None]  # loads the sequences of the next run
+StaticStep = tuple[StepAttention, Callable[[Sequence[SequenceSpan]], None]]
+"""A step whose tables stay in place, and what loads the sequences of its next run."""
 
 
 class TorchAttentionBackend:
@@ -65,7 +55,7 @@ class TorchAttentionBackend:
             native = NativeTables(layer.window, read_in_place) if read_in_place else None
             rest = [each for each in rows if not (decodes if each[1].num_tokens == 1 else chunks)]
             parts = _Planner(self._kv, layer, rest).parts() if rest else []
-            tables[layer] = _LayerTables(slots[layer.num_kv_heads], decodes, native, parts)
+            tables[layer] = (slots[layer.num_kv_heads], decodes, native, parts)
         return partial(self._step, [tables[layer] for layer in self._layers])
 
     def static(self, max_tokens: int, *, decodes_only: bool) -> StaticStep | None:
@@ -84,8 +74,8 @@ class TorchAttentionBackend:
                 slots[layer.num_kv_heads][: len(new)] = new
                 each.fill(rows)
 
-        shared = [_LayerTables(slots[layer.num_kv_heads], True, tables[layer], []) for layer in self._layers]
-        return StaticStep(partial(self._step, shared), fill)
+        shared: list[_LayerTables] = [(slots[layer.num_kv_heads], True, tables[layer], []) for layer in self._layers]
+        return partial(self._step, shared), fill
 
     def _slots(self, layer: LayerGeometry, spans: Sequence[SequenceSpan]) -> torch.Tensor:
         """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,

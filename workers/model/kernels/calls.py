@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,20 +30,6 @@ class _Call(ctypes.Structure):
         ("distance", ctypes.c_int64),
         ("args", ctypes.c_int64 * _MAX_ARGS),
     )
-
-
-class _Library(Protocol):
-    """Names the functions of team.c; calls are given by reference, numbers as int64."""
-
-    def run_call(self, call: object, threads: object) -> None: ...
-
-    def run_program(self, calls: object, *numbers: object) -> None: ...
-
-    def wait_for_helpers(self) -> None: ...
-
-
-class NotRecordedError(Exception):
-    """Reports an operation that is no kernel of ours, so that a program would leave it out."""
 
 
 def call(name: str, dtype: torch.dtype | None, rows: int, *args: Argument, shared: bool = False) -> None:
@@ -92,16 +78,13 @@ class Program:
             _library().run_program(part, *map(ctypes.c_int64, (end - begin, *numbers)))
 
 
-class _Buffer(NamedTuple):
-    """Is an allocation of a recording, and the first and last call that use it."""
-
-    num_bytes: int
-    first: int
-    last: int
+_Buffer = tuple[int, int, int]
+"""An allocation of a recording: its bytes, and the first and last call that use it."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the kernels that are called inside, which are not run, and refuses whatever else computes."""
+    """Records the kernels that are called inside, which are not run. Whatever else computes raises
+    NotImplementedError."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {})) if func.is_view or func in _ALLOCATIONS else None
         if result is None:
-            raise NotRecordedError(str(func))
+            raise NotImplementedError(f"no kernel for {func}")
         if not func.is_view:
             self._allocated.append(result)
         return result
@@ -139,7 +122,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         buffers = self._buffers()
         num_calls = len(self.calls)
         offsets = _place(list(buffers.values()), reuse_distance or num_calls)
-        size = max(offset + each.num_bytes for offset, each in zip(offsets, buffers.values(), strict=True))
+        size = max(offset + num_bytes for offset, (num_bytes, *_) in zip(offsets, buffers.values(), strict=True))
         arena = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         arena = arena[-arena.data_ptr() % _ALIGNMENT :]
         moves = {base: offset - base for base, offset in zip(buffers, offsets, strict=True)}
@@ -163,8 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for index, (_, args) in enumerate(self.calls):
             for base in {_base(each) for each in args if isinstance(each, torch.Tensor)} & sizes.keys():
                 num_bytes = -(-sizes[base] // _ALIGNMENT) * _ALIGNMENT
-                buffers.setdefault(base, _Buffer(num_bytes, index, index))
-                buffers[base] = buffers[base]._replace(last=index)
+                buffers[base] = (num_bytes, buffers[base][1] if base in buffers else index, index)
         return buffers
 
 
@@ -176,12 +158,13 @@ def _place(buffers: list[_Buffer], distance: int) -> list[int]:
     """Returns an offset for each buffer, the first that is free."""
     placed: list[tuple[int, _Buffer]] = []
     for buffer in buffers:
-        taken = sorted((offset, each) for offset, each in placed if each.last + distance > buffer.first)
+        num_bytes, first, _ = buffer
+        taken = sorted((offset, size) for offset, (size, _, last) in placed if last + distance > first)
         free = 0
-        for offset, each in taken:
-            if offset - free >= buffer.num_bytes:
+        for offset, size in taken:
+            if offset - free >= num_bytes:
                 break
-            free = max(free, offset + each.num_bytes)
+            free = max(free, offset + size)
         placed.append((free, buffer))
     return [offset for offset, _ in placed]
 
@@ -190,19 +173,19 @@ def _distance(index: int, placed: list[tuple[int, _Buffer]], num_calls: int) -> 
     """Returns how many calls ago the memory of the buffers that call `index` is the first to use was last used, in this
     run or the one before; 0 if it is the first to use none."""
     distances = [0]
-    for offset, buffer in placed:
-        if buffer.first == index:
-            for start, other in placed:
-                if start < offset + buffer.num_bytes and offset < start + other.num_bytes:
-                    distances.append(index - other.last + (num_calls if other.last >= index else 0))
+    for offset, (num_bytes, first, _) in placed:
+        if first == index:
+            for start, (size, _, last) in placed:
+                if start < offset + num_bytes and offset < start + size:
+                    distances.append(index - last + (num_calls if last >= index else 0))
     return min(filter(None, distances), default=0)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
-def _library() -> _Library:
+def _library() -> Any:
     kernels = library()
     if kernels is None:
         raise RuntimeError("no kernels")
-    return cast(_Library, kernels)
+    return kernels
