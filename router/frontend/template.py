@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
-from ...proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument, Unavailable
+
+_START_SECONDS: Final = 60.0
 
 
 class TemplateRenderer:
@@ -29,7 +31,8 @@ class TemplateRenderer:
     def render(self, variables: Mapping[str, Any], *, max_characters: int, seconds: float) -> str:
         """Renders by transformers' render_jinja_template, whose arguments `variables` are, in plain JSON values.
 
-        Raises InvalidArgument if the template refuses them, writes too much or does not end in time."""
+        Raises InvalidArgument if the template refuses them, writes too much or does not end in time, and Unavailable if
+        the process does not start."""
         request = json.dumps([variables, max_characters]).encode()
         with self._lock:
             reply = self._ask(self._connection or self._start(), request, seconds)
@@ -46,6 +49,9 @@ class TemplateRenderer:
     def _ask(self, connection: Connection, request: bytes, seconds: float) -> dict[str, str]:
         try:
             if not self._is_ready:
+                if not connection.poll(_START_SECONDS):
+                    self._drop()
+                    raise Unavailable("chat templates cannot be rendered now")
                 connection.recv_bytes()
                 self._is_ready = True
             connection.send_bytes(request)
@@ -55,9 +61,12 @@ class TemplateRenderer:
             reason = f"takes more than {seconds:g} seconds for these messages"
         except (EOFError, OSError):
             reason = "refuses these messages"  # such as by a recursion that ends the process
+        self._drop()
+        return {"reason": reason}
+
+    def _drop(self) -> None:
         self._connection, self._is_ready = None, False
         self._end()
-        return {"reason": reason}
 
     def _start(self) -> Connection:
         self._connection, theirs = Pipe()
