@@ -16,7 +16,7 @@ import torch
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import KvRead, paged_shapes
 from .device import indices, to_device
-from .kernels.build import library
+from .kernels.build import library, loaded_library
 
 Bytes = npt.NDArray[np.uint8]
 # Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block and offset of each
@@ -209,7 +209,7 @@ def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:
         slot_bytes,
         head_bytes,
     )
-    getattr(library(), name)(*map(ctypes.c_int64, numbers))
+    getattr(loaded_library(), name)(*map(ctypes.c_int64, numbers))
 
 
 def _locate(

@@ -110,7 +110,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
 def enter_engine_thread(config: RankConfig) -> None:
     """Prepares the calling thread to run the executor of this process's only rank: device, niceness and CPU binding."""
     enter_device(config.device)
-    if config.device == "cpu" and config.nice:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
     if config.device == "cpu":
+        if config.nice:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
         cpu.bind_threads()

@@ -50,10 +50,13 @@ class TorchAttentionBackend:
         tables: dict[LayerGeometry, _LayerTables] = {}
         for layer, (decodes, chunks) in self._kernels.items():
             if layer.num_kv_heads not in slots:
-                slots[layer.num_kv_heads] = self._slots(layer, spans)
-            read_in_place = [each for each in rows if (decodes if each[1].num_tokens == 1 else chunks)]
+                slots[layer.num_kv_heads] = self._slots(layer.num_kv_heads, spans)
+            read_in_place: list[tuple[int, SequenceSpan]] = []
+            rest: list[tuple[int, SequenceSpan]] = []
+            for row, span in rows:
+                has_kernel = decodes if span.num_tokens == 1 else chunks
+                (read_in_place if has_kernel else rest).append((row, span))
             native = NativeTables(layer.window, read_in_place) if read_in_place else None
-            rest = [each for each in rows if not (decodes if each[1].num_tokens == 1 else chunks)]
             parts = _Planner(self._kv, layer, rest).parts() if rest else []
             tables[layer] = (slots[layer.num_kv_heads], decodes, native, parts)
         return partial(self._step, [tables[layer] for layer in self._layers])
@@ -69,24 +72,25 @@ class TorchAttentionBackend:
 
         def fill(spans: Sequence[SequenceSpan]) -> None:
             rows = _first_rows(spans)
-            for layer, each in tables.items():
-                new = self._slots(layer, spans)
-                slots[layer.num_kv_heads][: len(new)] = new
-                each.fill(rows)
+            for num_kv_heads, each in slots.items():
+                new = self._slots(num_kv_heads, spans)
+                each[: len(new)] = new
+            for table in tables.values():
+                table.fill(rows)
 
         shared: list[_LayerTables] = [(slots[layer.num_kv_heads], True, tables[layer], []) for layer in self._layers]
         return partial(self._step, shared), fill
 
-    def _slots(self, layer: LayerGeometry, spans: Sequence[SequenceSpan]) -> torch.Tensor:
+    def _slots(self, num_kv_heads: int, spans: Sequence[SequenceSpan]) -> torch.Tensor:
         """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,
         token)."""
-        size, heads = self._kv.block_size, layer.num_kv_heads
+        size = self._kv.block_size
         rows = [  # of each token's first head; in plain Python, since most steps have a token of each sequence
-            span.blocks[position // size] * heads * size + position % size
+            span.blocks[position // size] * num_kv_heads * size + position % size
             for span in spans
             for position in range(span.start, span.start + span.num_tokens)
         ]
-        return (torch.tensor(rows)[:, None] + torch.arange(heads) * size).flatten().to(self._kv.device)
+        return (torch.tensor(rows)[:, None] + torch.arange(num_kv_heads) * size).flatten().to(self._kv.device)
 
     def _step(
         self, tables: list[_LayerTables], layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

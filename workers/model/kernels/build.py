@@ -39,13 +39,18 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-@functools.cache
-def address(name: str, dtype: torch.dtype | None = None) -> int:
-    """Returns where a kernel is, of a dtype where it has variants. Raises RuntimeError if there are no kernels."""
+def loaded_library() -> ctypes.CDLL:
+    """Returns the kernels. Raises RuntimeError if there are none."""
     kernels = library()
     if kernels is None:
         raise RuntimeError("no kernels")
-    function = getattr(kernels, name if dtype is None else f"{name}_{SUFFIX[dtype]}")
+    return kernels
+
+
+@functools.cache
+def address(name: str, dtype: torch.dtype | None = None) -> int:
+    """Returns where a kernel is, of a dtype where it has variants. Raises RuntimeError if there are no kernels."""
+    function = getattr(loaded_library(), name if dtype is None else f"{name}_{SUFFIX[dtype]}")
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .build import address, library
+from .build import address, loaded_library
 
 _MAX_ARGS: Final = 16  # as in team.c
 _ALIGNMENT: Final = 64  # bytes
@@ -42,7 +42,7 @@ def call(name: str, dtype: torch.dtype | None, rows: int, *args: Argument, share
     made = _Call(address(name, dtype), rows, shared, 0, (ctypes.c_int64 * _MAX_ARGS)(*numbers))
     recorder = _recorder.get()
     if recorder is None:
-        _library().run_call(ctypes.byref(made), ctypes.c_int64(torch.get_num_threads()))
+        loaded_library().run_call(ctypes.byref(made), ctypes.c_int64(torch.get_num_threads()))
     else:
         recorder.calls.append((made, args))
 
@@ -66,7 +66,7 @@ class Program:
         self._calls = (_Call * len(calls))(*calls)
         self._parts = list(pairwise((0, *marks, len(calls))))
         self._memory = memory  # that the calls use
-        weakref.finalize(self, _library().wait_for_helpers)
+        weakref.finalize(self, loaded_library().wait_for_helpers)
 
     def run(self, rows: int, on_mark: Callable[[int], None] | None = None) -> None:
         """Runs the calls; with `on_mark(index)` at each mark of the recording."""
@@ -75,7 +75,7 @@ class Program:
             if index and on_mark:
                 on_mark(index - 1)
             part = (_Call * (end - begin)).from_buffer(self._calls, begin * ctypes.sizeof(_Call))
-            _library().run_program(part, *map(ctypes.c_int64, (end - begin, *numbers)))
+            loaded_library().run_program(part, *map(ctypes.c_int64, (end - begin, *numbers)))
 
 
 _Buffer = tuple[int, int, int]
@@ -122,7 +122,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         buffers = self._buffers()
         num_calls = len(self.calls)
         offsets = _place(list(buffers.values()), reuse_distance or num_calls)
-        size = max(offset + num_bytes for offset, (num_bytes, *_) in zip(offsets, buffers.values(), strict=True))
+        placed = list(zip(offsets, buffers.values(), strict=True))
+        size = max(offset + num_bytes for offset, (num_bytes, *_) in placed)
         arena = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         arena = arena[-arena.data_ptr() % _ALIGNMENT :]
         moves = {base: offset - base for base, offset in zip(buffers, offsets, strict=True)}
@@ -131,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, each in enumerate(args):
                 if isinstance(each, torch.Tensor) and (base := _base(each)) in moves:
                     made.args[position] += moves[base] + arena.data_ptr()
-            made.distance = _distance(index, list(zip(offsets, buffers.values(), strict=True)), num_calls)
+            made.distance = _distance(index, placed, num_calls)
             calls.append(made)
         at = result.data_ptr() + moves[_base(result)]
         moved = arena[at : at + result.nbytes].view(result.dtype).view(result.shape)
@@ -182,10 +183,3 @@ def _distance(index: int, placed: list[tuple[int, _Buffer]], num_calls: int) -> 
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-
-
-def _library() -> Any:
-    kernels = library()
-    if kernels is None:
-        raise RuntimeError("no kernels")
-    return kernels
