@@ -14,6 +14,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..proto.errors import InvalidArgument
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import default_chunk_tokens
 
@@ -34,10 +35,6 @@ Host = Annotated[str, Field(min_length=1, max_length=253)]
 Transports = Annotated[tuple[Annotated[str, AfterValidator(_check_transport)], ...], Field(max_length=8), Strict(False)]
 PoolRole = Literal["prefill", "decode"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
-
-
-class ConfigError(Exception):
-    """Refuses a configuration; the text has one line for each wrong value, naming its key and the bound."""
 
 
 _SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -180,7 +177,7 @@ def nodes_offering(nodes: Sequence[Mapping[str, float]], resources: Mapping[str,
 def load_config(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> TandemConfig:
     """Reads a YAML file, if one is named, and applies `overrides` to it (dotted keys; None leaves the file's value).
 
-    Raises ConfigError."""
+    Raises InvalidArgument; its text has one line for each wrong value, naming its key and the bound."""
     tree = {} if path is None else _read(path)
     for key, value in (overrides or {}).items():
         if value is not None:
@@ -188,7 +185,7 @@ def load_config(path: Path | None = None, overrides: Mapping[str, object] | None
     try:
         return TandemConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(cast(Mapping[str, Any], entry)) for entry in error.errors())) from None
+        raise InvalidArgument("\n".join(_line(cast(Mapping[str, Any], entry)) for entry in error.errors())) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -196,18 +193,18 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
+            raise InvalidArgument(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
         tree = yaml.safe_load(data)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from None
+        raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""
-        raise ConfigError(f"{path}: {where}not valid YAML") from None
+        raise InvalidArgument(f"{path}: {where}not valid YAML") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold keys and values at the top level")
+        raise InvalidArgument(f"{path}: must hold keys and values at the top level")
     return tree
 
 
@@ -216,7 +213,7 @@ def _put(tree: dict[str, Any], key: str, value: object) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{section}: must hold keys and values")
+            raise InvalidArgument(f"{section}: must hold keys and values")
     tree[last] = value
 
 

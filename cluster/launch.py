@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
-from ..proto.errors import TandemError
+from ..proto.errors import Unavailable
 from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app, count_routers
 from .config import TandemConfig
@@ -37,10 +37,6 @@ REACH_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 2.0
 END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
-
-
-class LaunchError(TandemError):
-    """Says in one line why the service did not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +64,7 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     """Serves the model in `folder` while the context is open; on entry every router can answer.
 
     Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it. On a cluster the
-    folder must be there on every node. Raises LaunchError."""
+    folder must be there on every node. Raises Unavailable."""
     address = address or os.environ.get("RAY_ADDRESS")
     local = address is None
     if local:
@@ -122,7 +118,7 @@ def _joined_ray(address: str) -> Iterator[None]:
         try:
             stack.enter_context(_ray(address=address))
         except (ConnectionError, ray.exceptions.RayError) as error:
-            raise LaunchError(f"address: {address}: {str(error).partition(chr(10))[0]}") from None
+            raise Unavailable(f"address: {address}: {str(error).partition(chr(10))[0]}") from None
         yield
 
 
@@ -181,7 +177,7 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
         port = _free_port(host)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     if config.name in serve.status().applications:
-        raise LaunchError(f"name: a service {config.name!r} runs on the cluster already")
+        raise Unavailable(f"name: a service {config.name!r} runs on the cluster already")
     return f"http://{host}:{port}/{config.name}"
 
 
@@ -198,7 +194,7 @@ def _deploy(config: TandemConfig, folder: str) -> tuple[list[str], list[str]]:
     for address in grpc_addresses:
         with Client(address) as client:
             if not client.health(timeout=HEALTH_SECONDS):
-                raise LaunchError(f"the service has started, but does not answer at {address}")
+                raise Unavailable(f"the service has started, but does not answer at {address}")
     return grpc_addresses, http_addresses
 
 
@@ -216,10 +212,10 @@ def _wait(
         except TimeoutError:
             status = serve.status().applications[config.name]
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise LaunchError(_reason(status)) from None
+                raise Unavailable(_reason(status)) from None
         except ray.exceptions.RayActorError:
-            raise LaunchError("the router died while it started") from None
-    raise LaunchError(f"not ready after {config.start_seconds:g} seconds (start_seconds)")
+            raise Unavailable("the router died while it started") from None
+    raise Unavailable(f"not ready after {config.start_seconds:g} seconds (start_seconds)")
 
 
 def _reason(status: ApplicationStatusOverview) -> str:
@@ -255,24 +251,24 @@ def _stop_service(config: TandemConfig) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises LaunchError if no server listens at a HOST:PORT. Ray itself would try for two minutes."""
+    """Raises Unavailable if no server listens at a HOST:PORT. Ray itself would try for two minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
         return  # "auto" and the like, which Ray checks
     try:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except OSError as error:
-        raise LaunchError(f"address: no Ray cluster answers at {address} ({error})") from None
+        raise Unavailable(f"address: no Ray cluster answers at {address} ({error})") from None
 
 
 def _check_free(config: TandemConfig, host: str) -> None:
-    """Raises LaunchError if a port that the service must have is taken on this machine."""
+    """Raises Unavailable if a port that the service must have is taken on this machine."""
     ports = {"status_port": config.status_port or 0}
     if (config.router.replicas or 1) == 1:  # several routers take free ports where these are taken
         ports |= {"router.grpc_port": config.router.grpc_port, "router.http_port": config.router.http_port}
     for key, port in ports.items():
         if not _is_free(host, port):
-            raise LaunchError(f"{key}: {host}:{port} cannot be bound; is it taken?")
+            raise Unavailable(f"{key}: {host}:{port} cannot be bound; is it taken?")
 
 
 def _is_free(host: str, port: int) -> bool:

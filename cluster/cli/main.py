@@ -10,7 +10,6 @@ import typer
 
 from ...proto.errors import InvalidArgument, NotFound, TandemError
 from ...workers.model.config import CheckpointError
-from ..config import ConfigError
 from .bench import DEFINITIONS, bench
 from .chat import chat
 from .client import generate, status
@@ -38,7 +37,7 @@ def main() -> None:
     """Runs the `tandem` command; its entry point."""
     try:
         app()
-    except (ConfigError, CheckpointError, InvalidArgument, NotFound) as error:
+    except (InvalidArgument, CheckpointError, NotFound) as error:
         _fail(error, 2)
     except TandemError as error:
         _fail(error, 1)

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ...proto.errors import InvalidArgument
 from ...workers.model.footprint import check_config_split
-from ..config import ConfigError, TandemConfig, load_config
+from ..config import TandemConfig, load_config
 from ..environment import prepare_ray_environment
 from ..store.store import resolve_model
 
@@ -77,7 +78,7 @@ def checked_folder(config: TandemConfig) -> Path:
     """Returns the model's folder, fetched if it has to be, after the check that it can be served, and split as
     configured.
 
-    Raises CheckpointError, or ConfigError for a `tp` that does not divide the model's heads."""
+    Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads."""
     from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
 
     folder = resolve_model(config.model, progress=True)
@@ -89,12 +90,12 @@ def checked_folder(config: TandemConfig) -> Path:
         except ValueError as error:
             wrong.append(f"{role}.{error}")
     if wrong:
-        raise ConfigError("\n".join(wrong))
+        raise InvalidArgument("\n".join(wrong))
     return folder.resolve()
 
 
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:
-    """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM. Raises LaunchError."""
+    """Starts the service, prints its addresses, and stops it at SIGINT or SIGTERM. Raises Unavailable."""
     address = prepare_ray_environment(address)
     from ..launch import start_service  # imports Ray, which reads the environment and takes a second
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.cluster.config import MAX_FILE_BYTES, ConfigError, load_config, ranks_per_node
+from tandem.cluster.config import MAX_FILE_BYTES, load_config, ranks_per_node
+from tandem.proto.errors import InvalidArgument
 
 
 def write(folder: Path, text: str) -> Path:
@@ -108,13 +109,13 @@ def test_flags_alone_are_enough() -> None:
     ],
 )
 def test_each_wrong_value_is_one_line_that_names_key_and_bound(tmp_path: Path, text: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         load_config(write(tmp_path, text))
     assert str(caught.value) == line
 
 
 def test_every_wrong_value_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         load_config(write(tmp_path, "model: m\nprefil: {}\nrouter: {grpc_port: -1}"))
     assert sorted(str(caught.value).splitlines()) == [
         "prefil: unknown key; did you mean prefill?",
@@ -133,7 +134,7 @@ def test_every_wrong_value_is_told_at_once(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_configuration_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         load_config(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
@@ -141,7 +142,7 @@ def test_files_that_are_no_configuration_are_refused_in_one_line(tmp_path: Path,
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+    with pytest.raises(InvalidArgument, match=r"absent\.yaml: No such file"):
         load_config(tmp_path / "absent.yaml")
 
 

@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cluster.cli import main, serve
-from tandem.cluster.config import ConfigError, TandemConfig
+from tandem.cluster.config import TandemConfig
+from tandem.proto.errors import InvalidArgument
 from tandem.router.client.client import Client
 from tandem.tests.service import ACTIVITY
 from tandem.tests.tiny import make_tiny_model
@@ -130,12 +131,12 @@ def test_flags_split_both_pools_or_one(
 
     def refuse(config: TandemConfig) -> Path:
         asked.append(config)
-        raise ConfigError("enough")
+        raise InvalidArgument("enough")
 
     monkeypatch.setattr(serve, "checked_folder", refuse)
     file = tmp_path / "split.yaml"
     file.write_text("model: m\nprefill: {tp: 2}\ndecode: {tp: 4}\n")
-    assert isinstance(CliRunner().invoke(main.app, ["serve", "--config", str(file), *flags]).exception, ConfigError)
+    assert isinstance(CliRunner().invoke(main.app, ["serve", "--config", str(file), *flags]).exception, InvalidArgument)
     (config,) = asked
     assert (config.prefill.tp, config.decode.tp) == split
 

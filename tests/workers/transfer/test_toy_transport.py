@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.config import ConfigError, load_config
+from tandem.cluster.config import load_config
+from tandem.proto.errors import InvalidArgument
 from tandem.tests.workers.transfer.test_connections import two, until
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.transfer.connector import KvConnector, TransferContext, checked
@@ -99,7 +100,7 @@ async def test_a_rank_without_it_takes_the_next() -> None:
 def test_a_service_takes_what_is_built_in_or_installed(request: pytest.FixtureRequest) -> None:
     load_config(None, {"model": "m", "kv_transports": list(KV_CONNECTORS)})
     refused = r"^kv_transports\.1: must be one of shared, gloo, nccl, nixl, got 'dict'$"
-    with pytest.raises(ConfigError, match=refused):
+    with pytest.raises(InvalidArgument, match=refused):
         load_config(None, {"model": "m", "kv_transports": ["shared", "dict"]})
     request.getfixturevalue("installed")
     load_config(None, {"model": "m", "kv_transports": ["shared", "dict"]})
