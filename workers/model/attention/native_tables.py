@@ -2,10 +2,14 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from .backend import SequenceSpan
+
+
+_PART: Final = 5  # numbers of each part, as in paged_attention.c
 
 
 class NativeTables:
@@ -13,7 +17,7 @@ class NativeTables:
 
     def __init__(self, window: int | None, rows: Sequence[tuple[int, SequenceSpan]] = ()) -> None:
         self._window = window
-        self.addresses = torch.zeros(2, dtype=torch.int64)  # of block tables and parts, see decode_attention.c
+        self.addresses = torch.zeros(2, dtype=torch.int64)  # of block tables and parts, see paged_attention.c
         self._writable = self.addresses.numpy()
         self.fill(rows)
 
@@ -21,14 +25,12 @@ class NativeTables:
         """Loads a step's sequences, each after its first row."""
         blocks = array("i")
         chunks: list[int] = []
-        decodes: list[int] = []
+        singles: list[int] = []
         for row, span in rows:
             end = span.start + span.num_tokens
-            if span.num_tokens > 1:
-                chunks += (row, span.num_tokens, span.start, self._window or end, len(blocks))
-            else:
-                decodes += (row, max(end - self._window, 0) if self._window else 0, span.start, len(blocks))
+            parts = chunks if span.num_tokens > 1 else singles
+            parts += (row, span.num_tokens, span.start, self._window or end, len(blocks))
             blocks.extend(span.blocks)
-        parts = array("q", (len(chunks) // 5, len(decodes) // 4, *chunks, *decodes))
-        self._writable[:] = blocks.buffer_info()[0], parts.buffer_info()[0]
-        self._held = blocks, parts
+        table = array("q", (len(chunks) // _PART, len(singles) // _PART, *chunks, *singles))
+        self._writable[:] = blocks.buffer_info()[0], table.buffer_info()[0]
+        self._held = blocks, table

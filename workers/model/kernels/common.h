@@ -51,8 +51,24 @@ static inline float silu(float x) {  // x / (1 + e^-x)
     return x * (x > 0 ? 1 : e) / (1 + e);
 }
 
-// See chunk_attention.c.
-int64_t chunk_items(int64_t tokens, int64_t kv_heads, int64_t group);
-void attend_chunk(const uint16_t *query, int64_t query_stride, uint16_t *out, int64_t out_stride, const uint16_t *keys,
-                  const uint16_t *values, const int32_t *table, int64_t start, int64_t tokens, int64_t window,
-                  int64_t kv_heads, int64_t group, int64_t D, int64_t block_size, float scale, int64_t item);
+// New tokens of one sequence and its cache, see paged_attention.c.
+typedef struct {
+    const uint16_t *query;  // [tokens, kv_heads * group, head_dim], tokens query_stride elements apart
+    uint16_t *out;          // the same, tokens out_stride elements apart
+    const uint16_t *keys, *values;
+    const int32_t *table;
+    int64_t query_stride, out_stride, kv_heads, group, head_dim, block_size;
+    int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
+    float scale;
+} Chunk;
+
+// The keys that a thread will probably read next: of a KV head, from `first` to `last`.
+typedef struct {
+    const int32_t *table;
+    int64_t head, first, last;
+} NextKeys;
+
+// See tile_attention.c.
+int has_tile_attention(int64_t group, int64_t head_dim);
+int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group);
+void attend_tiles(const Chunk *chunk, int64_t item, const NextKeys *next);

@@ -31,14 +31,14 @@ def can_attend_chunks(cache: torch.Tensor, group: int) -> bool:
     """Returns whether it also takes several tokens of a sequence, which needs bfloat16 and a processor with its dot
     product."""
     kernels = library() if usable(cache) and cache.dtype == torch.bfloat16 else None
-    return kernels is not None and bool(kernels.has_chunk_attention(group, cache.shape[-1]))
+    return kernels is not None and bool(kernels.has_tile_attention(group, cache.shape[-1]))
 
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
     values: torch.Tensor,  # the same
-    tables: torch.Tensor,  # [2] int64, see decode_attention.c
+    tables: torch.Tensor,  # [2] int64, see paged_attention.c
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
     """Computes attention of each token to the keys of its sequence that `tables` name, read in place."""

@@ -1,0 +1,79 @@
+"""A token's logits are the same bits however the tokens before it were computed, and whatever is computed beside it:
+so a sequence that is replayed on another worker continues as it would have."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
+from tandem.workers.model.kernels import cpu
+from tandem.workers.model.runner import ModelRunner
+
+NUM_TOKENS = 150  # more than two tiles of keys
+
+pytestmark = pytest.mark.skipif(
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
+)
+
+
+def cut(num_tokens: int, sizes: random.Random) -> list[int]:
+    """Cuts a sequence into chunks and single tokens; returns where they end."""
+    ends = [0]
+    while ends[-1] < num_tokens:
+        ends.append(min(ends[-1] + sizes.choice((1, 1, 1, 2, 5, 16, 33, 64, 65)), num_tokens))
+    return ends
+
+
+def logits_by_position(
+    runner: ModelRunner, ends: list[int], num_mates: int, monkeypatch: pytest.MonkeyPatch
+) -> dict[int, torch.Tensor]:
+    """Computes one sequence in the chunks that `ends` tells, each beside steps of other sequences, before or after it;
+    returns the logits [vocab_size] after each chunk, by position."""
+    driver, tokens, found = Driver(runner), prompt(NUM_TOKENS), {}
+    mates = [prompt(200, 1 + mate) for mate in range(num_mates)]
+    with recorded_logits(monkeypatch) as logits:
+        for index, (start, end) in enumerate(itertools.pairwise(ends)):
+            steps = [
+                driver.step(1 + mate, each[at : at + size], at)
+                for mate, each in enumerate(mates)
+                for size in (1 if mate % 2 else 3,)
+                for at in (index * size,)
+                if at + size <= len(each)
+            ]
+            steps.insert(index % (len(steps) + 1), driver.step(0, tokens[start:end], start))
+            driver.run(*steps)
+            found[end] = logits[-1][[step.sequence_id for step in steps].index(0)].clone()
+    driver.run(dropped=[0, *range(1, 1 + num_mates)])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_mates", [0, 3, 20])
+def test_logits_depend_on_the_tokens_alone(
+    family: str, num_mates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256} | ({} if family == "qwen2" else {"head_dim": 32})
+    if family == "mistral":
+        sizes["sliding_window"] = 70
+    runner = load(make_tiny_model(tmp_path, family, **sizes), dtype="bfloat16")
+    decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
+    for seed in range(4):
+        mixed = logits_by_position(runner, cut(NUM_TOKENS, random.Random(seed)), num_mates, monkeypatch)
+        for end, logits in mixed.items():
+            assert torch.equal(logits, decoded[end]), (seed, end)
+
+
+def test_another_order_of_accumulation_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: chunks by plain torch, which adds in another order."""
+    runner = load(make_tiny_model(tmp_path, hidden_size=256, head_dim=32), dtype="bfloat16")
+    decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
+    monkeypatch.setattr(cpu, "can_attend_chunks", lambda *_: False)
+    plain = load(tmp_path, dtype="bfloat16")
+    whole = logits_by_position(plain, [0, NUM_TOKENS], 0, monkeypatch)
+    assert not torch.equal(whole[NUM_TOKENS], decoded[NUM_TOKENS])
+    assert torch.allclose(whole[NUM_TOKENS].float(), decoded[NUM_TOKENS].float(), atol=0.5)
