@@ -8,7 +8,6 @@ import torch
 
 from .backend import SequenceSpan
 
-
 _PART: Final = 5  # numbers of each part, as in paged_attention.c
 
 
