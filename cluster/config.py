@@ -60,6 +60,8 @@ class RouterConfig(BaseModel):
     max_queued_requests: int = Field(default=1_024, ge=1, le=1_048_576)
     max_queued_tokens: int = Field(default=1_048_576, ge=1, le=1_073_741_824)
     max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400, description=QUEUE_SECONDS_HELP)
+    # How long a request that has lost its worker waits for one that can take it.
+    park_seconds: float = Field(default=30.0, ge=0, le=3600)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
 

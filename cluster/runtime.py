@@ -43,7 +43,7 @@ class RouterRuntime:
             max_queued_requests=router.max_queued_requests,
             max_queue_seconds=router.max_queue_seconds,
         )
-        dispatcher = Dispatcher(registry, admission)
+        dispatcher = Dispatcher(registry, admission, park_seconds=router.park_seconds)
         longest = read_context_tokens(folder)
         model = ServedModel(
             name=config.served_name,

@@ -38,12 +38,12 @@ class ChoiceState(Enum):
 
 class Cause(Enum):
     """Why choices of an attempt were interrupted. The values tell who is blamed: whether the request avoids the worker
-    from then on, and whether the request itself may be at fault."""
+    for a while, and whether the request itself may be at fault."""
 
     INVALID = ("invalid", False, True)  # the worker refused the request: another would, too
     FULL = ("full", True, False)  # the worker's queue or KV budget is full
-    LEFT = ("left", True, False)  # the worker drains, has left, or was lost before it had begun with the request
-    CRASHED = ("crashed", True, True)  # the worker was lost after it had begun
+    GONE = ("gone", True, False)  # the worker drains, has left, or was lost before it had begun with the request
+    CRASH = ("crash", True, True)  # the worker was lost after it had begun
     TRANSFER = ("transfer", False, False)  # the KV cache could not be fetched; which side failed is not known
     PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
 
@@ -111,6 +111,16 @@ class Attempt:
         self._ended = False
 
     @property
+    def first_index(self) -> int:
+        """The index of the first token that this attempt generates."""
+        return self._submit.first_index
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether the prefill worker still holds the KV cache, as far as is known."""
+        return self._opener is not None and self._opener.failure is None
+
+    @property
     def choices(self) -> Set[int]:
         """The choices that go on."""
         return self._states.keys()
@@ -121,7 +131,7 @@ class Attempt:
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
         if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_WHOLE
-            self._registry.dispatched(decode_id, self.part, num_tokens)
+            self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True)
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
             self._registry.dispatched(self.placement.prefill, self.part, num_tokens)
@@ -129,7 +139,7 @@ class Attempt:
         worker_id = self.placement.prefill or decode_id
         self._opener = self._send(worker_id, self._submit)
         if self._opener is None:
-            self._interrupt(Cause.LEFT, (worker_id, 0), "worker left")
+            self._interrupt(Cause.GONE, (worker_id, 0), "worker left")
 
     def poll(self) -> Iterator[TokenDelta]:
         """Yields what has come since the last call. What was interrupted is in `interruptions` then."""
@@ -205,7 +215,7 @@ class Attempt:
         submit.kv.CopyFrom(self._kv)
         self._decoder = self._send(self.placement.decode, submit)
         if self._decoder is None:
-            self._interrupt(Cause.LEFT, (self.placement.decode, 0), "worker left", can_rehand=True)
+            self._interrupt(Cause.GONE, (self.placement.decode, 0), "worker left", can_rehand=True)
             return
         for choice in self._choices:  # those that have ended since the prefill worker was asked
             if choice not in self._states:
@@ -267,7 +277,7 @@ class Attempt:
         cause = _CAUSES.get(failure.kind)
         if cause is None:
             # A worker reads a grammar before it admits the request.
-            cause = Cause.CRASHED if stream.admitted or self._submit.grammar else Cause.LEFT
+            cause = Cause.CRASH if stream.admitted or self._submit.grammar else Cause.GONE
         is_decoder = stream is self._decoder
         if is_decoder:
             self._decoder = None
@@ -284,8 +294,7 @@ class Attempt:
         can_rehand: bool = False,
     ) -> None:
         """Interrupts `choices`, None for all."""
-        is_held = self._opener is not None and self._opener.failure is None
-        is_held &= ChoiceState.DECODING not in self._states.values()
+        is_held = self.holds_kv and ChoiceState.DECODING not in self._states.values()
         can_rehand &= is_held and self._num_fetches_failed < _MAX_FETCHES and cause is not Cause.INVALID
         interrupted = frozenset(self._states if choices is None else choices & self._states.keys())
         if not interrupted:

@@ -9,7 +9,8 @@ from ...proto.errors import Unavailable
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
-from .execution import RequestExecution
+from .execution import PARK_SECONDS, RequestExecution
+from .quarantine import Quarantine
 from .request_timer import RequestTimer
 from .worker_client import WorkerClient, WorkerKey, WorkerStream
 
@@ -21,10 +22,15 @@ class Dispatcher:
     router's; request ids only have to be unique within a router.
     """
 
-    def __init__(self, registry: WorkerRegistry, admission: Admission | None = None) -> None:
-        """`admission` decides when a request may start; None: one with the default bounds."""
+    def __init__(
+        self, registry: WorkerRegistry, admission: Admission | None = None, *, park_seconds: float = PARK_SECONDS
+    ) -> None:
+        """`admission` decides when a request may start; None: one with the default bounds. An interrupted request waits
+        `park_seconds` for a worker that can take it."""
         self._registry = registry
         self._admission = admission or Admission(registry)
+        self._park_seconds = park_seconds
+        self._quarantine = Quarantine()
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._closed = False
 
@@ -35,7 +41,16 @@ class Dispatcher:
         request has cost MAX_WORKERS_LOST workers."""
         wake, timer = asyncio.Event(), RequestTimer(request, timeline)
         send = partial(self._send, wake)
-        execution = RequestExecution(request, ended, send=send, registry=self._registry, timer=timer)
+        execution = RequestExecution(
+            request,
+            ended,
+            send=send,
+            registry=self._registry,
+            timer=timer,
+            quarantine=self._quarantine,
+            park_seconds=self._park_seconds,
+            wake=wake.set,
+        )
         return execution.run(self._admission, wake)
 
     async def close(self) -> None:

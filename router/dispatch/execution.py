@@ -2,16 +2,17 @@
 
 Prompt and emitted tokens stay here. After an interruption the choices continue on one of two ways: *rehand*, while the
 prefill worker still holds the KV cache, gives that to another decode worker; *replay* prefills prompt + emitted tokens,
-mostly hits in a prefix cache, and continues at the next index. Several choices share an attempt until one of them, or
-their worker, is lost; then each continues in an attempt of its own. Knows token ids, not text. Only `run` awaits.
+mostly hits in a prefix cache, and continues at the next index. While no worker can take them they are parked. Several
+choices share an attempt until one of them, or their worker, is lost; then each continues in an attempt of its own.
+Knows token ids, not text. Only `run` awaits.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Iterator
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ...proto import inference_pb2, worker_pb2
@@ -21,23 +22,42 @@ from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
 from .attempt import Attempt, Cause, Interruption, Submitter
+from .quarantine import Quarantine
 from .request_timer import RequestTimer
+from .worker_client import WorkerKey
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS_LOST: Final = 2
-"""A request that so many workers had begun when they crashed is not given to another."""
+"""A choice that so many workers had begun when they crashed, one after the other without a token, is given up."""
 
-MAX_TRANSFERS_LOST: Final = 3
-"""Of one choice. Choices in attempts of their own may lose as many at the same moment, by one crash."""
+MAX_TRANSFERS_LOST: Final = 2
+"""Of one choice; after so many a single worker prefills and decodes it."""
+
+PARK_SECONDS: Final = 30.0
+"""How long a request waits by default until a worker can take it, once it has been interrupted."""
+
+AVOID_SECONDS: Final = 2.0
+"""How long a request avoids a worker that failed it: by then it is gone from the registry, or has room again."""
 
 _FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"}
 """Fields of a submit by the names of the API. Every other refusal of a worker concerns the length of the prompt."""
 
 
+@dataclass(slots=True, eq=False)
+class _Parked:
+    """Choices that wait until they can continue."""
+
+    choices: frozenset[int]
+    attempt: Attempt | None  # that can hand over its KV cache
+    cause: Cause
+    last_worker: str
+    until: float  # when they are given up
+
+
 class RequestExecution:
-    """Call `run`; or `start`, then `deltas` whenever something may have come, until `done`, and in the end `end`,
-    whatever happened."""
+    """Call `run`; or `start`, then `deltas` whenever something may have come and at `wake_at`, until `done`, and in the
+    end `end`, whatever happened."""
 
     def __init__(
         self,
@@ -47,23 +67,43 @@ class RequestExecution:
         send: Submitter,
         registry: WorkerRegistry,
         timer: RequestTimer,
+        quarantine: Quarantine | None = None,
+        park_seconds: float = PARK_SECONDS,
+        wake: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ended`: choices that are no longer wanted; the caller may add to it."""
+        """`ended`: choices that are no longer wanted; the caller may add to it. `quarantine` is shared by all requests
+        of the router. `wake` is called when parked choices may be able to continue."""
         self._request = request
         self._ended = ended
         self._send = send
         self._registry = registry
         self._timer = timer
+        self._quarantine = quarantine or Quarantine()
+        self._park_seconds = park_seconds
+        self._wake = wake
+        self._clock = clock
         self._emitted: list[list[int]] = [[] for _ in range(request.num_choices)]
         self._finished: set[int] = set()
         self._has_prompt_logprobs = False
         self._attempts: list[Attempt] = []
         self._num_attempts = 0
-        self._interruptions: list[Interruption] = []
+        self._parked: list[_Parked] = []
+        self._unsubscribe: Callable[[], object] | None = None
+        self._avoided: dict[str, float] = {}  # worker ids, until when
+        self._crashes: dict[int, set[WorkerKey]] = {}  # by choice, since its last token
+        self._num_transfers_lost = [0] * request.num_choices
 
     @property
     def done(self) -> bool:
-        return not self._attempts
+        return not self._attempts and not self._parked
+
+    @property
+    def wake_at(self) -> float | None:
+        """When `deltas` is to be called at the latest, by the clock; None if only when something has come."""
+        if not self._parked:
+            return None
+        return min([*self._avoided.values(), *(each.until for each in self._parked)])
 
     async def run(self, admission: Admission, wake: asyncio.Event) -> AsyncGenerator[TokenDelta, None]:
         """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever something has come."""
@@ -75,6 +115,7 @@ class RequestExecution:
 
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
+            self._check_quarantine()
             await before(deadline, scope.enter_async_context(admission.slot(self._request)))
             scope.callback(self.end)
             if deadline is not None:  # one timer for a request costs less than one for each token
@@ -86,24 +127,64 @@ class RequestExecution:
                     yield delta
                 if self.done:
                     return
-                await wake.wait()
+                if self.wake_at is None:
+                    await wake.wait()
+                else:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(wake.wait(), self.wake_at - self._clock())
                 wake.clear()
                 if late.is_set():
                     raise deadline_passed()
 
-    def start(self, choice: int | None = None) -> None:
-        """Starts an attempt, of one choice or, if None, of all. Raises Unavailable or Overloaded without a worker."""
+    def start(self) -> None:
+        """Starts the first attempt. Raises Unavailable without a worker."""
+        if not self._start(None):
+            raise Unavailable("no worker is ready")
+
+    def deltas(self) -> Iterator[TokenDelta]:
+        """Yields what has come since the last call. Raises a TandemError if the request cannot be continued."""
+        self._unpark()
+        for attempt in self._attempts:  # grows meanwhile, by those that replay
+            while True:
+                for delta in attempt.poll():
+                    if delta.choice in self._ended:
+                        attempt.drop(delta.choice)
+                    elif fresh := self._fresh(delta):
+                        self._emitted[fresh.choice] += fresh.ids
+                        self._timer.tokens(len(fresh.ids))
+                        if self._crashes:
+                            self._clear(fresh, attempt)
+                        yield fresh
+                if not attempt.interruptions:
+                    break
+                interruptions, attempt.interruptions = attempt.interruptions, []
+                for interruption in interruptions:
+                    self._park(interruption, attempt)
+                self._unpark()
+            if not attempt.choices:
+                attempt.end()
+        self._attempts = [attempt for attempt in self._attempts if attempt.choices]
+
+    def end(self) -> None:
+        """Lets the workers free whatever they still hold for the request. Idempotent."""
+        self._quarantine.leave(self)
+        self._parked.clear()
+        self._watch_workers()
+        for attempt in self._attempts:
+            attempt.end()
+
+    def _start(self, choice: int | None) -> bool:
+        """Starts an attempt, of one choice or, if None, of all. Returns False if no worker can take it."""
         request = self._request
         emitted = [] if choice is None else self._emitted[choice]
         part = request if choice is None else replace(request, request_id=f"{request.request_id}#{choice}")
         if choice is not None:
             max_tokens = request.max_tokens - len(emitted)
             part = replace(part, prompt=(*request.prompt, *emitted), max_tokens=max_tokens, num_choices=1)
-        placement = self._registry.place(part, self._avoided())
+        lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
+        placement = self._registry.place(part, self._avoid(), whole=lost >= MAX_TRANSFERS_LOST)
         if placement is None:
-            if self._interruptions and self._interruptions[-1].cause is Cause.FULL:
-                raise Overloaded("every worker's queue is full")
-            raise Unavailable("no worker is ready")
+            return False
         self._num_attempts += 1
         submit = worker_pb2.Submit(
             request_id=request.request_id,
@@ -129,31 +210,7 @@ class RequestExecution:
         attempt = Attempt(part, submit, placement, send=self._send, registry=self._registry, timer=self._timer)
         self._attempts.append(attempt)
         attempt.start()
-
-    def deltas(self) -> Iterator[TokenDelta]:
-        """Yields what has come since the last call. Raises a TandemError if the request cannot be continued."""
-        for attempt in self._attempts:  # grows meanwhile, by those that replay
-            while True:
-                for delta in attempt.poll():
-                    if delta.choice in self._ended:
-                        attempt.drop(delta.choice)
-                    elif fresh := self._fresh(delta):
-                        self._emitted[fresh.choice] += fresh.ids
-                        self._timer.tokens(len(fresh.ids))
-                        yield fresh
-                if not attempt.interruptions:
-                    break
-                interruptions, attempt.interruptions = attempt.interruptions, []
-                for interruption in interruptions:
-                    self._continue(interruption, attempt)
-            if not attempt.choices:
-                attempt.end()
-        self._attempts = [attempt for attempt in self._attempts if attempt.choices]
-
-    def end(self) -> None:
-        """Lets the workers free whatever they still hold for the request. Idempotent."""
-        for attempt in self._attempts:
-            attempt.end()
+        return True
 
     def _fresh(self, delta: TokenDelta) -> TokenDelta | None:
         """Returns the delta without what the caller has already: prompt logprobs and, of a beam search that started
@@ -178,28 +235,95 @@ class RequestExecution:
             logprobs=delta.logprobs[num_known:],
         )
 
-    def _continue(self, interruption: Interruption, attempt: Attempt) -> None:
-        """Continues interrupted choices: rehand if that is possible, else replay. Raises the request's error if it was
-        interrupted too often. A crash counts before the next placement, which avoids the worker."""
-        logger.warning("%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0])
-        self._interruptions.append(interruption)
-        _check(self._interruptions)
-        if interruption.can_rehand and self._rehand(interruption, attempt):
-            return
-        attempt.abandon(interruption.choices)
-        choices = interruption.choices - set(self._ended)
-        is_untouched = len(choices) == self._request.num_choices and not any(self._emitted)
-        if self._request.beam_search is not None or is_untouched:
-            self.start()
-        else:
-            for choice in sorted(choices):
-                self.start(choice)
+    def _clear(self, delta: TokenDelta, attempt: Attempt) -> None:
+        """Clears a choice of the crashes before this delta, if it shows that its worker decodes it; once all are
+        cleared, the request has left the quarantine."""
+        if delta.finish_reason or delta.first_index + len(delta.ids) > attempt.first_index + 1:
+            self._crashes.pop(delta.choice, None)
+            if not self._crashes.keys() - set(self._ended):
+                self._quarantine.leave(self)
 
-    def _rehand(self, interruption: Interruption, attempt: Attempt) -> bool:
+    def _park(self, interruption: Interruption, attempt: Attempt) -> None:
+        """Lets interrupted choices wait until they can continue, which may be at once. Raises the request's error if it
+        was interrupted too often."""
+        cause, choices = interruption.cause, interruption.choices
+        logger.warning("%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0])
+        if cause is Cause.INVALID:
+            raise _refusal(interruption.message)
+        if cause.avoids_worker:
+            self._avoided[interruption.worker[0]] = self._clock() + AVOID_SECONDS
+        for choice in choices:
+            self._num_transfers_lost[choice] += cause is Cause.TRANSFER
+        if cause.blames_request:
+            self._blame(interruption)
+        until = self._clock() + self._park_seconds
+        for each in self._parked:  # whose prefill worker is lost now, too
+            if each.choices & choices:
+                until = min(until, each.until)
+                each.choices -= choices
+        source = attempt if interruption.can_rehand else None
+        self._parked.append(_Parked(choices, source, cause, interruption.worker[0], until))
+        if not interruption.can_rehand:
+            attempt.abandon(choices)
+        self._watch_workers()
+
+    def _blame(self, interruption: Interruption) -> None:
+        """Counts a crash against the choices that the worker had. Raises InternalError, and has the request refused for
+        a while, if one of them has cost too many workers."""
+        for choice in interruption.choices - set(self._ended):
+            crashed = self._crashes.setdefault(choice, set())
+            crashed.add(interruption.worker)
+            if len(crashed) >= MAX_WORKERS_LOST:
+                self._quarantine.convict(self._request.prompt)
+                raise InternalError("the request was given up after two workers were lost")
+        self._quarantine.enter(self, self._wake)
+
+    def _check_quarantine(self) -> None:
+        if self._quarantine.is_convicted(self._request.prompt):
+            raise InternalError("the request was given up after two workers were lost")
+
+    def _unpark(self) -> None:
+        """Continues parked choices as far as workers can take them. Raises Unavailable or Overloaded for those that have
+        waited too long."""
+        if not self._parked:
+            return
+        self._avoid()  # forgets those whose time is over, at which `wake_at` may have been
+        may_start = self._quarantine.may_start(self)
+        parked, self._parked = self._parked, []
+        for each in parked:
+            if may_start:
+                each.choices = self._continue(each)
+            if not each.choices:
+                continue
+            if each.cause is Cause.FULL and not any(self._emitted):
+                raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
+            if self._clock() >= each.until:
+                raise Unavailable("no worker is ready")
+            self._parked.append(each)
+        self._watch_workers()
+
+    def _continue(self, parked: _Parked) -> frozenset[int]:
+        """Continues choices: rehand if that is possible, else replay. Returns those that no worker can take now."""
+        if parked.attempt is not None:
+            if self._rehand(parked, parked.attempt):
+                return frozenset()
+            if parked.attempt.holds_kv and self._registry.place(parked.attempt.part, self._avoid()) is None:
+                return parked.choices
+            parked.attempt.abandon(parked.choices)
+            parked.attempt = None
+        choices = parked.choices - set(self._ended)
+        is_untouched = len(choices) == self._request.num_choices and not any(self._emitted)
+        if choices and (self._request.beam_search is not None or is_untouched):
+            return frozenset() if self._start(None) else choices
+        return frozenset(choice for choice in sorted(choices) if not self._start(choice))
+
+    def _rehand(self, parked: _Parked, attempt: Attempt) -> bool:
         """Gives the KV cache of the attempt to another decode worker; to the same one if there is no other and it may
         not be at fault. Returns False, having done nothing, without a decode worker."""
-        avoided, prefill = self._avoided(), attempt.placement.prefill
-        placement = self._registry.place(attempt.part, avoided | {interruption.worker[0]}, prefill=prefill)
+        if not attempt.holds_kv:
+            return False
+        avoided, prefill = self._avoid(), attempt.placement.prefill
+        placement = self._registry.place(attempt.part, avoided | {parked.last_worker}, prefill=prefill)
         placement = placement or self._registry.place(attempt.part, avoided, prefill=prefill)
         if placement is None:
             return False
@@ -208,19 +332,22 @@ class RequestExecution:
         attempt.rehand(placement, self._num_attempts)
         return True
 
-    def _avoided(self) -> set[str]:
-        return {one.worker[0] for one in self._interruptions if one.cause.avoids_worker}
+    def _avoid(self) -> set[str]:
+        """Returns the workers to avoid now."""
+        now = self._clock()
+        self._avoided = {worker: until for worker, until in self._avoided.items() if until > now}
+        return set(self._avoided)
+
+    def _watch_workers(self) -> None:
+        """Has `wake` called whenever workers may have become free, as long as choices are parked."""
+        if self._parked and self._unsubscribe is None:
+            self._unsubscribe = self._registry.subscribe(self._wake)
+        elif not self._parked and self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
 
 
-def _check(interruptions: list[Interruption]) -> None:
-    """Raises the request's error if the last interruption was one too many; returns if the request continues."""
-    last = interruptions[-1]
-    if last.cause is Cause.INVALID:
-        field, _, reason = last.message.partition(": ")
-        raise InvalidArgument(reason if field in _FIELDS else last.message, _FIELDS.get(field, "prompt"))
-    crashed = {one.worker for one in interruptions if one.cause.blames_request}
-    if len(crashed) >= MAX_WORKERS_LOST:
-        raise InternalError("the request was given up after two workers were lost")
-    lost = [one.choices for one in interruptions if one.cause is Cause.TRANSFER]
-    if any(sum(choice in choices for choices in lost) >= MAX_TRANSFERS_LOST for choice in last.choices):
-        raise InternalError("the KV cache could not be moved")
+def _refusal(message: str) -> InvalidArgument:
+    """Returns what a worker's refusal of a request means to the client."""
+    field, _, reason = message.partition(": ")
+    return InvalidArgument(reason if field in _FIELDS else message, _FIELDS.get(field, "prompt"))

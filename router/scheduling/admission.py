@@ -165,7 +165,7 @@ class Admission:
         self._admit_waiting()
 
     def _fits(self, needed: Capacity) -> bool:
-        """Without a decode worker there is nothing to wait for: the placement of the request fails at once."""
+        """Without a worker there is nothing to wait for: the placement of the request fails at once."""
         free = self._registry.free()
         if not self.num_active or free is None:
             return True

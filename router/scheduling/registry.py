@@ -4,6 +4,7 @@ what this router has dispatched since. Other routers are known only by what the 
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Final
 
 from ...proto import worker_pb2
@@ -47,7 +48,7 @@ class WorkerRegistry:
         # Of the last placement, so that a prompt is hashed and looked up once: request, prefix, matched tokens by
         # worker.
         self._looked_up: tuple[TokenRequest, Prefix, dict[str, int]] | None = None
-        self._on_free: Callable[[], object] = lambda: None
+        self._subscribers: list[Callable[[], object]] = []
 
     def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Takes over the directory's whole snapshot. A worker of a new epoch starts empty."""
@@ -65,7 +66,7 @@ class WorkerRegistry:
                 worker.report(info.load)
             worker.info = info
             self._recount(worker)
-        self._on_free()
+        self._notify()
 
     def report(self, worker_id: str, epoch: int, message: worker_pb2.SessionResponse) -> None:
         """Takes over what a worker's session reports of its load and prefix cache; ignored from another epoch."""
@@ -106,13 +107,17 @@ class WorkerRegistry:
         return worker.info if worker else None
 
     def place(
-        self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None
+        self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
     ) -> Placement | None:
         """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the prefill worker that
-        holds the KV cache already. None if there is no decode worker, or if `prefill` has left."""
+        holds the KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker
+        does all. None if there is neither, or if `prefill` has left or no decode worker can take over from it."""
         _, _, matched = self._look_up(request)
         decode = self._candidates(_DECODE, avoid, matched)
-        if prefill is None:
+        if prefill is None and (whole or not decode):
+            decode, sources = decode or self._candidates(_PREFILL, avoid, matched), []
+            local_tokens = 0
+        elif prefill is None:
             sources, local_tokens = self._candidates(_PREFILL, avoid, matched), self._local_prefill_tokens
         elif holder := self._workers.get(prefill):
             sources, local_tokens = [self._candidate(holder, matched, NEUTRAL_STEP_SECONDS)], 0
@@ -120,11 +125,12 @@ class WorkerRegistry:
             return None
         return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
 
-    def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int) -> None:
+    def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int, *, decodes: bool = False) -> None:
         """Counts a request that is dispatched to the worker, which is to compute `num_tokens` of its prompt, less what
-        it has cached. Call it for the decode worker last: that releases what was reserved for the request."""
+        it has cached; `decodes` says so of a prefill worker. Call it for the decode worker last: that releases what was
+        reserved for the request."""
         worker = self._workers.get(worker_id)
-        decodes = worker is None or worker.info.role == _DECODE
+        decodes |= worker is None or worker.info.role == _DECODE
         if worker is not None:
             found = self._looked_up
             _, prefix, matched = found if found is not None and found[0] is request else self._look_up(request)
@@ -135,7 +141,7 @@ class WorkerRegistry:
             self._recount(worker)
         if decodes:
             self.release(request.request_id)
-            self._on_free()  # what was reserved did not take account of what is cached
+            self._notify()  # what was reserved did not take account of what is cached
 
     def prefilled(self, worker_id: str, request_id: str) -> None:
         """Counts the prompt of a request as computed; the request is still on the worker."""
@@ -151,9 +157,11 @@ class WorkerRegistry:
             self._recount(worker)
 
     def free(self) -> Capacity | None:
-        """Returns what all workers have free, less what is reserved. None without a decode worker that takes requests.
-        Without a prefill worker the decode workers compute the prompts."""
+        """Returns what all workers have free, less what is reserved. None without a worker that takes requests. Where
+        a pool has none, the other does its work."""
         prefill, decode = self._free[_PREFILL], self._free[_DECODE]
+        if not decode.workers:
+            decode = prefill
         if not decode.workers:
             return None
         prompt_tokens = (prefill if prefill.workers else decode).prompt_tokens
@@ -180,9 +188,14 @@ class WorkerRegistry:
         if reserved := self._reserved.pop(request_id, None):
             self._total_reserved -= reserved
 
-    def subscribe(self, on_free: Callable[[], object]) -> None:
-        """Calls `on_free` whenever there may be more free capacity than before."""
-        self._on_free = on_free
+    def subscribe(self, on_free: Callable[[], object]) -> Callable[[], None]:
+        """Calls `on_free` whenever there may be more free capacity than before; returns what ends that."""
+        self._subscribers.append(on_free)
+        return partial(self._subscribers.remove, on_free)
+
+    def _notify(self) -> None:
+        for on_free in tuple(self._subscribers):
+            on_free()
 
     def least_prefill_seconds(self) -> float:
         """Returns how long the fastest worker takes for the shortest prompt; 0 before anything was measured."""
@@ -201,7 +214,7 @@ class WorkerRegistry:
         worker.free = worker.measure_free(self._prefill_cost(worker).each)
         self._free[worker.info.role] += worker.free - before
         if worker.free.exceeds(before):
-            self._on_free()
+            self._notify()
 
     def _look_up(self, request: TokenRequest) -> tuple[TokenRequest, Prefix, dict[str, int]]:
         prefix = Prefix(request.prompt, request.cache_salt)

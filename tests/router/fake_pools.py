@@ -3,9 +3,10 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tandem.proto import inference_pb2, worker_pb2
@@ -144,6 +145,7 @@ class FakePools:
     prefilled_tokens: list[int] = field(default_factory=list)
     num_transfers: int = 0
     left: set[str] = field(default_factory=set)
+    subscribers: list[Callable[[], object]] = field(default_factory=list)
 
     # --- what the execution calls ---
 
@@ -163,17 +165,21 @@ class FakePools:
         return client.submit(submit, asyncio.Event())
 
     def place(
-        self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None
+        self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
     ) -> Placement | None:
         free = [name for name in self.decode if name not in avoid]
         sources = [name for name in ("p1", "p2", "p3", "p4") if name not in avoid]
         if not free:
             return None
-        if self.pairs and prefill is None:
+        if self.pairs and prefill is None and not whole:
             prefill = self.chance.choice(sources)
         return Placement(prefill=prefill, decode=self.chance.choice(free))
 
-    def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int) -> None:
+    def subscribe(self, on_free: Callable[[], object]) -> Callable[[], None]:
+        self.subscribers.append(on_free)
+        return partial(self.subscribers.remove, on_free)
+
+    def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int, *, decodes: bool = False) -> None:
         self.held[worker_id, request.request_id] = 1
 
     def prefilled(self, worker_id: str, request_id: str) -> None:
@@ -259,12 +265,12 @@ class FakePools:
 
 
 def start(
-    pools: FakePools, request: TokenRequest, ended: Collection[int] = ()
+    pools: FakePools, request: TokenRequest, ended: Collection[int] = (), **options: Any
 ) -> tuple[RequestExecution, inference_pb2.Timeline]:
     timeline = inference_pb2.Timeline()
     registry: Any = pools
     timer = RequestTimer(request, timeline)
-    execution = RequestExecution(request, ended, send=pools.send, registry=registry, timer=timer)
+    execution = RequestExecution(request, ended, send=pools.send, registry=registry, timer=timer, **options)
     execution.start()
     return execution, timeline
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
-from tandem.router.dispatch.execution import MAX_TRANSFERS_LOST
+from tandem.router.dispatch.execution import AVOID_SECONDS, MAX_TRANSFERS_LOST, PARK_SECONDS
+from tandem.router.dispatch.quarantine import Quarantine
 from tandem.router.scheduling.policy import Placement
 from tandem.tests.router.fake_pools import (
     SEED,
@@ -245,21 +246,17 @@ def test_one_crash_counts_once_for_all_its_choices(monkeypatch: pytest.MonkeyPat
     assert len(pools.submits) == 1 + 2 * len(alone)
 
 
-@pytest.mark.parametrize("times", [2, 3])
-def test_transfers_are_counted_by_choice(times: int) -> None:
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None:
     pools, caller = FakePools(random.Random(4), pairs=True), Caller(2)
     execution, _ = start(pools, choices_request(2))
-    for _ in range(times - 1):
+    for _ in range(times):
         pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_TRANSFER)
         list(execution.deltas())
-    pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_TRANSFER)
-    if times < MAX_TRANSFERS_LOST:
-        list(execution.deltas())
-        caller.read_until(pools, execution, 30)
-        assert execution.done
-    else:
-        with pytest.raises(InternalError, match="could not be moved"):
-            list(execution.deltas())
+    is_whole = pools.submits[-1].task == worker_pb2.TASK_WHOLE
+    assert is_whole == (times >= MAX_TRANSFERS_LOST)
+    caller.read_until(pools, execution, 30)
+    assert execution.done
 
 
 @pytest.mark.parametrize(
@@ -281,7 +278,7 @@ def test_failures_that_end_the_request(
     kind: "worker_pb2.FailureKind", message: str, error: type[Exception], text: str
 ) -> None:
     pools = FakePools(random.Random(4), pairs=False)
-    execution, _ = start(pools, choices_request(1))
+    execution, _ = start(pools, choices_request(1), park_seconds=0.0)
 
     def fail_for_ever() -> None:
         for _ in range(5):
@@ -301,3 +298,102 @@ def test_the_registry_gets_what_was_measured() -> None:
     assert pools.prefilled_tokens == [3]  # the prompt less what was cached
     assert pools.num_transfers == 1
     assert timeline.kv_transfer_bytes == 10
+
+
+class Clock:
+    """A clock that stands."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_choices_wait_for_a_worker_and_then_go_on() -> None:
+    pools, caller, clock, woken = FakePools(random.Random(4), pairs=True), Caller(3), Clock(), []
+    execution, _ = start(pools, choices_request(3), clock=clock, wake=lambda: woken.append(True))
+    caller.read_until(pools, execution, 2)
+    pools.decode = ()
+    pools.running[-1].client.kill()
+    caller.read(execution)
+    assert not execution.done
+    assert execution.wake_at == clock.now + AVOID_SECONDS
+    clock.now += PARK_SECONDS / 2
+    caller.read(execution)
+    assert execution.wake_at == clock.now + PARK_SECONDS / 2
+    pools.decode = ("d9",)
+    for on_free in pools.subscribers:
+        on_free()
+    assert woken
+    caller.read(execution)
+    assert not pools.subscribers
+    caller.read_until(pools, execution, 30)
+    assert caller.ids == [completion((5, 6, 7, 8), SEED + choice, 30) for choice in range(3)]
+    assert not pools.held
+
+
+def test_nobody_waits_for_a_worker_for_ever() -> None:
+    pools, caller, clock = FakePools(random.Random(4), pairs=False), Caller(1), Clock()
+    execution, _ = start(pools, choices_request(1), clock=clock, park_seconds=5.0)
+    caller.read_until(pools, execution, 2)
+    pools.decode = ()
+    pools.running[-1].client.kill()
+    caller.read(execution)
+    clock.now += 5.0
+    with pytest.raises(Unavailable, match="no worker is ready"):
+        caller.read(execution)
+    execution.end()
+    assert not pools.subscribers
+
+
+def test_a_worker_that_was_full_is_asked_again() -> None:
+    pools, caller, clock = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(1), Clock()
+    execution, _ = start(pools, choices_request(1), clock=clock)
+    caller.read_until(pools, execution, 2)
+    pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_FULL)
+    caller.read(execution)
+    assert len(pools.submits) == 1
+    clock.now += AVOID_SECONDS
+    caller.read_until(pools, execution, 30)
+    assert len(pools.submits) == 2
+    assert caller.ids == [completion((5, 6, 7, 8), SEED, 30)]
+
+
+def test_crashes_with_tokens_between_them_are_not_the_request_s() -> None:
+    pools, caller, clock = FakePools(random.Random(4), pairs=False), Caller(1), Clock()
+    request = choices_request(1)
+    execution, _ = start(pools, request, clock=clock)
+    for _ in range(4):
+        clock.now += AVOID_SECONDS
+        caller.read_until(pools, execution, len(caller.ids[0]) + 3)
+        pools.running[-1].client.kill()
+        caller.read(execution)
+    caller.read_until(pools, execution, 30)
+    assert caller.ids == [completion(request.prompt, SEED, 30)]
+
+
+def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
+    quarantine, callers = Quarantine(), [Caller(1) for _ in range(4)]
+    all_pools = [FakePools(random.Random(number), pairs=False) for number in range(4)]
+    runs = [start(pools, choices_request(1), quarantine=quarantine)[0] for pools in all_pools]
+    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
+        caller.read_until(pools, execution, 2)
+        pools.running[-1].client.kill()
+        caller.read(execution)
+    assert [len(pools.submits) for pools in all_pools] == [2, 1, 1, 1]
+    callers[0].read_until(all_pools[0], runs[0], 3)
+    assert not quarantine.may_start(runs[1])  # the first token may be one that the prefill worker drew
+    callers[0].read_until(all_pools[0], runs[0], 4)
+    callers[1].read(runs[1])
+    assert [len(pools.submits) for pools in all_pools] == [2, 2, 1, 1]
+    all_pools[1].step(all_pools[1].running[-1])  # admitted
+    all_pools[1].running[-1].client.kill()
+    with pytest.raises(InternalError, match="two workers"):
+        callers[1].read(runs[1])
+    runs[1].end()
+    assert quarantine.is_convicted((5, 6, 7, 8))
+    assert not quarantine.is_convicted((5, 6, 7))
+    callers[2].read(runs[2])
+    runs[2].end()  # the client has gone
+    callers[3].read(runs[3])
+    assert [len(pools.submits) for pools in all_pools] == [2, 2, 2, 2]

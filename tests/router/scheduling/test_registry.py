@@ -74,13 +74,24 @@ def test_draining_and_avoided_workers_get_no_request(role: "worker_pb2.Role") ->
         assert {names[0], names[1]}.isdisjoint({placement.prefill, placement.decode})
 
 
-def test_without_a_prefill_worker_the_decode_worker_does_all_and_without_it_there_is_no_placement() -> None:
+def test_where_a_pool_has_no_worker_one_of_the_other_does_all() -> None:
     registry = registry_of(1, 1)
-    assert registry.place(request([1]), avoid={"d0"}) is None
-    placement = registry.place(request([1]), avoid={"p0"})
-    assert placement is not None
-    assert (placement.prefill, placement.decode) == (None, "d0")
-    assert WorkerRegistry().place(request([1])) is None
+    asked = request(prompt(1))
+    assert registry.place(asked, avoid={"p0"}) == (None, "d0")
+    assert registry.place(asked, avoid={"d0"}) == (None, "p0")
+    assert registry.place(asked, whole=True) == (None, "d0")
+    assert registry.place(asked, avoid={"d0", "p0"}) is None
+    assert WorkerRegistry().place(asked) is None
+    registry.update([info("p0", ROLE_PREFILL, max_sequences=4)])
+    free = registry.free()
+    assert free is not None
+    assert free.sequences == 4
+    registry.reserve(asked)
+    registry.dispatched("p0", asked, len(asked.prompt), decodes=True)
+    assert registry._reserved == {}
+    free = registry.free()
+    assert free is not None
+    assert free.sequences == 3
 
 
 def test_a_restarted_worker_starts_empty() -> None:
