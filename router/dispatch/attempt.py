@@ -13,7 +13,7 @@ from ..request import TokenDelta, TokenRequest
 from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
 from .request_timer import RequestTimer
-from .worker_client import WorkerKey, WorkerStream
+from .worker_client import SuspendedChoice, WorkerKey, WorkerStream
 
 _MAX_FETCHES: Final = 2
 """Of one KV cache: after so many that failed, the fault is taken to be the prefill worker's."""
@@ -46,6 +46,7 @@ class Cause(Enum):
     CRASH = ("crash", True, True)  # the worker was lost after it had begun
     TRANSFER = ("transfer", False, False)  # the KV cache could not be fetched; which side failed is not known
     PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
+    SUSPENDED = ("suspended", True, False)  # the worker drains, and holds the KV cache for another
 
     def __init__(self, _name: str, avoids_worker: bool, blames_request: bool) -> None:
         self.avoids_worker = avoids_worker
@@ -69,6 +70,7 @@ class Interruption:
     message: str
     choices: frozenset[int]
     can_rehand: bool  # the prefill worker holds the KV cache still: they stay in the attempt until `abandon`
+    suspended: SuspendedChoice | None = None
 
 
 class Attempt:
@@ -88,8 +90,10 @@ class Attempt:
         send: Submitter,
         registry: WorkerRegistry,
         timer: RequestTimer,
+        source: SuspendedChoice | None = None,
     ) -> None:
-        """`part` is what the registry counts: the request itself, or what is left of one choice."""
+        """`part` is what the registry counts: the request itself, or what is left of one choice. `source` has its KV
+        cache already: then the placement's prefill worker is the one that suspended it."""
         self.interruptions: list[Interruption] = []  # the caller removes them
         self.part = part
         # A beam search of one step has nothing to hand over.
@@ -102,12 +106,12 @@ class Attempt:
         self._registry = registry
         self._timer = timer
         self._is_beam = submit.HasField("beam_search")
-        self._opener: WorkerStream | None = None  # computes the prompt, and in a pair nothing else
+        self._opener: WorkerStream | SuspendedChoice | None = source  # computes the prompt, and in a pair nothing else
         self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
         self._kv = worker_pb2.KvHandle()  # of the prefill worker, once that has admitted the request
         self._num_fetches_failed = 0
         self._num_cached = 0
-        self._begun = False  # the prompt has been computed
+        self._begun = source is not None  # the prompt has been computed
         self._ended = False
 
     @property
@@ -129,6 +133,12 @@ class Attempt:
         """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if the router
         closes."""
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
+        if isinstance(self._opener, SuspendedChoice):
+            self._registry.dispatched(decode_id, self.part, 0)
+            self._kv = self._opener.kv
+            self._states = dict.fromkeys(self._states, ChoiceState.MOVING)
+            self._send_decode(self._submit.attempt)
+            return
         if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_WHOLE
             self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True)
@@ -153,6 +163,8 @@ class Attempt:
                     self._admitted(stream, output)
                 elif kind == "kv_received":
                     self._kv_received(output)
+                elif kind == "suspended" and isinstance(stream, WorkerStream):
+                    self._suspended(stream, output)
                 else:  # one choice, or before the first token all, were preempted
                     choices = frozenset({output.choice}) if self._begun else None
                     self._interrupt(Cause.PREEMPTED, stream.worker, output.failure.message, choices)
@@ -197,7 +209,7 @@ class Attempt:
         """Whether anything that the stream of the prefill worker brings still counts."""
         return self.placement.prefill is None or ChoiceState.OPENING in self._states.values()
 
-    def _readable(self) -> Iterator[WorkerStream]:
+    def _readable(self) -> Iterator[WorkerStream | SuspendedChoice]:
         """Yields the streams whose outputs are to be taken now."""
         if self._opener is not None and self._needs_opener:
             yield self._opener
@@ -255,7 +267,7 @@ class Attempt:
         if seconds := output.tokens.prefill_seconds:
             self._registry.record_prefill(worker_id, len(self._submit.token_ids) - self._num_cached, seconds)
 
-    def _admitted(self, stream: WorkerStream, output: worker_pb2.Output) -> None:
+    def _admitted(self, stream: WorkerStream | SuspendedChoice, output: worker_pb2.Output) -> None:
         self._timer.observe(output, decode=stream is self._decoder)
         if stream is self._opener:
             self._num_cached = output.admitted.cached_tokens
@@ -273,7 +285,14 @@ class Attempt:
                 self.placement.prefill, self.placement.decode, received.transfer_bytes, received.transfer_active_seconds
             )
 
-    def _failed(self, stream: WorkerStream, failure: worker_pb2.Failure) -> None:
+    def _suspended(self, stream: WorkerStream, output: worker_pb2.Output) -> None:
+        choice = SuspendedChoice(stream, output.choice, output.suspended.kv)
+        if output.choice in self._states:
+            self._interrupt(Cause.SUSPENDED, stream.worker, "suspended", frozenset({output.choice}), suspended=choice)
+        else:
+            choice.cancel()
+
+    def _failed(self, stream: WorkerStream | SuspendedChoice, failure: worker_pb2.Failure) -> None:
         cause = _CAUSES.get(failure.kind)
         if cause is None:
             # A worker reads a grammar before it admits the request.
@@ -292,6 +311,7 @@ class Attempt:
         choices: frozenset[int] | None = None,
         *,
         can_rehand: bool = False,
+        suspended: SuspendedChoice | None = None,
     ) -> None:
         """Interrupts `choices`, None for all."""
         is_held = self.holds_kv and ChoiceState.DECODING not in self._states.values()
@@ -300,7 +320,14 @@ class Attempt:
         if not interrupted:
             return
         self.interruptions.append(
-            Interruption(cause=cause, worker=worker, message=message, choices=interrupted, can_rehand=can_rehand)
+            Interruption(
+                cause=cause,
+                worker=worker,
+                message=message,
+                choices=interrupted,
+                can_rehand=can_rehand,
+                suspended=suspended,
+            )
         )
         if not can_rehand:
             for choice in interrupted:

@@ -76,5 +76,6 @@ class Dispatcher:
                 info.address,
                 on_message=partial(self._registry.report, *key),
                 on_break=partial(self._registry.session_lost, *key),
+                can_move=partial(self._registry.has_other, worker_id),
             )
         return client.submit(submit, wake)

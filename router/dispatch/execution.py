@@ -10,21 +10,22 @@ Knows token ids, not text. Only `run` awaits.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
 from ..deadline import before, deadline_passed
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
+from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
 from .attempt import Attempt, Cause, Interruption, Submitter
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
-from .worker_client import WorkerKey
+from .submit import make_submit
+from .worker_client import SuspendedChoice, WorkerKey
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class _Parked:
     cause: Cause
     last_worker: str
     until: float  # when they are given up
+    suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `last_worker`
 
 
 class RequestExecution:
@@ -168,6 +170,9 @@ class RequestExecution:
     def end(self) -> None:
         """Lets the workers free whatever they still hold for the request. Idempotent."""
         self._quarantine.leave(self)
+        for parked in self._parked:
+            if parked.suspended is not None:
+                parked.suspended.cancel()
         self._parked.clear()
         self._watch_workers()
         for attempt in self._attempts:
@@ -175,42 +180,44 @@ class RequestExecution:
 
     def _start(self, choice: int | None) -> bool:
         """Starts an attempt, of one choice or, if None, of all. Returns False if no worker can take it."""
-        request = self._request
         emitted = [] if choice is None else self._emitted[choice]
-        part = request if choice is None else replace(request, request_id=f"{request.request_id}#{choice}")
-        if choice is not None:
-            max_tokens = request.max_tokens - len(emitted)
-            part = replace(part, prompt=(*request.prompt, *emitted), max_tokens=max_tokens, num_choices=1)
+        part = self._request if choice is None else self._part(choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
         placement = self._registry.place(part, self._avoid(), whole=lost >= MAX_TRANSFERS_LOST)
         if placement is None:
             return False
-        self._num_attempts += 1
-        submit = worker_pb2.Submit(
-            request_id=request.request_id,
-            attempt=self._num_attempts,
-            token_ids=part.prompt,
-            first_index=len(emitted),
-            max_tokens=part.max_tokens,
-            sampling=request.sampling,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
-            cache_salt=request.cache_salt,
-            num_choices=part.num_choices,
-            first_choice=choice or 0,
-            beam_search=request.beam_search,
-            logprobs=request.logprobs,
-            prompt_logprobs=None if self._has_prompt_logprobs else request.prompt_logprobs,
-            bad_words=[inference_pb2.TokenIds(ids=word) for word in request.bad_words],
-            min_tokens=request.min_tokens,
-            grammar=request.grammar,
-            priority=request.priority,
+        self._begin_attempt(part, choice or 0, len(emitted), placement)
+        return True
+
+    def _part(self, choice: int, emitted: Sequence[int]) -> TokenRequest:
+        """Returns what is left of one choice after `emitted`, as a request of its own."""
+        request = self._request
+        return replace(
+            request,
+            request_id=f"{request.request_id}#{choice}",
+            prompt=(*request.prompt, *emitted),
+            max_tokens=request.max_tokens - len(emitted),
+            num_choices=1,
         )
+
+    def _begin_attempt(
+        self,
+        part: TokenRequest,
+        first_choice: int,
+        first_index: int,
+        placement: Placement,
+        source: SuspendedChoice | None = None,
+    ) -> None:
+        self._num_attempts += 1
+        submit = make_submit(self._request, part, self._num_attempts, first_choice, first_index)
+        if self._has_prompt_logprobs:
+            submit.ClearField("prompt_logprobs")
         self._timer.dispatched(placement, self._num_attempts)
-        attempt = Attempt(part, submit, placement, send=self._send, registry=self._registry, timer=self._timer)
+        attempt = Attempt(
+            part, submit, placement, send=self._send, registry=self._registry, timer=self._timer, source=source
+        )
         self._attempts.append(attempt)
         attempt.start()
-        return True
 
     def _fresh(self, delta: TokenDelta) -> TokenDelta | None:
         """Returns the delta without what the caller has already: prompt logprobs and, of a beam search that started
@@ -262,7 +269,7 @@ class RequestExecution:
                 until = min(until, each.until)
                 each.choices -= choices
         source = attempt if interruption.can_rehand else None
-        self._parked.append(_Parked(choices, source, cause, interruption.worker[0], until))
+        self._parked.append(_Parked(choices, source, cause, interruption.worker[0], until, interruption.suspended))
         if not interruption.can_rehand:
             attempt.abandon(choices)
         self._watch_workers()
@@ -283,8 +290,8 @@ class RequestExecution:
             raise InternalError("the request was given up after two workers were lost")
 
     def _unpark(self) -> None:
-        """Continues parked choices as far as workers can take them. Raises Unavailable or Overloaded for those that have
-        waited too long."""
+        """Continues parked choices as far as workers can take them. Raises Unavailable or Overloaded for those that
+        have waited too long."""
         if not self._parked:
             return
         self._avoid()  # forgets those whose time is over, at which `wake_at` may have been
@@ -312,6 +319,13 @@ class RequestExecution:
             parked.attempt.abandon(parked.choices)
             parked.attempt = None
         choices = parked.choices - set(self._ended)
+        if (suspended := parked.suspended) is not None:
+            if choices and suspended.failure is None and self._registry.place(self._request, self._avoid()) is None:
+                return choices
+            if choices and self._take_over(suspended):
+                return frozenset()
+            suspended.cancel()
+            parked.suspended = None
         is_untouched = len(choices) == self._request.num_choices and not any(self._emitted)
         if choices and (self._request.beam_search is not None or is_untouched):
             return frozenset() if self._start(None) else choices
@@ -330,6 +344,21 @@ class RequestExecution:
         self._num_attempts += 1
         self._timer.dispatched(placement, self._num_attempts)
         attempt.rehand(placement, self._num_attempts)
+        return True
+
+    def _take_over(self, suspended: SuspendedChoice) -> bool:
+        """Gives the KV cache of a suspended choice to another decode worker, with its last token as the first. Returns
+        False, having done nothing, if that is not possible."""
+        emitted = self._emitted[suspended.choice]
+        known = len(self._request.prompt) + len(emitted) - 1
+        if suspended.failure is not None or not emitted or suspended.kv.num_tokens != known:
+            return False
+        part = self._part(suspended.choice, emitted[:-1])
+        worker_id = suspended.worker[0]
+        placement = self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)
+        if placement is None:
+            return False
+        self._begin_attempt(part, suspended.choice, len(emitted) - 1, placement, suspended)
         return True
 
     def _avoid(self) -> set[str]:

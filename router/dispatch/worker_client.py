@@ -29,6 +29,7 @@ class WorkerStream:
         self.admitted = False  # the worker has begun to compute it
         self.received_kv = False  # the worker has fetched the KV cache, so that the prefill worker may free it
         self.failure: worker_pb2.Failure | None = None  # that ended the whole submit: no output follows
+        self.may_suspend = submit.task != worker_pb2.TASK_PREFILL and not submit.HasField("beam_search")
         self._client = client
         self._key = (submit.request_id, submit.attempt)
         self._wake = wake
@@ -36,6 +37,7 @@ class WorkerStream:
         self._only_choice = first if count == 1 else None
         self._is_beam = submit.HasField("beam_search")
         self._open = set(range(first, first + count))  # choices that the worker has not ended
+        self._suspended: set[int] = set()  # of these, those whose KV cache it holds for another worker
         self._outputs: list[worker_pb2.Output] = []
         self._mergeable: dict[int, worker_pb2.Output] = {}  # by choice: of `_outputs`, what can take more tokens
 
@@ -73,6 +75,8 @@ class WorkerStream:
             self.received_kv |= kind == "kv_received"
             if kind == "failure":  # of one choice
                 self._open.discard(output.choice)
+            elif kind == "suspended" and output.choice in self._open:
+                self._suspended.add(output.choice)
         self._wake.set()
         return not self._open
 
@@ -83,19 +87,52 @@ class WorkerStream:
         self._wake.set()
 
     def cancel(self) -> None:
-        """Lets the worker free what it still holds for the submit. Idempotent, returns at once, and is safe after the
-        session has ended, since the worker then has freed it."""
-        self._client.cancel(self._key)
+        """Lets the worker free what it still holds for the submit, but for suspended choices, which are cancelled one
+        by one. Idempotent, returns at once, and is safe after the session has ended, since the worker then has freed
+        it."""
+        self._open &= self._suspended
+        if not self._open:
+            self._client.cancel(self._key)
 
     def cancel_choice(self, choice: int) -> None:
         """Cancels one choice; the others go on, unless it was the last. Idempotent."""
         if choice not in self._open:
             return
         self._open.discard(choice)
-        if self._open:
-            self._client.cancel(self._key, choice)
-        else:
-            self.cancel()
+        self._suspended.discard(choice)
+        self._client.cancel(self._key, choice if self._open else None)
+
+
+class SuspendedChoice:
+    """Holds a choice whose KV cache waits at the worker that decoded it; stands in for the stream of a prefill."""
+
+    admitted = True
+    received_kv = True
+
+    def __init__(self, stream: WorkerStream, choice: int, kv: worker_pb2.KvHandle) -> None:
+        self.kv = kv
+        self.choice = choice
+        self._stream = stream
+
+    @property
+    def worker(self) -> WorkerKey:
+        return self._stream.worker
+
+    @property
+    def failure(self) -> worker_pb2.Failure | None:
+        return self._stream.failure
+
+    def take(self) -> list[worker_pb2.Output]:
+        """Returns nothing: the worker generates no more for this choice."""
+        return []
+
+    def cancel(self) -> None:
+        """Lets the worker free the KV cache. Idempotent."""
+        self._stream.cancel_choice(self.choice)
+
+    def cancel_choice(self, choice: int) -> None:
+        """Does what `cancel` does, for the one choice."""
+        self._stream.cancel_choice(choice)
 
 
 class WorkerClient:
@@ -107,12 +144,17 @@ class WorkerClient:
         address: str,
         on_message: Callable[[worker_pb2.SessionResponse], None],
         on_break: Callable[[], None] = lambda: None,
+        can_move: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`on_message` gets every message of the worker before the streams do; `on_break` is called once."""
+        """`on_message` gets every message of the worker before the streams do; `on_break` is called once. `can_move`
+        says whether another worker can take over sequences of this one, which drains."""
         self.worker = worker
         self.broken = False  # the session has ended
         self._on_message = on_message
         self._on_break = on_break
+        self._can_move = can_move
+        self._drains = False
+        self._told: set[AttemptKey] = set()  # submits that the worker was told to suspend
         self._streams: dict[AttemptKey, WorkerStream] = {}
         self._commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         self._channel = peer_channel(address)
@@ -133,6 +175,15 @@ class WorkerClient:
                 del self._streams[key]
             cancel = worker_pb2.Cancel(request_id=key[0], attempt=key[1], choice=choice)
             self._commands.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
+
+    def _suspend_all(self) -> None:
+        """Tells a draining worker to suspend what it decodes."""
+        for key, stream in self._streams.items():
+            if stream.may_suspend and key not in self._told:
+                self._told.add(key)
+                suspend = worker_pb2.Suspend(request_id=key[0], attempt=key[1])
+                self._commands.put_nowait(worker_pb2.SessionRequest(suspend=suspend))
+        self._told &= self._streams.keys()
 
     async def close(self) -> None:
         """Ends the session; the worker cancels all that came over it."""
@@ -170,6 +221,10 @@ class WorkerClient:
                 stream = self._streams.get((output.request_id, output.attempt))
                 if stream is not None and stream.put(output):
                     del self._streams[output.request_id, output.attempt]
+            if response.HasField("load"):
+                self._drains = response.load.draining
+            if self._drains and self._streams and self._can_move():
+                self._suspend_all()
 
     def _break(self) -> None:
         if not self.broken:

@@ -106,6 +106,13 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         return worker.info if worker else None
 
+    def has_other(self, worker_id: str) -> bool:
+        """Returns whether a decode worker other than this one takes requests."""
+        return any(
+            worker.info.role == _DECODE and not worker.drains and other_id != worker_id
+            for other_id, worker in self._workers.items()
+        )
+
     def place(
         self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
     ) -> Placement | None:
@@ -232,7 +239,7 @@ class WorkerRegistry:
         found = [
             worker
             for worker_id, worker in self._workers.items()
-            if worker.info.role == role and not worker.info.draining and worker_id not in avoid
+            if worker.info.role == role and not worker.drains and worker_id not in avoid
         ]
         steps = [worker.load.step_seconds for worker in found if worker.load.step_seconds]
         step_seconds = min(steps, default=NEUTRAL_STEP_SECONDS)

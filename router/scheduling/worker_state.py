@@ -72,6 +72,11 @@ class WorkerState:
             self.add(request_id, Capacity(sequences=used.sequences, kv_tokens=used.kv_tokens), prefix)
 
     @property
+    def drains(self) -> bool:
+        """Whether it takes no request any more."""
+        return self.info.draining or self.load.draining
+
+    @property
     def pending_tokens(self) -> int:
         """Prompt tokens to compute. Of others' prompts as much is taken to be cached as of this router's."""
         return self.own.uncached_tokens + int(self.others.prompt_tokens * self.uncached_rate)
@@ -91,7 +96,7 @@ class WorkerState:
 
     def measure_free(self, token_seconds: float) -> Capacity:
         """Returns what the worker has free if it computes a prompt token in `token_seconds`."""
-        if self.info.draining:
+        if self.drains:
             return NO_CAPACITY
         bounds = (_MIN_LOOK_AHEAD_TOKENS, int(_LOOK_AHEAD_SECONDS / max(token_seconds, 1e-9)), _MAX_LOOK_AHEAD_TOKENS)
         look_ahead = sorted(bounds)[1]

@@ -58,6 +58,9 @@ class FakeClient(WorkerClient):
         self._commands = asyncio.Queue()
         self._on_message = lambda message: None
         self._on_break = lambda: None
+        self._can_move = lambda: False
+        self._drains = False
+        self._told = set()
         self.cancelled: set[int] = set()  # numbers of attempts
 
     def cancel(self, key: AttemptKey, choice: int | None = None) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import TandemError
 from tandem.router.dispatch import execution
+from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
@@ -142,16 +143,16 @@ async def test_without_the_checksum_the_executor_sees_the_wrong_cache(monkeypatc
             yield frame[:-1] + bytes([frame[-1] ^ 1]) if is_data else frame
 
     async with fleet(1, 1, frame_hook=flip) as running:
-        with pytest.raises(TandemError):
-            await running.generate(token_request(range(100), 4))
+        tokens, _ = await running.generate(token_request(range(100), 4))
+        assert tokens == expected_tokens(range(100), 4, VOCAB)  # of the prefill worker, which does all then
         broken = running.workers.pop()
         with pytest.raises(RuntimeError, match="has failed") as raised:
             broken.check_health()
         assert "KV of something else" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("times", [2, 3])
-async def test_a_request_survives_two_failed_transfers_and_not_three(times: int) -> None:
+@pytest.mark.parametrize("times", [1, 2, 1000])
+async def test_a_request_survives_any_number_of_failed_transfers(times: int) -> None:
     left = times
 
     async def cut(frames: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -163,13 +164,9 @@ async def test_a_request_survives_two_failed_transfers_and_not_three(times: int)
             yield frame
 
     async with fleet(1, 1, frame_hook=cut) as running:
-        if times == 2:
-            tokens, timeline = await running.generate(token_request(range(100), 4))
-            assert tokens == expected_tokens(range(100), 4, VOCAB)
-            assert timeline.attempts == 3
-        else:
-            with pytest.raises(TandemError, match="could not be moved"):
-                await running.generate(token_request(range(100), 4))
+        tokens, timeline = await running.generate(token_request(range(100), 4))
+        assert tokens == expected_tokens(range(100), 4, VOCAB)
+        assert timeline.attempts == 1 + min(times, execution.MAX_TRANSFERS_LOST)
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
@@ -220,8 +217,8 @@ async def test_a_commit_with_an_impossible_token_is_a_failed_transfer(
             "complete",
             with_token(running.workers[0]._endpoint.sender.complete, first_token),
         )
-        with pytest.raises(TandemError, match="could not be moved"):
-            await running.generate(token_request(range(50), 4))
+        tokens, _ = await running.generate(token_request(range(50), 4))
+        assert tokens == expected_tokens(range(50), 4, VOCAB)
         for worker in running.workers:
             worker.check_health()
 
@@ -255,14 +252,16 @@ async def test_requests_of_a_failed_decode_worker_continue_on_the_other() -> Non
             broken.check_health()
 
 
-async def test_without_another_worker_the_request_fails() -> None:
+async def test_without_another_worker_the_request_fails_in_the_end() -> None:
     async with fleet(0, 1) as running:
+        running.dispatcher = Dispatcher(running.registry, park_seconds=0.1)
         executor = running.workers[0]._rank.executor
         assert isinstance(executor, FakeExecutor)
         executor.fail_after_steps = 3
         with pytest.raises(TandemError, match="no worker is ready"):
             await running.generate(token_request(range(50), 60))
         running.workers.clear()
+        await running.dispatcher.close()
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

@@ -55,7 +55,7 @@ def test_another_decode_worker_gets_the_kv_cache_that_the_prefill_worker_holds(
     assert not pools.held
 
 
-def test_after_two_failed_transfers_the_prompt_is_computed_again() -> None:
+def test_after_two_failed_transfers_one_worker_computes_the_prompt_again() -> None:
     pools, caller = FakePools(random.Random(3), pairs=True), Caller(1)
     execution, _ = start(pools, choices_request(1))
     prefill, decode = admit(pools, execution)
@@ -63,7 +63,7 @@ def test_after_two_failed_transfers_the_prompt_is_computed_again() -> None:
     list(execution.deltas())
     pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_TRANSFER)
     list(execution.deltas())
-    assert tasks_of(pools) == "pddp"
+    assert tasks_of(pools) == "pddw"
     assert prefill.client.cancels() == [worker_pb2.Cancel(request_id="r", attempt=1)]
     pools.running = pools.running[-1:]
     caller.read_until(pools, execution, 30)

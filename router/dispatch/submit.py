@@ -1,0 +1,31 @@
+"""Makes what a worker is sent for an attempt."""
+
+from ...proto import inference_pb2, worker_pb2
+from ..request import TokenRequest
+
+
+def make_submit(
+    request: TokenRequest, part: TokenRequest, attempt: int, first_choice: int, first_index: int
+) -> worker_pb2.Submit:
+    """Returns the submit of an attempt, but for its task. `part` is the request or what is left of one choice, which is
+    `first_choice`, after `first_index` generated tokens."""
+    return worker_pb2.Submit(
+        request_id=request.request_id,
+        attempt=attempt,
+        token_ids=part.prompt,
+        first_index=first_index,
+        max_tokens=part.max_tokens,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        cache_salt=request.cache_salt,
+        num_choices=part.num_choices,
+        first_choice=first_choice,
+        beam_search=request.beam_search,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        bad_words=[inference_pb2.TokenIds(ids=word) for word in request.bad_words],
+        min_tokens=request.min_tokens,
+        grammar=request.grammar,
+        priority=request.priority,
+    )
