@@ -54,7 +54,7 @@ class RequestExecution:
         self._send = send
         self._registry = registry
         self._timer = timer
-        self._emitted: list[list[int]] = [[] for _ in range(request.num_choices)]
+        self._emitted = [list(ids or ()) for ids in request.emitted or [()] * request.num_choices]
         self._finished: set[int] = set()
         self._has_prompt_logprobs = False
         self._attempts: list[Attempt] = []
@@ -92,8 +92,13 @@ class RequestExecution:
                     raise deadline_passed()
 
     def start(self, choice: int | None = None) -> None:
-        """Starts an attempt, of one choice or, if None, of all. Raises Unavailable or Overloaded without a worker."""
+        """Starts an attempt, of one choice or, if None, of all; of each alone if the request was begun elsewhere.
+        Raises Unavailable or Overloaded without a worker."""
         request = self._request
+        if choice is None and request.emitted:
+            for open_choice in (i for i, ids in enumerate(request.emitted) if ids is not None):
+                self.start(open_choice)
+            return
         emitted = [] if choice is None else self._emitted[choice]
         part = request if choice is None else replace(request, request_id=f"{request.request_id}#{choice}")
         if choice is not None:
@@ -119,7 +124,7 @@ class RequestExecution:
             first_choice=choice or 0,
             beam_search=request.beam_search,
             logprobs=request.logprobs,
-            prompt_logprobs=None if self._has_prompt_logprobs else request.prompt_logprobs,
+            prompt_logprobs=None if emitted or self._has_prompt_logprobs else request.prompt_logprobs,
             bad_words=[inference_pb2.TokenIds(ids=word) for word in request.bad_words],
             min_tokens=request.min_tokens,
             grammar=request.grammar,
