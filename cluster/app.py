@@ -8,6 +8,7 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -138,14 +139,19 @@ class WorkerPool(Replica):
 class Router(Replica):
     """Runs one router, and answers the status page behind Serve's HTTP proxy."""
 
-    async def __init__(self, config: TandemConfig, folder: str, replicas: int, *pools: object) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: TandemConfig, folder: str, replicas: int, resume_key: bytes, *pools: object
+    ) -> None:
         from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
 
         super().__init__(config, "router")
         self._workers: list[worker_pb2.WorkerInfo] = []
         self._routers: tuple[RouterInfo, ...] = ()
         self._changed = asyncio.Condition()
-        runtime = await RouterRuntime.start(config, Path(folder), node_host(config.host), take_free_ports=replicas > 1)
+        host = node_host(config.host)
+        runtime = await RouterRuntime.start(
+            config, Path(folder), host, resume_key=resume_key, take_free_ports=replicas > 1
+        )
         self._run(runtime.stop, self._watch(runtime))
 
     async def __call__(self, request: Request) -> JSONResponse:
@@ -213,7 +219,7 @@ def build_app(
     if config.router.replicas is None and num_routers > 1:
         options["max_replicas_per_node"] = 1
     router: Any = serve.deployment(Router, **options)
-    return cast(serve.Application, router.bind(config, folder, num_routers, *pools))
+    return cast(serve.Application, router.bind(config, folder, num_routers, secrets.token_bytes(32), *pools))
 
 
 def count_routers(config: TandemConfig, nodes: Sequence[Mapping[str, float]]) -> int:

@@ -30,9 +30,12 @@ class RouterRuntime:
         self.http_address = servers.http_address
 
     @classmethod
-    async def start(cls, config: TandemConfig, folder: Path, host: str, *, take_free_ports: bool = False) -> Self:
+    async def start(
+        cls, config: TandemConfig, folder: Path, host: str, *, resume_key: bytes, take_free_ports: bool = False
+    ) -> Self:
         """Binds both API servers on `host`; their health is NOT_SERVING until there is a decode worker.
 
+        `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests.
         `take_free_ports`: if a configured port is taken, both servers take free ones instead. Raises OSError or
         RuntimeError if a port is taken otherwise."""
         router = config.router
@@ -52,7 +55,7 @@ class RouterRuntime:
         )
         start_servers = partial(
             ApiServers.start,
-            GenerationService([model], dispatcher, admission),
+            GenerationService([model], dispatcher, admission, resume_key),
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
         )

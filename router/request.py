@@ -30,6 +30,8 @@ class TokenRequest:
     cache_salt: bytes = b""
     arrived: float  # time.monotonic() when the API server received the request
     deadline: float | None = None  # time.monotonic() by which it must have ended
+    # Of a request that was begun elsewhere, by choice, the ids that its caller has; None if the choice has ended.
+    emitted: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

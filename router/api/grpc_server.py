@@ -111,7 +111,7 @@ class GrpcServer:
             with tandem_errors_only():
                 request = await self._service.accept(
                     _parse(inference_pb2.GenerateRequest, body),
-                    RequestContext(arrived=arrived, deadline=deadline, tenant=_tenant(context)),
+                    RequestContext(arrived=arrived, deadline=deadline, tenant=_tenant(context), is_resumable=True),
                 )
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
                 async with aclosing(self._service.run(request, timeline)) as messages:

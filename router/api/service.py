@@ -5,6 +5,7 @@ Knows nothing of gRPC, HTTP or workers.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ...proto.errors import InternalError, NotFound, TandemError
 from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..deadline import before, deadline_passed
 from ..frontend.prepare import PreparedRequest, RequestContext, ServedModel, check_prompt, encode_prompt, prepare
+from ..frontend.resume import ResumeKey
 from ..output.processor import OutputProcessor
 from ..request import TokenSource
 from ..scheduling.admission import Admission
@@ -42,13 +44,21 @@ def tandem_errors_only() -> Iterator[None]:
 class GenerationService:
     """Serves the models of one TokenSource."""
 
-    def __init__(self, models: Sequence[ServedModel], source: TokenSource, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        source: TokenSource,
+        admission: Admission | None = None,
+        resume_key: bytes | None = None,
+    ) -> None:
         """`models`: at least one; all are names of what `source` generates with. `admission`, the dispatcher's, refuses
-        requests before tokenization that it would refuse after it."""
+        requests before tokenization that it would refuse after it. `resume_key`: 32 secret bytes; services with the
+        same go on with each other's requests. None: a random one."""
         self._models = {model.name: model for model in models}
         self.models = tuple(self._models.values())
         self._source = source
         self._admission = admission
+        self._resume_key = ResumeKey(resume_key or secrets.token_bytes(32))
 
     async def accept(
         self,
@@ -67,7 +77,14 @@ class GenerationService:
                 tokens = _estimated_tokens(request)
                 self._admission.check_early(tokens, context.tenant, request.priority, context.deadline)
 
-        checked = prepare(request, model, context, default_max_tokens=default_max_tokens, admit=admit)
+        checked = prepare(
+            request,
+            model,
+            context,
+            default_max_tokens=default_max_tokens,
+            admit=admit,
+            resume_key=self._resume_key if context.is_resumable else None,
+        )
         return await before(context.deadline, checked)
 
     def run(

@@ -9,8 +9,8 @@
 Every call raises the errors of `tandem.proto.errors`: InvalidArgument (with the `field`), NotFound, Overloaded and
 Unavailable (with `retry_after` seconds), TooLarge, DeadlineExceeded, Cancelled, Unauthenticated, PermissionDenied,
 InternalError. `timeout` is in seconds for the whole call; without it a call may last as long as the service takes.
-What fails with a `retry_after` before its first token is tried again, `max_retries` times. More examples:
-docs/clients.md.
+What fails with a `retry_after` before its first token is tried again, `max_retries` times in a row. A stream whose
+router is lost goes on at the next of several addresses, or at the only one. More examples: docs/clients.md.
 """
 
 import asyncio
@@ -22,40 +22,67 @@ from typing import Any, Final, Generic, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 from google.protobuf.message import Message as ProtobufMessage
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from ...proto import inference_pb2, inference_pb2_grpc
-from ...proto.errors import Cancelled, Unavailable
+from ...proto import inference_pb2
+from ...proto.errors import Cancelled, TandemError, Unavailable
 from . import wire
 from .request import chat_prompt, detokenize_request, generate_request, text_prompt, tokenize_request
 from .results import Collector
+from .routers import RoutedCall, Routers, RouterStubs, call, call_async
 from .types import ChatOptions, Completion, Delta, Message, ModelInfo, Options, TemplateOptions, Timeline
 
 _S = TypeVar("_S")
 Seconds = float | None
 TextOrIds = str | Sequence[int]
 Messages = Sequence[Message]
-_StartCall = Callable[[Seconds], Any]
-"""Starts a call of grpc with so many seconds to its deadline."""
+Addresses = str | Sequence[str]
+"""HOST:PORT of each router of the service: one text with commas between them, or several."""
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _CANCELLED: Final = "the client cancelled the request"
 
 
-def connect(address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> "Client":
+def connect(address: Addresses, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> "Client":
     """Returns a client of the service at HOST:PORT; it connects with the first call."""
     return Client(address, api_key=api_key, compression=compression, max_retries=max_retries)
+
+
+class _Generation:
+    """Makes one stream of a request's tries, each of which goes on where the one before has broken off."""
+
+    def __init__(self, routed: RoutedCall, request: inference_pb2.GenerateRequest) -> None:
+        self.collector = Collector()
+        self._routed = routed
+        self._request = request
+        self._has_begun = False  # the present try has answered
+
+    def start(self) -> Any:
+        """Returns a call of grpc for what has not come yet."""
+        self._has_begun = False
+        return self._routed.start(self.collector.resumed(self._request))
+
+    def delta(self, message: inference_pb2.GenerateResponse) -> Delta:
+        self._has_begun = True
+        if message.token_ids:
+            self._routed.progressed()
+        return self.collector.delta(message)
+
+    def delay(self, error: TandemError) -> float:
+        """Returns the seconds to wait before the next try. Raises `error` if the stream ends with it."""
+        if self._has_begun and not (isinstance(error, Unavailable) and self.collector.can_resume):
+            raise error
+        return self._routed.delay(error)
 
 
 class Stream:
     """Iterates over the deltas of a completion. Leaving the `with` block early cancels the request."""
 
-    def __init__(self, start: _StartCall, retries: wire.Retries) -> None:
-        self._start = start
-        self._retries = retries
-        self._collector = Collector()
+    def __init__(self, generation: _Generation) -> None:
+        self._generation = generation
+        self._collector = generation.collector
         self._cancelled = threading.Event()
-        self._call = start(retries.timeout)
+        self._call = generation.start()
 
     def __iter__(self) -> Self:
         return self
@@ -63,18 +90,18 @@ class Stream:
     def __next__(self) -> Delta:
         while True:
             try:
-                return self._collector.delta(next(self._call))
+                return self._generation.delta(next(self._call))
             except StopIteration:
                 self._collector.ended(self._call.trailing_metadata())
                 raise
             except grpc.RpcError as failure:
                 self._collector.ended(self._call.trailing_metadata())
                 error = wire.error_of(failure)
-            if self._collector.has_begun:
-                raise error
-            if self._cancelled.wait(self._retries.delay(error)):
+            if self._collector.is_complete:
+                raise StopIteration
+            if self._cancelled.wait(self._generation.delay(error)):
                 raise Cancelled(_CANCELLED)
-            self._call = self._start(self._retries.timeout)
+            self._call = self._generation.start()
             if self._cancelled.is_set():  # while the call was started
                 self._call.cancel()
 
@@ -104,12 +131,11 @@ class Stream:
 class AsyncStream:
     """Iterates over the deltas of a completion. Leaving the `async with` block early cancels the request."""
 
-    def __init__(self, start: _StartCall, retries: wire.Retries) -> None:
-        self._start = start
-        self._retries = retries
-        self._collector = Collector()
+    def __init__(self, generation: _Generation) -> None:
+        self._generation = generation
+        self._collector = generation.collector
         self._cancelled = asyncio.Event()
-        self._call: Any = start(retries.timeout)  # None between two tries
+        self._call: Any = generation.start()  # None between two tries
 
     def __aiter__(self) -> Self:
         return self
@@ -128,18 +154,18 @@ class AsyncStream:
                 if self._cancelled.is_set():  # while it was waiting
                     raise Cancelled(_CANCELLED) from None
                 raise
-            if self._collector.has_begun:
-                raise error
-            delay, self._call = self._retries.delay(error), None
+            if self._collector.is_complete:
+                raise StopAsyncIteration
+            delay, self._call = self._generation.delay(error), None
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._cancelled.wait()
                     raise Cancelled(_CANCELLED)
-            self._call = self._start(self._retries.timeout)
+            self._call = self._generation.start()
         if message is grpc.aio.EOF:
             self._collector.ended(await self._call.trailing_metadata())
             raise StopAsyncIteration
-        return self._collector.delta(message)
+        return self._generation.delta(message)
 
     def cancel(self) -> None:
         """Ends the request; the iteration then raises Cancelled. No effect after the end."""
@@ -168,17 +194,19 @@ class _BaseClient(Generic[_S]):
     """Starts streams on a channel, in the same way for both clients."""
 
     _channels: Any  # the module of grpc that makes them
-    _make_stream: Callable[[_StartCall, wire.Retries], _S]
+    _make_stream: Callable[[_Generation], _S]
 
-    def __init__(self, address: str, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> None:
-        """`address`: HOST:PORT of the gRPC server. `compression`: gzip requests, for slow networks. `max_retries`: of
-        one request; 0 raises every error at once."""
+    def __init__(
+        self, address: Addresses, *, api_key: str = "", compression: bool = False, max_retries: int = 2
+    ) -> None:
+        """`address`: HOST:PORT of the gRPC server of one or several routers. `compression`: gzip requests, for slow
+        networks. `max_retries`: of one request, without an answer in between; 0 raises every error at once."""
         encoding = grpc.Compression.Gzip if compression else grpc.Compression.NoCompression
         self._metadata = wire.credentials(api_key)
         self._max_retries = max_retries
-        self._channel = self._channels.insecure_channel(address, wire.CHANNEL_OPTIONS, encoding)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._routers = Routers(
+            address, lambda one: self._channels.insecure_channel(one, wire.CHANNEL_OPTIONS, encoding)
+        )
 
     def stream(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> _S:
         """Continues a text or token ids; the stream yields the completion piece by piece."""
@@ -190,11 +218,12 @@ class _BaseClient(Generic[_S]):
 
     def _generate(self, prompt: inference_pb2.Prompt, options: Options | ChatOptions, timeout: Seconds) -> _S:
         request = generate_request(prompt, options)
-        start = self._starting(self._inference.Generate, request)
-        return self._make_stream(start, wire.Retries(self._max_retries, timeout))
+        routed = self._routed(lambda router: router.inference.Generate, timeout, self._max_retries)
+        return self._make_stream(_Generation(routed, request))
 
-    def _starting(self, method: Callable[..., Any], request: ProtobufMessage) -> _StartCall:
-        return lambda seconds: method(request, timeout=seconds, metadata=self._metadata)
+    def _routed(self, choose: Callable[[RouterStubs], Any], timeout: Seconds, max_retries: int) -> RoutedCall:
+        retries = wire.Retries(max_retries, timeout, len(self._routers.all))
+        return RoutedCall(self._routers, choose, self._metadata, retries)
 
 
 class Client(_BaseClient[Stream]):
@@ -218,29 +247,30 @@ class Client(_BaseClient[Stream]):
     ) -> list[int]:
         """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
         request = tokenize_request(prompt, model, options)
-        return list(self._call(self._inference.Tokenize, request, timeout).token_ids)
+        return list(self._call(lambda router: router.inference.Tokenize, request, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
-        return str(self._call(self._inference.Detokenize, request, timeout).text)
+        return str(self._call(lambda router: router.inference.Detokenize, request, timeout).text)
 
     def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
-        return list(self._call(self._inference.ListModels, request, timeout).models)
+        return list(self._call(lambda router: router.inference.ListModels, request, timeout).models)
 
     def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
-        start = self._starting(self._health.Check, health_pb2.HealthCheckRequest())
+        routed = self._routed(lambda router: router.health.Check, timeout, len(self._routers.all) - 1)
         try:
-            return bool(wire.call(start, wire.Retries(0, timeout)).status == _SERVING)
+            return bool(call(routed, health_pb2.HealthCheckRequest()).status == _SERVING)
         except Unavailable:
             return False
 
     def close(self) -> None:
-        """Closes the connection; requests that still run are cancelled."""
-        self._channel.close()
+        """Closes the connections; requests that still run are cancelled."""
+        for router in self._routers.all:
+            router.channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -248,8 +278,8 @@ class Client(_BaseClient[Stream]):
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _call(self, method: Callable[..., Any], request: ProtobufMessage, timeout: Seconds) -> Any:
-        return wire.call(self._starting(method, request), wire.Retries(self._max_retries, timeout))
+    def _call(self, choose: Callable[[RouterStubs], Any], request: ProtobufMessage, timeout: Seconds) -> Any:
+        return call(self._routed(choose, timeout, self._max_retries), request)
 
 
 class AsyncClient(_BaseClient[AsyncStream]):
@@ -273,29 +303,30 @@ class AsyncClient(_BaseClient[AsyncStream]):
     ) -> list[int]:
         """Returns the token ids that `generate` sees for a text, `chat` for messages with the same template options."""
         request = tokenize_request(prompt, model, options)
-        return list((await self._call(self._inference.Tokenize, request, timeout)).token_ids)
+        return list((await self._call(lambda router: router.inference.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: Seconds = None) -> str:
         """Returns the text of token ids."""
         request = detokenize_request(token_ids, model)
-        return str((await self._call(self._inference.Detokenize, request, timeout)).text)
+        return str((await self._call(lambda router: router.inference.Detokenize, request, timeout)).text)
 
     async def list_models(self, *, timeout: Seconds = None) -> list[ModelInfo]:
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
-        return list((await self._call(self._inference.ListModels, request, timeout)).models)
+        return list((await self._call(lambda router: router.inference.ListModels, request, timeout)).models)
 
     async def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
-        start = self._starting(self._health.Check, health_pb2.HealthCheckRequest())
+        routed = self._routed(lambda router: router.health.Check, timeout, len(self._routers.all) - 1)
         try:
-            return bool((await wire.call_async(start, wire.Retries(0, timeout))).status == _SERVING)
+            return bool((await call_async(routed, health_pb2.HealthCheckRequest())).status == _SERVING)
         except Unavailable:
             return False
 
     async def close(self) -> None:
-        """Closes the connection; requests that still run are cancelled."""
-        await self._channel.close()
+        """Closes the connections; requests that still run are cancelled."""
+        for router in self._routers.all:
+            await router.channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -303,5 +334,5 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _call(self, method: Callable[..., Any], request: ProtobufMessage, timeout: Seconds) -> Any:
-        return await wire.call_async(self._starting(method, request), wire.Retries(self._max_retries, timeout))
+    async def _call(self, choose: Callable[[RouterStubs], Any], request: ProtobufMessage, timeout: Seconds) -> Any:
+        return await call_async(self._routed(choose, timeout, self._max_retries), request)

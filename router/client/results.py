@@ -25,11 +25,28 @@ class Collector:
         self._deltas: dict[int, list[Delta]] = {}  # by choice
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._usage: Usage | None = None
+        self._resume_tokens: dict[int, bytes] = {}  # the last of each choice
+        self._num_repeated = 0  # prompt log probabilities that come again
+        self.can_resume = True  # the service gives resume tokens, so that another router can go on
 
     @property
-    def has_begun(self) -> bool:
-        """Whether there was a message."""
-        return bool(self._deltas)
+    def is_complete(self) -> bool:
+        """Whether the last message has come."""
+        return self._usage is not None
+
+    def resumed(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+        """Returns the request for what has not come yet."""
+        if not self._deltas:
+            return request
+        again = inference_pb2.GenerateRequest()
+        again.CopyFrom(request)
+        again.request_id = self._request_id
+        for choice, token in self._resume_tokens.items():
+            again.resume.add(
+                resume_token=token, token_ids=[i for delta in self._deltas[choice] for i in delta.token_ids]
+            )
+        self._num_repeated = 0 if 0 in self._resume_tokens else len(self._prompt_logprobs)
+        return again
 
     def delta(self, message: inference_pb2.GenerateResponse) -> Delta:
         """Takes the next message."""
@@ -42,12 +59,17 @@ class Collector:
             usage=message.usage if message.HasField("usage") else None,
             choice=message.choice,
             logprobs=_logprobs(message.logprobs),
-            prompt_logprobs=_logprobs(message.prompt_logprobs),
+            prompt_logprobs=_logprobs(message.prompt_logprobs[self._num_repeated :]),
             tool_calls=tuple(message.tool_calls),
             score=message.score,
         )
         self._deltas.setdefault(delta.choice, []).append(delta)
+        self._num_repeated -= min(self._num_repeated, len(message.prompt_logprobs))
         self._prompt_logprobs += delta.prompt_logprobs
+        if message.resume_token:
+            self._resume_tokens[delta.choice] = message.resume_token
+        elif delta.token_ids:
+            self.can_resume = False
         self._usage = delta.usage
         return delta
 

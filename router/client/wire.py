@@ -1,13 +1,11 @@
 """Holds what both clients share on the wire: channel options, credentials, errors, retries."""
 
-import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
@@ -32,8 +30,10 @@ _MAX_RETRY_SECONDS: Final = 30.0
 class Retries:
     """Counts the tries of one request, within its timeout."""
 
-    def __init__(self, max_retries: int, timeout: float | None) -> None:
-        self._num_left = max_retries
+    def __init__(self, max_retries: int, timeout: float | None, num_routers: int = 1) -> None:
+        self._max_retries = max_retries
+        self._num_routers = num_routers
+        self._num_failed = 0  # tries since the last progress
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     @property
@@ -43,37 +43,25 @@ class Retries:
 
     def delay(self, error: errors.TandemError) -> float:
         """Counts a try that failed; returns the seconds to wait before the next: `retry_after` and up to a quarter
-        more, so that clients refused together do not return together.
+        more, so that clients refused together do not return together. None after Unavailable, as long as there is a
+        router that was not tried.
 
         Raises `error` if there is no next try: the service names no time or more than 30 seconds, the timeout would be
         exceeded, or none is left."""
-        if not self._num_left or error.retry_after is None or error.retry_after > _MAX_RETRY_SECONDS:
+        is_over = self._num_failed >= self._max_retries
+        if is_over or error.retry_after is None or error.retry_after > _MAX_RETRY_SECONDS:
             raise error
+        self._num_failed += 1
         delay = error.retry_after * random.uniform(1, 1.25)
+        if isinstance(error, errors.Unavailable) and self._num_failed < self._num_routers:
+            delay = 0.0
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
             raise error
-        self._num_left -= 1
         return delay
 
-
-def call(start: Callable[[float | None], Any], retries: Retries) -> Any:
-    """Carries out a unary call; `start` takes its timeout. Raises a TandemError."""
-    while True:
-        try:
-            return start(retries.timeout)
-        except grpc.RpcError as failure:
-            error = error_of(failure)
-        time.sleep(retries.delay(error))
-
-
-async def call_async(start: Callable[[float | None], Any], retries: Retries) -> Any:
-    """Does the same in an event loop."""
-    while True:
-        try:
-            return await start(retries.timeout)
-        except grpc.aio.AioRpcError as failure:
-            error = error_of(failure)
-        await asyncio.sleep(retries.delay(error))
+    def reset(self) -> None:
+        """Forgets the tries that failed, since the service has answered after them."""
+        self._num_failed = 0
 
 
 def credentials(api_key: str) -> tuple[tuple[str, str], ...]:

@@ -85,9 +85,9 @@ class RequestExecution:
         self._park_seconds = park_seconds
         self._wake = wake
         self._clock = clock
-        self._emitted: list[list[int]] = [[] for _ in range(request.num_choices)]
+        self._emitted = [list(ids or ()) for ids in request.emitted or [()] * request.num_choices]
         self._finished: set[int] = set()
-        self._has_prompt_logprobs = False
+        self._has_prompt_logprobs = any(self._emitted)  # they come with the first token
         self._attempts: list[Attempt] = []
         self._num_attempts = 0
         self._parked: list[_Parked] = []
@@ -139,8 +139,11 @@ class RequestExecution:
                     raise deadline_passed()
 
     def start(self) -> None:
-        """Starts the first attempt. Raises Unavailable without a worker."""
-        if not self._start(None):
+        """Starts the first attempt; of each choice alone if the request was begun elsewhere. Raises Unavailable without
+        a worker."""
+        emitted = self._request.emitted
+        choices = [choice for choice, ids in enumerate(emitted) if ids is not None] if emitted else [None]
+        if not all([self._start(choice) for choice in choices]):
             raise Unavailable("no worker is ready")
 
     def deltas(self) -> Iterator[TokenDelta]:

@@ -2,8 +2,8 @@
 
 import secrets
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
@@ -11,6 +11,7 @@ from ...proto.parameters import check_count, check_token_ids
 from ..request import TokenRequest
 from .chat import check_chat
 from .constraint import GrammarValidator
+from .resume import ChoiceProgress, ResumeBinding, ResumeKey, check_resume, digest_request
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
 from .validation import check_parameters, complete_beam_search, complete_sampling, num_answers, num_generated
@@ -33,6 +34,7 @@ class RequestContext:
     arrived: float  # when the server had the request
     deadline: float | None = None  # when the answer must have ended
     tenant: str = ""  # as `tenant_of` names it
+    is_resumable: bool = False  # whether the answer has resume tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,13 @@ class PreparedRequest:
     echo: str  # the prompt's text, if it is to be repeated
     is_empty: bool  # max_tokens is 0: the one token that is generated is not answered
     chat: inference_pb2.Chat | None
+    resume: ResumeBinding | None = None  # what its resume tokens bind; None: it has none
+    progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)  # by choice, if it was begun elsewhere
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is answered before all completions have ended."""
+        return self.tokens.num_choices > self.num_answers or self.tokens.beam_search is not None
 
 
 async def prepare(
@@ -57,8 +66,10 @@ async def prepare(
     *,
     default_max_tokens: int | None = None,
     admit: Callable[[], None] = lambda: None,
+    resume_key: ResumeKey | None = None,
 ) -> PreparedRequest:
-    """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens.
+    """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens. `resume_key`: for an
+    answer with resume tokens.
 
     Without `stopping.max_tokens` the completion may have `default_max_tokens` tokens (None: any number) as far as the
     context goes. Raises InvalidArgument, which names the field by its path in the message (`sampling.temperature`) and
@@ -74,7 +85,7 @@ async def prepare(
     grammar = await _grammar(request, model)
     prompt, max_tokens = _fit_context(ids, request, default_max_tokens, model.context_tokens)
     tokens = _token_request(request, context, prompt, max_tokens, bad_words, grammar)
-    return PreparedRequest(
+    prepared = PreparedRequest(
         request_id=request.request_id or tokens.request_id,
         tokens=tokens,
         num_answers=num_answers(request),
@@ -85,6 +96,10 @@ async def prepare(
         is_empty=max_tokens == 0,
         chat=request.prompt.chat if request.prompt.HasField("chat") else None,
     )
+    if resume_key is None:
+        return prepared
+    digest = digest_request(request, prompt, max_tokens, f"{model.name} {context.tenant}")
+    return _resumed(prepared, request, resume_key, digest)
 
 
 def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
@@ -140,6 +155,23 @@ def _token_request(
         arrived=context.arrived,
         deadline=context.deadline,
     )
+
+
+def _resumed(
+    prepared: PreparedRequest, request: inference_pb2.GenerateRequest, key: ResumeKey, digest: bytes
+) -> PreparedRequest:
+    """Lets the request go on where it was interrupted elsewhere, if it was. Raises InvalidArgument."""
+    tokens = prepared.tokens
+    progress = check_resume(request.resume, key, digest, prepared.num_answers)
+    for each in progress.values():
+        tokens.sampling.seed = each.seed
+    binding = ResumeBinding(key=key, digest=digest, seed=tokens.sampling.seed)
+    if progress and not prepared.is_held:  # else it starts again, with the same seed
+        choices = [progress.get(choice) for choice in range(tokens.num_choices)]
+        emitted = tuple(() if each is None else None if each.has_ended else each.ids for each in choices)
+        prompt_logprobs = None if 0 in progress else tokens.prompt_logprobs  # the first message of choice 0 had them
+        tokens = replace(tokens, emitted=emitted, prompt_logprobs=prompt_logprobs)
+    return replace(prepared, tokens=tokens, resume=binding, progress=progress)
 
 
 async def _grammar(request: inference_pb2.GenerateRequest, model: ServedModel) -> str:

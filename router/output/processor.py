@@ -10,6 +10,7 @@ from contextlib import aclosing
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError
 from ..frontend.prepare import PreparedRequest
+from ..frontend.resume import ChoiceProgress, ProgressSigner
 from ..frontend.tokenizer import Tokenizer
 from ..request import TokenDelta
 from .detokenizer import CompletionText
@@ -20,7 +21,7 @@ _STOP = inference_pb2.FINISH_REASON_STOP
 _BROKEN = "the token stream of this request broke"
 
 _THREAD_FROM_TOKENS = 256
-"""Log probabilities of so many tokens take a few milliseconds; more leave the event loop."""
+"""Log probabilities of so many tokens, or their text, take a few milliseconds; more leave the event loop."""
 
 
 class OutputProcessor:
@@ -30,7 +31,10 @@ class OutputProcessor:
         self.ended: set[int] = set()  # choices ended by a stop string; the source is to cancel them
         self._request = request
         self._choices = [_ChoiceOutput(request, number) for number in range(request.tokens.num_choices)]
-        self._open = dict(enumerate(self._choices))  # those that have not ended
+        self._progress = {} if request.is_held else request.progress  # what the client has of each choice
+        ended = {number for number, progress in self._progress.items() if progress.has_ended}
+        self._open = {number: choice for number, choice in enumerate(self._choices) if number not in ended}
+        self._signers: dict[int, ProgressSigner] = {}  # by choice
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []  # for the next message of choice 0
         tokens = request.tokens
         if tokens.prompt_logprobs is not None and len(tokens.prompt) == 1:  # no scores will come
@@ -44,10 +48,10 @@ class OutputProcessor:
         Raises InternalError if the source breaks its contract: no index is missing or repeated, nothing follows the
         end."""
         request = self._request
-        is_ranked = request.tokens.num_choices > request.num_answers
         held: list[inference_pb2.GenerateResponse] = []  # until all completions have ended
         try:
             async with aclosing(deltas):
+                await self._restore()
                 async for delta in deltas:
                     if delta.choice not in self._open:
                         raise InternalError(_BROKEN)
@@ -61,8 +65,8 @@ class OutputProcessor:
                         del self._open[delta.choice]
                         if delta.finish_reason == _UNFINISHED:
                             self.ended.add(delta.choice)
-                    if self._open and not is_ranked:
-                        yield message
+                    if self._open and not request.is_held:
+                        yield self._signed(message, timeline)
                         continue
                     held.append(message)
                     if not self._open and delta.finish_reason == _UNFINISHED:
@@ -71,13 +75,52 @@ class OutputProcessor:
             timeline.request_id = request.request_id
         if self._open:
             raise InternalError(_BROKEN)
-        answers = self._best(held) if is_ranked else held
-        num_tokens = sum(choice.num_tokens for choice in self._choices)
-        timeline.completion_tokens = answers[-1].usage.completion_tokens = num_tokens
-        answers[-1].usage.prompt_tokens = len(request.tokens.prompt)
-        answers[-1].usage.cached_tokens = timeline.cached_tokens
-        for message in answers:
-            yield message
+        for message in self._last(held, timeline):
+            yield self._signed(message, timeline)
+
+    async def _restore(self) -> None:
+        """Brings each choice to where the client has it already."""
+        for number, progress in self._progress.items():
+            restore = self._choices[number].restore
+            if len(progress.ids) < _THREAD_FROM_TOKENS:
+                restore(progress)
+            else:
+                await asyncio.to_thread(restore, progress)
+
+    def _last(
+        self, held: Sequence[inference_pb2.GenerateResponse], timeline: inference_pb2.Timeline
+    ) -> list[inference_pb2.GenerateResponse]:
+        """Returns the messages after the end of all completions, the last with the usage."""
+        request = self._request
+        answers = list(held)
+        if request.is_held:  # a message for each choice, so that the client has all of it or nothing
+            answers = join_choices(held) if request.tokens.beam_search is not None else self._best(held)
+            answers = [answer for answer in answers if answer.choice not in request.progress]
+        usage = answers[-1].usage
+        usage.prompt_tokens = len(request.tokens.prompt)
+        usage.cached_tokens = self._cached_tokens(timeline)
+        usage.completion_tokens = timeline.completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        return answers
+
+    def _cached_tokens(self, timeline: inference_pb2.Timeline) -> int:
+        """Returns the cached tokens of the prompt when it was computed first; later those of the answer are cached."""
+        return next((each.cached_tokens for each in self._request.progress.values()), timeline.cached_tokens)
+
+    def _signed(
+        self, message: inference_pb2.GenerateResponse, timeline: inference_pb2.Timeline
+    ) -> inference_pb2.GenerateResponse:
+        """Adds the resume token."""
+        binding, number = self._request.resume, message.choice
+        if binding is None:
+            return message
+        signer = self._signers.get(number)
+        if signer is None:
+            signer = self._signers[number] = ProgressSigner(binding, number)
+            signer.add(self._progress[number].ids if number in self._progress else ())
+        signer.add(message.token_ids)
+        has_ended = message.finish_reason != _UNFINISHED
+        message.resume_token = signer.token(has_ended=has_ended, cached_tokens=self._cached_tokens(timeline))
+        return message
 
     async def _push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
         """Takes the scores of the prompt after its first token."""
@@ -116,6 +159,16 @@ class _ChoiceOutput:
     def mean_logprob(self) -> float:
         """Mean of all tokens; 0 without tokens."""
         return self._sum_logprobs / max(self.num_tokens, 1)
+
+    def restore(self, progress: ChoiceProgress) -> None:
+        """Takes the ids that the client has, with their text: what is held back of it depends on nothing else."""
+        self.num_tokens = self._num_received = len(progress.ids)
+        if progress.has_ended:
+            return
+        text, _, _ = self._text.push(progress.ids)
+        if self._parser is not None:
+            _, calls = self._parser.push(text)
+            self._has_tool_calls = bool(calls)
 
     def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
         if delta.first_index != self._num_received:
@@ -190,6 +243,7 @@ def join_choices(messages: Sequence[inference_pb2.GenerateResponse]) -> list[inf
             choice=number,
             logprobs=[entry for part in parts for entry in part.logprobs],
             tool_calls=[call for part in parts for call in part.tool_calls],
+            score=parts[-1].score,
         )
         for number, parts in sorted(choices.items())
     ]

@@ -32,7 +32,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
 
 
 @pytest.mark.parametrize(
-    ("deployment", "args"), [(app.WorkerPool, ("prefill", 1)), (app.WorkerPool, ("decode", 1)), (app.Router, (1,))]
+    ("deployment", "args"), [(app.WorkerPool, ("prefill", 1)), (app.WorkerPool, ("decode", 1)), (app.Router, (1, b""))]
 )
 async def test_a_start_that_fails_can_be_stopped_like_any_other(
     deployment: Any, args: tuple[object, ...], config: TandemConfig

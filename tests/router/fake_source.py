@@ -92,9 +92,13 @@ class FakeTokenSource:
 
     def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
         completions = [self._tokens(request, choice) for choice in range(request.num_choices)]
-        for start in range(0, max(map(len, completions)), self.tokens_per_delta):
+        starts = [_start_after(ids, completions[choice]) for choice, ids in enumerate(request.emitted)]
+        starts = starts or [0] * request.num_choices
+        while any(start < len(ids) for start, ids in zip(starts, completions, strict=True)):
             for choice, ids in enumerate(completions):
+                start = starts[choice]
                 part = ids[start : start + self.tokens_per_delta]
+                starts[choice] += self.tokens_per_delta
                 if not part or choice in ended:
                     continue
                 is_last = start + len(part) == len(ids)
@@ -120,6 +124,14 @@ class FakeTokenSource:
         ends = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS_ID])}
         stops = [i for i, token in enumerate(ids) if token in ends]
         return ids[: stops[0] + 1] if stops else ids
+
+
+def _start_after(emitted: tuple[int, ...] | None, ids: list[int]) -> int:
+    """Returns the index of the next token of a choice that was begun elsewhere; beyond the end if it has ended."""
+    if emitted is None:
+        return len(ids)
+    assert list(emitted) == ids[: len(emitted)]
+    return len(emitted)
 
 
 def _random_text(request: TokenRequest, choice: int) -> list[int]:

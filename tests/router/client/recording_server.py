@@ -24,6 +24,7 @@ class RecordingServer:
     address: str = ""
     answers: list[inference_pb2.GenerateResponse] = field(default_factory=lambda: [LAST])
     status: Any = None
+    last_status: Any = None  # the end of a stream after its answers, if it is an error
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
 
@@ -33,6 +34,8 @@ class RecordingServer:
         await self._record(request, context)
         for answer in self.answers:
             yield answer
+        if self.last_status is not None:
+            await context.abort_with_status(self.last_status)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest, context: Any) -> Any:
         await self._record(request, context)

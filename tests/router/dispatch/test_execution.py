@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -82,6 +83,30 @@ def test_choices_that_the_caller_ends_have_no_further_delta(seed: int, pairs: bo
     assert all(whole[choice][: len(ids)] == ids for choice, ids in enumerate(caller.ids))
     assert not pools.held
     assert all(client.num_streams == 0 for client in pools.clients.values())
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 2**32), pairs=st.booleans(), cuts=st.lists(st.integers(0, 20), min_size=1, max_size=4))
+def test_a_request_begun_elsewhere_goes_on_with_the_same_tokens(seed: int, pairs: bool, cuts: list[int]) -> None:
+    request = choices_request(len(cuts))
+    expected = [completion(request.prompt, SEED + choice, 30) for choice in range(len(cuts))]
+    begun = [tuple(ids[:cut]) for ids, cut in zip(expected, cuts, strict=True)]
+    has_ended = [len(ids) == len(whole) for ids, whole in zip(begun, expected, strict=True)]
+    emitted = tuple(None if ended else ids for ids, ended in zip(begun, has_ended, strict=True))
+    pools, caller = FakePools(random.Random(seed), pairs), Caller(len(cuts))
+    caller.ids = [list(ids) for ids in begun]
+    execution, _ = start(pools, replace(request, emitted=emitted))
+    kill = True
+    while not execution.done:
+        if kill and pools.chance.random() < 0.1:
+            kill = False
+            pools.strike("kill")
+        pools.advance()
+        caller.read(execution)
+    assert caller.ids == expected
+    assert caller.finished == {choice for choice, ended in enumerate(has_ended) if not ended}
+    assert all(not submit.HasField("prompt_logprobs") for submit in pools.submits if submit.first_index)
+    assert not pools.held
 
 
 def test_a_choice_that_the_caller_ended_is_cancelled_at_its_next_tokens() -> None:

@@ -1,0 +1,94 @@
+"""Chooses the router that a call goes to, and starts it there: with several addresses, one until it fails."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2_grpc
+
+from ...proto import inference_pb2_grpc
+from ...proto.errors import InvalidArgument, TandemError
+from . import wire
+
+
+class RouterStubs:
+    """Holds the channel to one router, and its services."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.inference = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        self.health = health_pb2_grpc.HealthStub(channel)
+
+
+class Routers:
+    """Holds the routers of one service. All calls go to one of them, the first chosen at random, until one fails."""
+
+    def __init__(self, addresses: str | Sequence[str], open_channel: Callable[[str], Any]) -> None:
+        """`addresses`: each HOST:PORT, in one text with commas between them or in several. Raises InvalidArgument."""
+        texts = [addresses] if isinstance(addresses, str) else addresses
+        names = [name.strip() for text in texts for name in text.split(",")]
+        if not names or not all(names):
+            raise InvalidArgument("must be HOST:PORT of each router, one or more", "address")
+        self.all = [RouterStubs(open_channel(name)) for name in names]
+        self._current = random.randrange(len(self.all))  # clients with the same list use all routers
+
+    @property
+    def current(self) -> RouterStubs:
+        return self.all[self._current]
+
+    def leave(self, failed: RouterStubs) -> None:
+        """Goes on to the next router, unless another call has done so already."""
+        if self.current is failed:
+            self._current = (self._current + 1) % len(self.all)
+
+
+class RoutedCall:
+    """Starts the tries of one call, each at the router that is current then."""
+
+    def __init__(
+        self, routers: Routers, choose: Callable[[RouterStubs], Any], metadata: wire.Metadata, retries: wire.Retries
+    ) -> None:
+        """`choose`: returns the method of a router's services."""
+        self._routers = routers
+        self._choose = choose
+        self._metadata = metadata
+        self._retries = retries
+
+    def start(self, request: Message) -> Any:
+        self._router = self._routers.current
+        return self._choose(self._router)(request, timeout=self._retries.timeout, metadata=self._metadata)
+
+    def progressed(self) -> None:
+        """Forgets the tries that failed: the service has answered since."""
+        self._retries.reset()
+
+    def delay(self, error: TandemError) -> float:
+        """Returns the seconds to wait before the next try, see Retries. Raises `error` if there is none."""
+        if error.retry_after is not None:
+            self._routers.leave(self._router)
+        return self._retries.delay(error)
+
+
+def call(routed: RoutedCall, request: Message) -> Any:
+    """Carries out a unary call. Raises a TandemError."""
+    while True:
+        try:
+            return routed.start(request)
+        except grpc.RpcError as failure:
+            error = wire.error_of(failure)
+        time.sleep(routed.delay(error))
+
+
+async def call_async(routed: RoutedCall, request: Message) -> Any:
+    """Does the same in an event loop."""
+    while True:
+        try:
+            return await routed.start(request)
+        except grpc.aio.AioRpcError as failure:
+            error = wire.error_of(failure)
+        await asyncio.sleep(routed.delay(error))

@@ -1,0 +1,214 @@
+"""A stream that breaks after any message goes on at another router as if nothing had happened."""
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.tests.router.api.answers import Answers, request
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
+
+KEY = b"k" * 32
+MODEL = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
+CALL = b'<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}
+Fields = dict[str, Any]
+
+
+async def answer(
+    message: inference_pb2.GenerateRequest, source: FakeTokenSource, *, key: bytes = KEY, tenant: str = ""
+) -> Answers:
+    """The answer of a router of its own."""
+    service = GenerationService([MODEL], source, resume_key=key)
+    context = RequestContext(arrived=time.monotonic(), tenant=tenant, is_resumable=True)
+    prepared = await service.accept(message, context)
+    return [each async for each in service.run(prepared, inference_pb2.Timeline())]
+
+
+def resumed(message: inference_pb2.GenerateRequest, delivered: Answers) -> inference_pb2.GenerateRequest:
+    """The request with which a client goes on after these messages."""
+    again = inference_pb2.GenerateRequest()
+    again.CopyFrom(message)
+    found = {each.choice: inference_pb2.ResumedChoice() for each in delivered}
+    for each in delivered:
+        found[each.choice].token_ids.extend(each.token_ids)
+        found[each.choice].resume_token = each.resume_token
+    again.resume.extend(found.values())
+    return again
+
+
+def whole(messages: Answers) -> dict[str, Any]:
+    """What a client makes of a stream. Calls have random ids."""
+    choices: dict[int, Fields] = {}
+    for each in messages:
+        found = choices.setdefault(each.choice, {"text": "", "ids": [], "logprobs": [], "calls": [], "end": []})
+        assert each.first_index == len(found["ids"])
+        found["text"] += each.text
+        found["ids"] += each.token_ids
+        found["logprobs"] += map(str, each.logprobs)
+        found["calls"] += [(call.name, call.arguments) for call in each.tool_calls]
+        found["end"] += [(each.finish_reason, each.score)] if each.finish_reason else []
+    prompt = [str(entry) for each in messages for entry in each.prompt_logprobs]
+    usages = [str(each.usage) for each in messages if each.HasField("usage")]
+    return {"choices": choices, "prompt": prompt, "usages": usages}
+
+
+def make_source(seed: int, tokens_per_delta: int, num_choices: int, *, calls: bool) -> FakeTokenSource:
+    """Answers of few different bytes, so that short stop strings occur, with characters of several bytes and calls."""
+    chance = random.Random(seed)
+    parts = ["a", "b", "ab ", " ", "ü", "🦊", "<tool"]
+    answers: list[list[int]] = []
+    for _ in range(num_choices):
+        text = "".join(chance.choices(parts, k=chance.randrange(1, 25))).encode()
+        text += (CALL if chance.random() < 0.7 else b"") + b"ba" if calls else b""
+        answers.append([*text, *([EOS_ID] if chance.random() < 0.5 else [])])
+    return FakeTokenSource(answers=answers, tokens_per_delta=tokens_per_delta)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    cuts=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=3),
+    tokens_per_delta=st.integers(1, 4),
+    num_choices=st.integers(1, 3),
+    stop=st.lists(st.text("ab ü", min_size=1, max_size=3), max_size=2),
+    min_tokens=st.integers(0, 6),
+    logprobs=st.none() | st.integers(0, 2),
+    kind=st.sampled_from(["text", "echo", "tools", "best_of", "beam"]),
+    prompt_logprobs=st.booleans(),
+)
+def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
+    seed: int,
+    cuts: list[float],
+    tokens_per_delta: int,
+    num_choices: int,
+    stop: list[str],
+    min_tokens: int,
+    logprobs: int | None,
+    kind: str,
+    prompt_logprobs: bool,
+) -> None:
+    fields: Fields = {"n": num_choices, "stopping": {"stop": stop, "min_tokens": min_tokens, "max_tokens": 120}}
+    fields |= {"sampling": {"seed": seed}} if kind != "beam" else {"beam_search": {"width": 4}}
+    if kind != "beam":
+        fields |= {"logprobs": logprobs, "prompt_logprobs": 1 if prompt_logprobs else None}
+    kinds: dict[str, Fields] = {"echo": {"echo": True}, "tools": {"prompt": {"chat": TOOLS}}, "best_of": {"best_of": 4}}
+    fields |= kinds.get(kind, {})
+    message = request(**fields)
+    source = make_source(seed, tokens_per_delta, 4, calls=kind == "tools")
+    expected = asyncio.run(answer(message, source))
+    delivered: Answers = []
+    rest = expected
+    for cut in cuts:  # each breaks what was left
+        delivered += rest[: int(cut * len(rest))]
+        rest = asyncio.run(answer(resumed(message, delivered), source))
+    assert whole(delivered + rest) == whole(expected)
+    assert bool(source.requests[-1].emitted) == (bool(delivered) and kind not in ("best_of", "beam"))
+
+
+def test_a_random_seed_and_the_cached_tokens_are_kept() -> None:
+    message = request(n=2, stopping={"max_tokens": 20})
+    source = FakeTokenSource()
+    expected = asyncio.run(answer(message, source))
+    rest = asyncio.run(answer(resumed(message, expected[:9]), source))
+    assert whole(expected[:9] + rest) == whole(expected)
+    assert source.requests[1].sampling.seed == source.requests[0].sampling.seed
+
+
+def test_long_answers_leave_the_event_loop() -> None:
+    message = request(stopping={"max_tokens": 400})
+    expected = asyncio.run(answer(message, FakeTokenSource()))
+    rest = asyncio.run(answer(resumed(message, expected[:300]), FakeTokenSource()))
+    assert whole(expected[:300] + rest) == whole(expected)
+
+
+MESSAGE = request(n=2, sampling={"seed": 7}, stopping={"max_tokens": 10})
+DELIVERED = asyncio.run(answer(MESSAGE, FakeTokenSource()))
+
+
+def refusal(message: inference_pb2.GenerateRequest, **router: Any) -> tuple[str, str]:
+    """The field that the refusal names, and its text."""
+    source = FakeTokenSource()
+    with pytest.raises(InvalidArgument) as caught:
+        asyncio.run(answer(message, source, **router))
+    assert source.requests == []
+    return caught.value.field, caught.value.message
+
+
+@pytest.mark.parametrize("byte", range(0, 50, 7))
+def test_a_changed_token_is_refused(byte: int) -> None:
+    message = resumed(MESSAGE, DELIVERED[:6])
+    token = bytearray(message.resume[1].resume_token)
+    token[byte] ^= 1
+    message.resume[1].resume_token = bytes(token)
+    assert refusal(message) == (
+        "resume[1].resume_token",
+        "resume[1].resume_token: is no resume token of this service",
+    )
+
+
+@pytest.mark.parametrize("token", [b"", b"x", DELIVERED[0].resume_token + b"x", DELIVERED[0].resume_token[:-1]])
+def test_bytes_of_another_length_are_refused(token: bytes) -> None:
+    message = resumed(MESSAGE, DELIVERED[:1])
+    message.resume[0].resume_token = token
+    assert refusal(message)[0] == "resume[0].resume_token"
+
+
+def test_a_token_of_another_service_is_refused() -> None:
+    assert "no resume token of this service" in refusal(resumed(MESSAGE, DELIVERED[:6]), key=b"x" * 32)[1]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"prompt": {"text": "ho"}},
+        {"sampling": {"seed": 8}},
+        {"sampling": {"seed": 7, "top_k": 3}},
+        {"stopping": {"max_tokens": 11}},
+        {"stopping": {"max_tokens": 10, "stop": ["x"]}},
+        {"logprobs": 0},
+        {"n": 3},
+    ],
+)
+def test_another_request_is_refused(changed: Fields) -> None:
+    other = request(**({"n": 2, "sampling": {"seed": 7}, "stopping": {"max_tokens": 10}} | changed))
+    assert refusal(resumed(other, DELIVERED[:6])) == (
+        "resume[0].resume_token",
+        "resume[0].resume_token: belongs to another request: prompt or parameters differ",
+    )
+
+
+def test_another_tenant_is_refused() -> None:
+    assert "another request" in refusal(resumed(MESSAGE, DELIVERED[:6]), tenant="other")[1]
+
+
+def test_name_and_priority_may_change() -> None:
+    other = request(n=2, sampling={"seed": 7}, stopping={"max_tokens": 10}, request_id="x", priority=3, model="tiny")
+    rest = asyncio.run(answer(resumed(other, DELIVERED[:6]), FakeTokenSource()))
+    assert whole(DELIVERED[:6] + rest) == whole(DELIVERED)
+
+
+def test_other_ids_are_refused() -> None:
+    message = resumed(MESSAGE, DELIVERED[:6])
+    message.resume[0].token_ids[1] += 1
+    assert refusal(message) == ("resume[0].token_ids", "resume[0].token_ids: are not the ids that were sent")
+    del message.resume[0].token_ids[1]
+    assert refusal(message) == ("resume[0].token_ids", "resume[0].token_ids: has 2 ids; the resume token is of 3")
+
+
+def test_choices_that_do_not_fit_together_are_refused() -> None:
+    message = resumed(MESSAGE, DELIVERED[:6])
+    message.resume.add().CopyFrom(message.resume[0])
+    assert refusal(message) == ("resume[2]", "resume[2]: choice 0 is there twice")
+    unseeded = request(n=2, stopping={"max_tokens": 10})
+    first, second = (asyncio.run(answer(unseeded, FakeTokenSource())) for _ in range(2))
+    mixed = resumed(unseeded, [first[0], second[1]])
+    assert refusal(mixed)[1] == "resume: the tokens are of several runs, with different seeds"
+    assert "nothing is left" in refusal(resumed(MESSAGE, DELIVERED))[1]
