@@ -44,12 +44,14 @@ ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
 class SessionRequest(_message.Message):
-    __slots__ = ("submit", "cancel")
+    __slots__ = ("submit", "cancel", "suspend")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    SUSPEND_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    suspend: Suspend
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., suspend: _Optional[_Union[Suspend, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority")
@@ -105,6 +107,14 @@ class Cancel(_message.Message):
     choice: int
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
+class Suspend(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
 class KvHandle(_message.Message):
     __slots__ = ("epoch", "transfer_id", "num_tokens", "layout", "endpoints")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -132,7 +142,7 @@ class SessionResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., stored_blocks: _Optional[_Iterable[bytes]] = ..., evicted_blocks: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "attempt", "choice", "admitted", "tokens", "kv_received", "failure")
+    __slots__ = ("request_id", "attempt", "choice", "admitted", "tokens", "kv_received", "failure", "suspended")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +150,7 @@ class Output(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     choice: int
@@ -147,7 +158,14 @@ class Output(_message.Message):
     tokens: Tokens
     kv_received: KvReceived
     failure: Failure
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    suspended: Suspended
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., suspended: _Optional[_Union[Suspended, _Mapping]] = ...) -> None: ...
+
+class Suspended(_message.Message):
+    __slots__ = ("kv",)
+    KV_FIELD_NUMBER: _ClassVar[int]
+    kv: KvHandle
+    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("queue_seconds", "cached_tokens", "kv")
@@ -206,7 +224,7 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "waiting_tokens", "free_blocks", "cached_blocks", "owned_blocks", "leased_blocks", "reserved_blocks", "total_blocks", "step_seconds", "version")
+    __slots__ = ("num_waiting", "num_running", "waiting_tokens", "free_blocks", "cached_blocks", "owned_blocks", "leased_blocks", "reserved_blocks", "total_blocks", "step_seconds", "version", "draining")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +236,7 @@ class WorkerLoad(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     waiting_tokens: int
@@ -229,7 +248,8 @@ class WorkerLoad(_message.Message):
     total_blocks: int
     step_seconds: float
     version: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "role", "address", "kv_bytes_per_token", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens")
@@ -287,6 +307,18 @@ class GetStatusResponse(_message.Message):
     integrity_ok: bool
     transports: _containers.ScalarMap[str, str]
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_seconds",)
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    timeout_seconds: float
+    def __init__(self, timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_requests",)
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
 class RankControlRequest(_message.Message):
     __slots__ = ("sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv")

@@ -44,6 +44,11 @@ class WorkerStub:
                 request_serializer=worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=worker__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.Worker/Drain',
+                request_serializer=worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -63,6 +68,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Has the worker refuse new requests until it ends, and report so at once. Running requests go on; routers suspend
+        those that another worker can continue. Returns when no request is left, or after the timeout. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +88,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=worker__pb2.GetStatusRequest.FromString,
                     response_serializer=worker__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=worker__pb2.DrainRequest.FromString,
+                    response_serializer=worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +149,33 @@ class Worker:
             '/tandem.v1.Worker/GetStatus',
             worker__pb2.GetStatusRequest.SerializeToString,
             worker__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/Drain',
+            worker__pb2.DrainRequest.SerializeToString,
+            worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
