@@ -23,7 +23,13 @@ import pytest
 
 TESTS: Final = Path(__file__).parent
 SHARING_PATHS: Final = (
-    *("cluster/cli/test_plan.py", "cluster/store", "cluster/test_ranks.py", "proto/test_new_parameter.py"),
+    *(
+        "cluster/cli/test_drain.py",
+        "cluster/cli/test_plan.py",
+        "cluster/store",
+        "cluster/test_ranks.py",
+        "proto/test_new_parameter.py",
+    ),
     *(
         "router/api",
         "router/frontend/test_template.py",
@@ -40,7 +46,8 @@ ALONE_PATHS: Final = (
     *("cluster/test_app.py", "e2e", "gpu", "router/client", "router/dispatch/test_cancel.py"),
     *("router/dispatch/test_dispatcher.py", "router/dispatch/test_faults.py", "router/dispatch/test_rehand.py"),
     *("workers/bench", "workers/tp"),
-    *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "kv_handle", "session", "worker")),
+    *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "session")),
+    *("workers/test_suspend.py", "workers/test_worker.py"),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair")),
     *(f"workers/transfer/test_{name}.py" for name in ("receiver", "second_fetch", "sender")),
     *(f"workers/transfer/test_{name}.py" for name in ("shared_memory", "toy_transport", "unequal")),

@@ -18,7 +18,17 @@ from ..proto import worker_pb2
 from ..proto.errors import InvalidArgument
 from ..proto.hashing import hash_prompt
 from .engine.engine import Engine
-from .engine.events import Admitted, CacheChanged, Event, Failed, NewTokens, Preempted, PrefillFinished, Progress
+from .engine.events import (
+    Admitted,
+    CacheChanged,
+    Event,
+    Failed,
+    NewTokens,
+    Preempted,
+    PrefillFinished,
+    Progress,
+    Suspended,
+)
 from .engine.plan import FirstTokens
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
@@ -59,6 +69,12 @@ class RequestManager:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def leave(self) -> None:
+        """Refuses new requests from now on, and has every session report so at once."""
+        self.is_leaving = True
+        for session in self.sessions:
+            session.wake()
+
     async def wait_idle(self, seconds: float) -> None:
         """Returns when all requests have ended, or after so long."""
         if self._requests:
@@ -82,12 +98,12 @@ class RequestManager:
 
         self.thread.post(report_cache)
         reader = asyncio.create_task(self._read(session, commands))
-        num_requests, next_load = -1, 0.0
+        reported, next_load = (-1, False), 0.0
         try:
             while (message := await session.take()) is not None:
                 now = time.monotonic()
-                if len(self) != num_requests or now >= next_load:
-                    num_requests, next_load = len(self), now + _LOAD_SECONDS
+                if (len(self), self.is_leaving) != reported or now >= next_load:
+                    reported, next_load = (len(self), self.is_leaving), now + _LOAD_SECONDS
                     message.load.CopyFrom(self.load())
                 await send(message)
         finally:
@@ -107,6 +123,8 @@ class RequestManager:
                     self.cancel(session, command.cancel)
                 elif command.HasField("submit"):
                     self.submit(session, command.submit)
+                elif command.HasField("suspend"):
+                    self.suspend(session, command.suspend)
         finally:
             session.close()
 
@@ -149,8 +167,18 @@ class RequestManager:
         elif cancel.choice in request.choices:
             number = cancel.choice - self._sequences[request.spec.id][1]
             self._end_choice(request, cancel.choice)
-            if request.choices:  # otherwise the request has ended, whose transfers have to stop first
+            if request.choices and cancel.choice not in request.suspended:
                 self.thread.post(lambda engine: engine.cancel_choice(request.spec.id, number))
+
+    def suspend(self, session: RouterSession, suspend: worker_pb2.Suspend) -> None:
+        """Suspends all choices of a request, or refuses one that has not begun. Ignores one that has ended."""
+        request = session.requests.get((suspend.request_id, suspend.attempt))
+        if request is None:
+            return
+        if request.spec.task is Task.DECODE and not request.has_kv:
+            self._refuse(request, worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
+        else:
+            self.thread.post(partial(self._suspend, request))
 
     def end(self, request: WorkerRequest) -> None:
         """Removes a request and frees what it holds, in any state: first its transfers stop using its blocks."""
@@ -158,22 +186,25 @@ class RequestManager:
             return
         self._requests.discard(request)
         request.session.requests.pop(request.key, None)
-        for number in range(request.spec.num_choices):
-            del self._sequences[request.spec.id + number]
         if request.compiling is not None:
             request.compiling.cancel()
-        self.kv.stop(request.spec.id, lambda: self.thread.post(partial(_cancel, request.spec)))
+        for number in range(request.spec.num_choices):
+            del self._sequences[request.spec.id + number]
+            self._free(request.spec.id + number)
         if not self._requests:
             self._idle.set()
 
     def release(self, sequence_id: int) -> None:
-        """Ends a finished prefill whose lease was acknowledged or has expired."""
-        if sequence_id in self._sequences:
-            self.end(self._sequences[sequence_id][0])
+        """Ends a finished prefill or a suspended choice whose lease was acknowledged or has expired."""
+        request, choice = self._sequences.get(sequence_id, (None, 0))
+        if request is not None and choice in request.suspended:
+            self._end_choice(request, choice)
+        elif request is not None:
+            self.end(request)
 
     def fail_all(self) -> None:
         """Ends every request at once, so that routers may submit it elsewhere, and closes the sessions."""
-        self.is_leaving = True
+        self.leave()
         for request in list(self._requests):
             self._refuse(request, worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
         for session in self.sessions:
@@ -204,6 +235,8 @@ class RequestManager:
                             tokens = worker_pb2.Tokens(prefill_seconds=event.prefill_seconds)
                             request.session.put(request.key, tokens=tokens)
                         self.kv.complete(event.id, event.first_tokens)
+                    case Suspended() if choice in request.choices:
+                        self._suspended(request, choice, event)
                     case Failed():
                         self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, event.reason)
                     case Preempted() if request.spec.beam is not None:
@@ -221,18 +254,43 @@ class RequestManager:
         if spec.task is Task.DECODE:
             self.kv.set_target(spec.id, event.blocks, event.num_cached)
         elif spec.task is Task.PREFILL:
-            handle = self.kv_handle()
-            handle.num_tokens = len(spec.tokens)
-            handle.transfer_id = secrets.token_bytes(16)
-            prefix_hash = hash_prompt(spec.tokens, spec.salt)
-            self.kv.offer(spec.id, handle.transfer_id, event.blocks, handle.num_tokens, prefix_hash)
-            message.kv.CopyFrom(handle)
+            message.kv.CopyFrom(self._offer(spec.id, event.blocks, spec.tokens, spec.salt))
         return message
+
+    def _suspended(self, request: WorkerRequest, choice: int, event: Suspended) -> None:
+        """Offers the KV cache of a choice, all of which is computed."""
+        request.suspended[choice] = event.id
+        handle = self._offer(event.id, event.blocks, event.tokens, request.spec.salt)
+        self.kv.progress(event.id, len(event.tokens), num_ahead=0, num_layers=0)
+        self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))
+        request.session.put(request.key, choice, suspended=worker_pb2.Suspended(kv=handle))
+
+    def _offer(
+        self, sequence_id: int, blocks: tuple[int, ...], tokens: tuple[int, ...], salt: bytes
+    ) -> worker_pb2.KvHandle:
+        """Offers the KV cache of `tokens` to other workers; returns its handle."""
+        handle = self.kv_handle()
+        handle.num_tokens = len(tokens)
+        handle.transfer_id = secrets.token_bytes(16)
+        self.kv.offer(sequence_id, handle.transfer_id, blocks, len(tokens), hash_prompt(tokens, salt))
+        return handle
 
     def _end_choice(self, request: WorkerRequest, choice: int) -> None:
         request.choices.discard(choice)
         if not request.choices:
             self.end(request)
+        elif choice in request.suspended:
+            self._free(request.suspended[choice])
+
+    def _free(self, sequence_id: int) -> None:
+        """Frees what a sequence holds as soon as no transfer uses its blocks."""
+        self.kv.stop(sequence_id, lambda: self.thread.post(lambda engine: engine.cancel(sequence_id)))
+
+    def _suspend(self, request: WorkerRequest, engine: Engine) -> None:
+        """Suspends the sequences of a request, in the engine's thread; refuses the request if none has begun."""
+        first = request.spec.id
+        if not sum(map(engine.suspend, range(first, first + request.spec.num_choices))):
+            self.thread.call_in_loop(partial(self._refuse, request, worker_pb2.FAILURE_KIND_WORKER, _LEAVING))
 
     def _enqueue(self, request: WorkerRequest, submitted: float, engine: Engine) -> None:
         """Submits to the engine, in its thread between two steps; the wait for it counts as queueing."""
@@ -278,6 +336,7 @@ class RequestManager:
             self.failed(error)
         else:
             if request in self._requests:
+                request.has_kv = True
                 request.session.put(request.key, kv_received=received)
                 self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
 
@@ -295,8 +354,3 @@ class RequestManager:
         if request in self._requests:
             request.session.put_failure(request.key, kind, message)
             self.end(request)
-
-
-def _cancel(spec: SequenceSpec, engine: Engine) -> None:
-    for number in range(spec.num_choices):
-        engine.cancel(spec.id + number)

@@ -33,6 +33,8 @@ class WorkerRequest:
     choices: set[int]  # that have not ended
     compiling: asyncio.Task[None] | None = None  # of its grammar
     grammar: object = None  # a reference that keeps it compiled
+    has_kv: bool = False  # its KV cache has arrived from another worker
+    suspended: dict[int, int] = field(default_factory=dict)  # choices whose KV cache is on offer: their sequence ids
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +48,11 @@ class RouterSession:
     _reports_cache: bool = False
     _changes: dict[bytes, bool] = field(default_factory=dict)  # by block hash, whether it was stored or evicted
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _woken: bool = False
     _closed: bool = False
 
     def put(self, key: RequestKey, choice: int = 0, **event: object) -> None:
-        """Queues one output, `admitted=`, `tokens=`, `kv_received=` or `failure=`."""
+        """Queues one output, `admitted=`, `tokens=`, `kv_received=`, `suspended=` or `failure=`."""
         output = worker_pb2.Output(request_id=key[0], attempt=key[1], choice=choice, **event)  # type: ignore[arg-type]
         self._unfinished.get(key, self._outputs).append(output)
         self._ready.set()
@@ -106,6 +109,11 @@ class RouterSession:
         if self._changes:
             self._ready.set()
 
+    def wake(self) -> None:
+        """Has `take` return at once, maybe with an empty message."""
+        self._woken = True
+        self._ready.set()
+
     def close(self) -> None:
         """Ends the stream: `take` returns None once the queued outputs are sent."""
         self._closed = True
@@ -114,9 +122,10 @@ class RouterSession:
     async def take(self) -> worker_pb2.SessionResponse | None:
         """Returns everything queued, waiting for the first item, but of a large cache only as much as a message takes;
         None when the session is closed."""
-        while not (self._outputs or self._changes or (self._closed and not self._unfinished)):
+        while not (self._outputs or self._changes or self._woken or (self._closed and not self._unfinished)):
             self._ready.clear()
             await self._ready.wait()
+        self._woken = False
         if self._closed and not (self._outputs or self._unfinished):
             return None
         outputs, self._outputs = self._outputs, []

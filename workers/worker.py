@@ -32,6 +32,7 @@ from .transfer.sender import FrameHook, KvSender
 logger = logging.getLogger(__name__)
 
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
+_MAX_DRAIN_SECONDS = 86_400.0
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -140,13 +141,19 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         coordinator.start_heartbeats(worker._thread.post)
         return worker
 
+    async def drain(self, seconds: float) -> int:
+        """Refuses new requests from now on and reports so to routers at once; running ones go on. Returns how many
+        requests are left when none is or after so many seconds."""
+        self._requests.leave()
+        if seconds > 0:
+            await self._requests.wait_idle(seconds)
+        return len(self._requests)
+
     async def stop(self, grace: float = 0.0) -> None:
         """Refuses new requests, gives running ones up to `grace` seconds, then ends everything. Raises TimeoutError if
         the engine's step does not end."""
-        self._requests.is_leaving = True
         deadline = time.monotonic() + grace
-        if grace > 0:  # the server still runs meanwhile: decode workers fetch KV cache
-            await self._requests.wait_idle(grace)
+        await self.drain(grace)  # the server still runs meanwhile: decode workers fetch KV cache
         for session in self._requests.sessions:
             session.close()
         self._endpoint.disconnect()
@@ -176,6 +183,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             waiting_tokens=requests.waiting_tokens,
             total_blocks=total,
             step_seconds=self._engine.step_seconds,
+            draining=self._requests.is_leaving,
             **{f"{state.value}_blocks": count for state, count in blocks.items()},
         )
         if load != self._last_load:
@@ -229,6 +237,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             integrity_ok=integrity_ok,
             transports=self._endpoint.receiver.connections.transports,
         )
+
+    async def Drain(
+        self,
+        request: worker_pb2.DrainRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> worker_pb2.DrainResponse:
+        """Drains this worker, see the proto. It goes on to refuse, and to answer, until it is stopped."""
+        seconds = min(max(0.0, request.timeout_seconds), _MAX_DRAIN_SECONDS)  # 0 for NaN
+        return worker_pb2.DrainResponse(num_requests=await self.drain(seconds))
 
     def _kv_handle(self) -> worker_pb2.KvHandle:
         return worker_pb2.KvHandle(

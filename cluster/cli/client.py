@@ -60,7 +60,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a running service: routers, pools, workers, their blocks and load, the transports between them."""
-    service = _fetch(url)
+    service = fetch_status(url)
     if as_json:
         typer.echo(json.dumps(service, indent=2))
         return
@@ -84,7 +84,8 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read() if prompt in (None, "-") else prompt
 
 
-def _fetch(url: str) -> Any:
+def fetch_status(url: str) -> Any:
+    """Returns what the status page says. Raises Unavailable."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=STATUS_SECONDS) as answer:

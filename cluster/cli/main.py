@@ -13,6 +13,7 @@ from ...workers.model.config import CheckpointError
 from .bench import DEFINITIONS, bench
 from .chat import chat
 from .client import generate, status
+from .drain import drain
 from .eval import eval_app
 from .model import model_app
 from .plan import plan_app
@@ -28,7 +29,7 @@ app = typer.Typer(
 app.add_typer(model_app, name="model")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
-for command in (generate, chat, status, serve, check_config):
+for command in (generate, chat, status, drain, serve, check_config):
     app.command()(command)
 app.command(epilog=DEFINITIONS)(bench)
 

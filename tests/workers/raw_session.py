@@ -37,8 +37,8 @@ class RawSession:
         self._call = worker_stub(channel).Session()
         self.messages: list[worker_pb2.SessionResponse] = []
 
-    async def send(self, command: worker_pb2.Submit | worker_pb2.Cancel) -> None:
-        name = "submit" if isinstance(command, worker_pb2.Submit) else "cancel"
+    async def send(self, command: worker_pb2.Submit | worker_pb2.Cancel | worker_pb2.Suspend) -> None:
+        name = type(command).__name__.lower()
         await self._call.write(worker_pb2.SessionRequest(**{name: command}))  # type: ignore[arg-type]
 
     async def read(self) -> worker_pb2.SessionResponse | None:

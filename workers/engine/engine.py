@@ -70,6 +70,15 @@ class Engine:
         it never becomes a sequence if it is none yet. Idempotent. Ending the last choice cancels the request."""
         self.requests.cancel_choice(sequence_id, choice)
 
+    def suspend(self, sequence_id: int) -> bool:
+        """Has a running sequence leased for another worker to continue: a `Suspended` event follows once the step in
+        flight has ended, after the first token at the earliest, unless the sequence ends before. `cancel` then frees
+        the lease. Until the choices of a submit have their first tokens, the first id stands for all. Idempotent.
+
+        A PREFILL and a beam search go on. Returns False, having done nothing, if the sequence has not begun, waits for
+        its KV cache or is unknown."""
+        return self.requests.suspend(sequence_id)
+
     def commit_import(self, sequence_id: int, first_tokens: FirstTokens) -> None:
         """Starts a DECODE sequence whose KV cache has arrived whole and verified: it runs from the next step on. A
         choice whose first token does not finish it yields the tokens after it; one that it finishes yields that token

@@ -53,6 +53,16 @@ class PrefillFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspended:
+    """Reports that a sequence is suspended: leased, for another worker to continue. No token of it follows."""
+
+    id: int
+    blocks: tuple[int, ...]
+    tokens: tuple[int, ...]  # all that have KV cache: the prompt and the generated tokens but the last
+    first_token: int  # the last token, the first of the worker that continues
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChanged:
     """Reports the hashes of blocks that entered and left the prefix cache; belongs to no sequence."""
 
@@ -75,4 +85,4 @@ class Failed:
     reason: str  # may be shown to a user
 
 
-Event = Admitted | Progress | NewTokens | PrefillFinished | Preempted | Failed | CacheChanged
+Event = Admitted | Progress | NewTokens | PrefillFinished | Suspended | Preempted | Failed | CacheChanged

@@ -91,10 +91,27 @@ class RequestTable:
             for block, digest in sequence.publishable():
                 self.pool.publish(block, digest)
 
+    def suspend(self, sequence_id: int) -> bool:
+        """See `Engine.suspend`."""
+        search = self.searches.get(sequence_id)
+        sequence = search.members[0] if search else self.sequences.get(sequence_id)
+        if sequence is None or sequence.state in (State.WAITING, State.IMPORTING):
+            return False
+        if sequence.state is State.RUNNING and not sequence.search and sequence.spec.task is not Task.PREFILL:
+            sequence.suspend()
+        return True
+
     def lease(self, sequence: Sequence) -> None:
-        """Turns a finished prefill's blocks into a lease; the ranks forget the sequence."""
+        """Turns the blocks of a finished prefill or a suspended sequence into a lease and returns those reserved for
+        growth; the ranks forget the sequence."""
         self._leave_batch(sequence)
         self.num_leased += 1
+        self.pool.unreserve(sequence.reserved)
+        sequence.reserved = []
+        if sequence.copy_source is not None:  # a reader finds there what no step will copy
+            self.pool.release([sequence.blocks.pop()])
+            sequence.blocks.append(sequence.copy_source)
+            sequence.copy_source = None
         self.pool.lease(sequence.blocks)
         sequence.move(State.LEASED)
 

@@ -7,7 +7,7 @@ no network.
 from dataclasses import replace
 
 from . import fork
-from .events import Admitted, Event, NewTokens, Preempted
+from .events import Admitted, Event, NewTokens, Preempted, Suspended
 from .plan import PENDING_TOKEN, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Sequence, SequenceSpec, State, Task
@@ -53,9 +53,13 @@ class Scheduler:
         events = self._start_committed()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
+        suspended: list[Sequence] = []
         for sequence in self._requests.running:
             if num_unscheduled := sequence.num_unscheduled:
                 (decodes if num_unscheduled == 1 else prompts).append(sequence)
+            elif sequence.is_suspended:
+                suspended.append(sequence)
+        events += map(self._lease, suspended)
         for sequence in decodes:  # before any has its step, so that the beams of a search grow all or none
             if sequence.num_scheduled == len(sequence.blocks) * self._config.block_size:
                 events += self._grow(sequence)
@@ -92,6 +96,12 @@ class Scheduler:
                 events += [event for event in appended if isinstance(event, NewTokens) and event.finish is not None]
         self._requests.committed.clear()
         return events
+
+    def _lease(self, sequence: Sequence) -> Suspended:
+        """Leases a suspended sequence."""
+        self._requests.lease(sequence)
+        *tokens, last = sequence.tokens
+        return Suspended(id=sequence.spec.id, blocks=tuple(sequence.blocks), tokens=tuple(tokens), first_token=last)
 
     def _can_admit(self) -> bool:
         if not self._requests.waiting:

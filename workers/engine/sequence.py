@@ -24,7 +24,7 @@ class Task(enum.Enum):
 class State(enum.Enum):
     """Names the state of a sequence.
 
-        WAITING ──admit──> RUNNING ──first token of a PREFILL──> LEASED ──> FINISHED
+        WAITING ──admit──> RUNNING ──first token of a PREFILL, or suspend──> LEASED ──> FINISHED
            └──admit a DECODE──> IMPORTING ──commit──> RUNNING
 
     Every state may go to FINISHED at once (end, cancel, failure); nothing leaves FINISHED.
@@ -132,7 +132,7 @@ class Sequence:
     num_sent_blocks: int = 0  # how many of `blocks` the ranks know
     sampling_sent: bool = False
     admitted: float = 0.0  # clock
-    max_length: int = field(init=False)
+    max_length: int = field(init=False)  # tokens that get KV cache here; below the spec's once it is being suspended
     choices: list[int] = field(init=False)  # uncancelled choices that it will fork into
     num_slots: int = field(init=False)  # sequences that it counts for: those it will fork into
     num_samples: int = field(init=False)  # tokens to sample after its last one
@@ -183,12 +183,21 @@ class Sequence:
     @property
     def max_blocks(self) -> int:
         """Blocks for the longest that this sequence can become here."""
-        return -(-self.max_length // self.block_size)
+        return -(-self.spec.max_length // self.block_size)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether another worker is to continue, and nothing that it needs is still being computed."""
+        return self.num_computed == self.max_length < self.spec.max_length
 
     @property
     def num_prompt_blocks(self) -> int:
         """Blocks for the tokens that were submitted."""
         return -(-len(self.spec.tokens) // self.block_size)
+
+    def suspend(self) -> None:
+        """Has nothing more scheduled after the prompt and what a step in flight computes."""
+        self.max_length = max(self.num_scheduled, len(self.spec.tokens))
 
     def move(self, state: State) -> None:
         """Changes the state. Raises RuntimeError for a move that MOVES does not have."""

@@ -50,7 +50,7 @@ def test_the_command_line_loads_neither_ray_nor_torch() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("serve", "generate", "chat", "status", "model", "plan", "eval", "check-config"):
+    for command in ("serve", "generate", "chat", "status", "drain", "model", "plan", "eval", "check-config"):
         assert re.search(rf"^  {command}\b", done.stdout, re.MULTILINE), command
 
 
@@ -232,6 +232,11 @@ def test_a_service_from_start_to_stop(serving: Callable[..., Serving], tmp_path:
         assert worker.get("integrity_ok", worker.get("balanced"))
         assert not any(worker[name] for name in worker if name in ACTIVITY)
         assert load["free_blocks"] + load["cached_blocks"] == load["total_blocks"] > 0
+    drained = run("drain", "all", "--url", status_url[1])
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert sorted(drained.stdout.splitlines()) == sorted(f"{each['id']}: 0 requests left" for each in workers.values())
+    status = run("status", "--url", status_url[1], "--json")
+    assert {worker["state"] for worker in json.loads(status.stdout)["workers"]} == {"draining"}
 
     out = service.stop(signal.SIGINT)
     assert (service.process.returncode, out) == (0, "")

@@ -19,6 +19,7 @@ from tandem.workers.engine.events import (
     Preempted,
     PrefillFinished,
     Progress,
+    Suspended,
 )
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import Sequence as EngineSequence
@@ -27,7 +28,7 @@ from tandem.workers.kv_cache.layout import KvSpan
 
 VOCAB_SIZE = 16
 
-SeqEvent = Admitted | Progress | NewTokens | PrefillFinished | Preempted | Failed
+SeqEvent = Admitted | Progress | NewTokens | PrefillFinished | Suspended | Preempted | Failed
 """Events of sequences."""
 
 

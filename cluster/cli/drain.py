@@ -1,0 +1,51 @@
+"""`tandem drain`: takes workers out of service."""
+
+import asyncio
+from typing import Annotated, Any
+
+import grpc.aio
+import typer
+
+from ...proto import worker_pb2, worker_pb2_grpc
+from ...proto.channel import peer_channel
+from ...proto.errors import NotFound, Unavailable
+from .client import DEFAULT_STATUS_URL, STATUS_SECONDS, fetch_status
+
+
+def drain(
+    target: Annotated[str, typer.Argument(help="A worker's id, a host for all workers with its address, or all.")],
+    url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the requests of the workers.")] = 30.0,
+) -> None:
+    """Have workers refuse new requests, and wait until they have none.
+
+    The routers hand running requests to other workers, or let them end where no other has room. A drained worker
+    stays up and refuses until it is stopped. Exit code 1: a worker has requests left, or does not answer."""
+    workers = [worker for worker in fetch_status(url)["workers"] if target in _names(worker)]
+    if not workers:
+        raise NotFound(f"no worker is {target}")
+    counts = asyncio.run(_drain_all([worker["address"] for worker in workers], timeout))
+    for worker, count in zip(workers, counts, strict=True):
+        typer.echo(f"{worker['id']}: {'no answer' if count is None else f'{count} requests left'}")
+    if any(count != 0 for count in counts):
+        raise Unavailable("not every worker is drained")
+
+
+def _names(worker: dict[str, Any]) -> tuple[str, ...]:
+    return worker["id"], worker["address"].rpartition(":")[0], "all"
+
+
+async def _drain_all(addresses: list[str], timeout: float) -> list[int | None]:
+    """Returns how many requests each worker has left; None for one that does not answer."""
+    return await asyncio.gather(*(_drain(address, timeout) for address in addresses))
+
+
+async def _drain(address: str, timeout: float) -> int | None:
+    async with peer_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            request = worker_pb2.DrainRequest(timeout_seconds=timeout)
+            response: worker_pb2.DrainResponse = await stub.Drain(request, timeout=timeout + STATUS_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+    return response.num_requests
