@@ -23,6 +23,7 @@ class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_KIND_TRANSFER: _ClassVar[FailureKind]
     FAILURE_KIND_PREEMPTED: _ClassVar[FailureKind]
     FAILURE_KIND_WORKER: _ClassVar[FailureKind]
+    FAILURE_KIND_GONE: _ClassVar[FailureKind]
 
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -39,6 +40,7 @@ FAILURE_KIND_FULL: FailureKind
 FAILURE_KIND_TRANSFER: FailureKind
 FAILURE_KIND_PREEMPTED: FailureKind
 FAILURE_KIND_WORKER: FailureKind
+FAILURE_KIND_GONE: FailureKind
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role

@@ -132,7 +132,7 @@ class RequestManager:
         """Accepts a submit, or reports its failure to the session."""
         key = (submit.request_id, submit.attempt)
         if self.is_leaving:
-            session.put_failure(key, worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
+            session.put_failure(key, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
             return
         try:
             if key in session.requests:
@@ -176,7 +176,7 @@ class RequestManager:
         if request is None:
             return
         if request.spec.task is Task.DECODE and not request.has_kv:
-            self._refuse(request, worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
+            self._refuse(request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
         else:
             self.thread.post(partial(self._suspend, request))
 
@@ -202,11 +202,13 @@ class RequestManager:
         elif request is not None:
             self.end(request)
 
-    def fail_all(self) -> None:
-        """Ends every request at once, so that routers may submit it elsewhere, and closes the sessions."""
-        self.leave()
+    def fail_all(self, failed: bool = False) -> None:
+        """Ends every request at once, so that routers may submit it elsewhere, and closes the sessions. `failed`: the
+        engine has, maybe by one of the requests."""
+        self.is_leaving = True
+        kind = worker_pb2.FAILURE_KIND_WORKER if failed else worker_pb2.FAILURE_KIND_GONE
         for request in list(self._requests):
-            self._refuse(request, worker_pb2.FAILURE_KIND_WORKER, _LEAVING)
+            self._refuse(request, kind, "the engine has failed" if failed else _LEAVING)
         for session in self.sessions:
             session.close()
 
@@ -290,7 +292,7 @@ class RequestManager:
         """Suspends the sequences of a request, in the engine's thread; refuses the request if none has begun."""
         first = request.spec.id
         if not sum(map(engine.suspend, range(first, first + request.spec.num_choices))):
-            self.thread.call_in_loop(partial(self._refuse, request, worker_pb2.FAILURE_KIND_WORKER, _LEAVING))
+            self.thread.call_in_loop(partial(self._refuse, request, worker_pb2.FAILURE_KIND_GONE, _LEAVING))
 
     def _enqueue(self, request: WorkerRequest, submitted: float, engine: Engine) -> None:
         """Submits to the engine, in its thread between two steps; the wait for it counts as queueing."""

@@ -259,4 +259,4 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._failure = self._failure or error
         self.failed.set()
         logger.error("the engine of %s has failed", self.worker_id, exc_info=error)
-        self._requests.fail_all()
+        self._requests.fail_all(failed=True)

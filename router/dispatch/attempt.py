@@ -58,6 +58,7 @@ _CAUSES: Final = {
     worker_pb2.FAILURE_KIND_FULL: Cause.FULL,
     worker_pb2.FAILURE_KIND_TRANSFER: Cause.TRANSFER,
     worker_pb2.FAILURE_KIND_PREEMPTED: Cause.PREEMPTED,
+    worker_pb2.FAILURE_KIND_GONE: Cause.GONE,
 }
 
 

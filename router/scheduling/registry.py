@@ -116,9 +116,9 @@ class WorkerRegistry:
     def place(
         self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
     ) -> Placement | None:
-        """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the prefill worker that
-        holds the KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker
-        does all. None if there is neither, or if `prefill` has left or no decode worker can take over from it."""
+        """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the worker that holds the
+        KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker does all.
+        None if there is neither, or if no decode worker can take over from `prefill`."""
         _, _, matched = self._look_up(request)
         decode = self._candidates(_DECODE, avoid, matched)
         if prefill is None and (whole or not decode):
@@ -126,10 +126,8 @@ class WorkerRegistry:
             local_tokens = 0
         elif prefill is None:
             sources, local_tokens = self._candidates(_PREFILL, avoid, matched), self._local_prefill_tokens
-        elif holder := self._workers.get(prefill):
-            sources, local_tokens = [self._candidate(holder, matched, NEUTRAL_STEP_SECONDS)], 0
-        else:
-            return None
+        else:  # it may have left the directory already, and still hold the KV cache
+            sources, local_tokens = [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)], 0
         return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
 
     def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int, *, decodes: bool = False) -> None:

@@ -42,7 +42,7 @@ async def test_running_requests_move_away_and_new_ones_are_refused() -> None:
         assert worker.info().draining
         assert worker.info().load.draining
         await source.send(submit("new"))
-        assert (await source.failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+        assert (await source.failure()).kind == worker_pb2.FAILURE_KIND_GONE
         assert await drain(worker, 0) == 1
         assert await drain(worker, 0.01) == 1
         await source.send(SUSPEND)
@@ -55,7 +55,7 @@ async def test_running_requests_move_away_and_new_ones_are_refused() -> None:
         assert await waiting == 0
         assert (await idle(worker)).info.draining, "it stays up"
         await source.send(submit("still"))
-        assert (await source.failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+        assert (await source.failure()).kind == worker_pb2.FAILURE_KIND_GONE
 
 
 async def test_running_requests_may_end_where_they_are() -> None:

@@ -297,7 +297,7 @@ async def test_what_has_not_begun_is_refused() -> None:
             await session.send(submit(name, **fields))
             await session.send(worker_pb2.Suspend(request_id=name, attempt=1))
         failed = await session.until(lambda output: output.HasField("failure"), count=5)
-        assert {output.failure.kind for output in failed} == {worker_pb2.FAILURE_KIND_WORKER}
+        assert {output.failure.kind for output in failed} == {worker_pb2.FAILURE_KIND_GONE}
         assert len({output.request_id for output in failed}) == 5
         going_on.set()
         await session.send(worker_pb2.Cancel(request_id="runs", attempt=1))
@@ -309,7 +309,7 @@ async def test_a_request_that_waits_for_its_kv_cache_is_refused_and_the_cache_is
         await running.fetch(1, handle)
         await running.sessions[1].until(lambda output: output.HasField("admitted"))
         await running.sessions[1].send(SUSPEND)
-        assert (await running.sessions[1].failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+        assert (await running.sessions[1].failure()).kind == worker_pb2.FAILURE_KIND_GONE
         await running.fetch(1, handle)
         await running.check_tokens(1)
 

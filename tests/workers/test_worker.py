@@ -161,7 +161,7 @@ async def test_a_failed_engine_fails_every_request_at_once() -> None:
         assert time.monotonic() - began < 5
         again = RawSession(channel)
         await again.send(submit("late"))
-        assert (await again.failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+        assert (await again.failure()).kind == worker_pb2.FAILURE_KIND_GONE
     await worker.stop()
 
 
@@ -179,7 +179,7 @@ async def test_a_draining_worker_ends_what_it_has_and_takes_nothing_new() -> Non
         await asyncio.sleep(0)
         assert worker.info().draining
         await session.send(submit("new"))
-        assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+        assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_GONE
         await session.until(ended)
         assert session.tokens() == expected_tokens(range(20), 40, VOCAB)
         assert await session.read() is None
