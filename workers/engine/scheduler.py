@@ -83,7 +83,7 @@ class Scheduler:
 
     def _start_committed(self) -> list[Event]:
         """Applies the first tokens of committed imports; reports only those that finish their choice, since the
-        prefill worker has reported the tokens."""
+        worker that sampled the tokens has reported them."""
         events: list[Event] = []
         for sequence, first_tokens in self._requests.committed:
             if sequence.state is not State.RUNNING:

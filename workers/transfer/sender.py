@@ -33,7 +33,8 @@ FrameHook = Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]
 
 @dataclass(slots=True, eq=False)
 class KvOffer:
-    """Holds KV cache on offer: the blocks of one prefill, whose tokens become readable as they are computed."""
+    """Holds KV cache on offer: the blocks of a prefill, whose tokens become readable as they are computed, or of a
+    suspended sequence, which is computed."""
 
     key: TransferKey
     sequence_id: int
