@@ -251,6 +251,7 @@ def _worker_config(config: TandemConfig, role: PoolRole, folder: str, num_thread
         nice=_PREFILL_NICE if role == "prefill" else 0,
         host=node_host(config.host),
         start_seconds=config.start_seconds,
+        silence_seconds=config.silence_seconds,
     )
     budgets = Budgets(
         chunk_tokens=config.chunk_tokens(pool),
