@@ -1,7 +1,9 @@
-"""Tests the deployments as plain objects: their stop after a start that has failed."""
+"""Tests the deployments as plain objects: their stop after a start that has failed, and the end of a failed worker."""
 
+import asyncio
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,3 +47,41 @@ async def test_a_start_that_fails_can_be_stopped_like_any_other(
     deployment.__del__, removed = lambda self: None, deployment.__del__  # the collector's call would not be awaited
     del replica
     deployment.__del__ = removed
+
+
+async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
+    config: TandemConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a step that never ends; the heartbeat must not bring back what has been removed."""
+    calls: list[str] = []
+    exited = asyncio.Event()
+
+    async def record(name: str, *_: object) -> None:
+        await asyncio.sleep(0)
+        calls.append(name)
+
+    def exit_with(code: int) -> None:
+        calls.append(f"exit {code}")
+        exited.set()
+
+    monkeypatch.setattr("os._exit", exit_with)
+    monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.01)
+    worker: Any = SimpleNamespace(failed=asyncio.Event(), worker_id="w", info=lambda: "info", stop=asyncio.Event().wait)
+    monkeypatch.delattr(app.Replica, "__del__")  # the collector's call would not be awaited
+    replica = app.WorkerPool.__new__(app.WorkerPool)
+    directory: Any = SimpleNamespace(register=partial(record, "register"), remove=partial(record, "remove"))
+    replica._directory = directory
+    tasks = [asyncio.create_task(task) for task in (replica._heartbeat(worker), replica._exit_on_failure(worker))]
+    async with asyncio.timeout(10):
+        while "register" not in calls:
+            await asyncio.sleep(0.001)
+        worker.failed.set()
+        await exited.wait()
+        await asyncio.gather(*tasks)
+    assert calls[-2:] == ["remove", "exit 1"]
+
+
+def test_the_limits_of_liveness_reach_a_worker() -> None:
+    config = load_config(None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77})
+    made = app._worker_config(config, "decode", "/folder", 1)
+    assert (made.rank.silence_seconds, made.hang_seconds) == (7, 77)

@@ -42,9 +42,7 @@ class TpCoordinator:
         bound."""
         coordinator = cls()
         silence = config.silence_seconds
-        coordinator.clients = [
-            RankClient(address, coordinator._lose, silence_seconds=silence) for address in addresses
-        ]
+        coordinator.clients = [RankClient(address, coordinator._lose, silence_seconds=silence) for address in addresses]
         try:
             return coordinator, await coordinator._load(config)
         except BaseException:

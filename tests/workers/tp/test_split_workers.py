@@ -225,9 +225,7 @@ async def split_over_two_processes(folder: Path, silence_seconds: float) -> Asyn
     try:
         assert rank.stdout is not None
         address = (await rank.stdout.readline()).decode().strip()
-        settings = worker_config(
-            str(folder), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds
-        )
+        settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds)
         worker = await Worker.start(settings, worker_id="split", ranks=[address])
         try:
             yield worker, rank
