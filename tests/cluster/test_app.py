@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster import app
+from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
+from tandem.proto.errors import Unavailable
 
 
 class Stop(Exception):
@@ -49,6 +50,25 @@ async def test_a_start_that_fails_can_be_stopped_like_any_other(
     deployment.__del__ = removed
 
 
+@pytest.mark.parametrize("function", ["ray.init", "ray.serve.start", "ray.serve.run_many"])
+def test_a_start_that_times_out_is_one_line(
+    config: TandemConfig, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because ...\nand more")
+
+    for name in ("ray.init", "ray.serve.start", "ray.serve.delete"):
+        monkeypatch.setattr(name, lambda *args, **kwargs: None)
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr("ray.nodes", lambda: [])
+    monkeypatch.setattr("tandem.cluster.launch.close_directory", lambda name: None)
+    monkeypatch.setattr(function, fail)
+    with pytest.raises(Unavailable) as raised, launch.start_service(config, "/no/folder"):
+        pass
+    assert "did not start: The current node timed out during startup." in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
 async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
     config: TandemConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,11 +87,10 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
     monkeypatch.setattr("os._exit", exit_with)
     monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.01)
     worker: Any = SimpleNamespace(failed=asyncio.Event(), worker_id="w", info=lambda: "info", stop=asyncio.Event().wait)
-    monkeypatch.delattr(app.Replica, "__del__")  # the collector's call would not be awaited
-    replica = app.WorkerPool.__new__(app.WorkerPool)
-    directory: Any = SimpleNamespace(register=partial(record, "register"), remove=partial(record, "remove"))
-    replica._directory = directory
-    tasks = [asyncio.create_task(task) for task in (replica._heartbeat(worker), replica._exit_on_failure(worker))]
+    directory = SimpleNamespace(register=partial(record, "register"), remove=partial(record, "remove"))
+    replica: Any = SimpleNamespace(_directory=directory)  # a WorkerPool's collection would not be awaited
+    loops = (app.WorkerPool._heartbeat(replica, worker), app.WorkerPool._exit_on_failure(replica, worker))
+    tasks = [asyncio.create_task(loop) for loop in loops]
     async with asyncio.timeout(10):
         while "register" not in calls:
             await asyncio.sleep(0.001)
