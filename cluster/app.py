@@ -128,12 +128,15 @@ class WorkerPool(Replica):
         os._exit(1)
 
     async def _heartbeat(self, worker: Worker) -> None:
-        while True:
+        """Keeps the worker registered until it fails; from then on nothing may undo its removal."""
+        while not worker.failed.is_set():
             try:
                 await self._directory.register(worker.info())
             except Unavailable as error:
                 log.warning("heartbeat lost: %s", error)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await worker.failed.wait()
 
 
 class Router(Replica):
@@ -257,6 +260,7 @@ def _worker_config(config: TandemConfig, role: PoolRole, folder: str, num_thread
         nice=_PREFILL_NICE if role == "prefill" else 0,
         host=node_host(config.host),
         start_seconds=config.start_seconds,
+        silence_seconds=config.silence_seconds,
     )
     budgets = Budgets(
         chunk_tokens=config.chunk_tokens(pool),
@@ -264,7 +268,9 @@ def _worker_config(config: TandemConfig, role: PoolRole, folder: str, num_thread
         max_sequences=pool.max_sequences,
         prefix_caching=config.prefix_caching,
     )
-    return WorkerConfig(rank=rank, budgets=budgets, lease_seconds=config.lease_seconds)
+    return WorkerConfig(
+        rank=rank, budgets=budgets, lease_seconds=config.lease_seconds, hang_seconds=config.hang_seconds
+    )
 
 
 def _environment(pool: PoolConfig) -> dict[str, str]:

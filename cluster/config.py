@@ -114,6 +114,12 @@ class TandemConfig(BaseModel):
     lease_seconds: float = Field(default=30.0, ge=0.1, le=3600)
     grace_seconds: float = Field(default=3.0, ge=0, le=3600)  # that running streams have to end when the service stops
     start_seconds: float = Field(default=300.0, ge=1, le=86_400)  # how long a start may take
+    # After how long without a heartbeat a rank is lost, and its worker with it. One that dies breaks its connection
+    # and is noticed at once; one that is only paused, as with its virtual machine, should not cost a reload.
+    silence_seconds: float = Field(default=5.0, ge=0.5, le=3600)
+    # After how long without progress the engine of a worker is taken to hang, and the worker is replaced. Progress is a
+    # layer of a step on CPUs, a whole step on GPUs; the longest takes seconds only with chunks beyond the defaults.
+    hang_seconds: float = Field(default=10.0, ge=1, le=3600)
     # The interface that all servers bind. None: loopback on a local Ray, the node's address on a cluster.
     host: Host | None = None
     # Serve's HTTP proxy (/-/healthz, and the status page under /NAME). None: 8000, or on a local Ray a free one if that

@@ -23,6 +23,9 @@ HEARTBEAT_SECONDS: Final = 1.0
 EXPIRY_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 5.0
 
+_Order = tuple[int, int, bool]
+"""Of a report: epoch, version of the load, draining. None of them ever decreases."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterInfo:
@@ -54,17 +57,18 @@ class Directory:
         self._started = self._awake = clock()
         self._incarnation = uuid.uuid4().hex
         self._version = 0
-        # By worker id or router id: what it has registered, its epoch, and when, by the directory's clock.
-        self._entries: dict[str, tuple[bytes | RouterInfo, int, float]] = {}
+        # By worker id or router id: what it has registered, its order, and when, by the directory's clock.
+        self._entries: dict[str, tuple[bytes | RouterInfo, _Order, float]] = {}
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"tandem directory of {len(self._entries)} workers and routers"
 
     async def register(self, info: bytes) -> None:
-        """Adds a worker or refreshes it; a heartbeat is the same call. A report of an earlier epoch is ignored."""
+        """Adds a worker or refreshes it; a heartbeat is the same call. One that was sent before the last is ignored:
+        of an earlier epoch, of an older load, or from before the worker was draining."""
         parsed = worker_pb2.WorkerInfo.FromString(info)
-        self._refresh(parsed.worker_id, info, parsed.epoch)
+        self._refresh(parsed.worker_id, info, (parsed.epoch, parsed.load.version, parsed.draining))
 
     async def remove(self, member_id: str) -> None:
         """Drops a worker or a router; unknown ids are ignored."""
@@ -102,14 +106,14 @@ class Directory:
             except TimeoutError:
                 continue
 
-    def _refresh(self, member_id: str, info: bytes | RouterInfo, epoch: int = 0) -> None:
+    def _refresh(self, member_id: str, info: bytes | RouterInfo, order: _Order = (0, 0, False)) -> None:
         self._expire()
-        known, known_epoch, _ = self._entries.get(member_id, (None, epoch, 0.0))
-        if known_epoch > epoch:
+        known, known_order, _ = self._entries.get(member_id, (None, order, 0.0))
+        if known_order > order:
             return
         if known != info:
             self._bump()
-        self._entries[member_id] = info, epoch, self._clock()
+        self._entries[member_id] = info, order, self._clock()
 
     def _bump(self) -> None:
         self._version += 1

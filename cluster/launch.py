@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import select
 import signal
 import socket
 import tempfile
@@ -21,7 +22,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
-from ..proto.errors import Unavailable
+from ..proto.errors import TandemError, Unavailable
 from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app, count_routers
 from .config import TandemConfig
@@ -35,6 +36,7 @@ FAILURE_CHECK_SECONDS: Final = 1.0
 HEALTH_SECONDS: Final = 10.0
 REACH_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 2.0
+ORPHAN_SECONDS: Final = 40.0  # Ray ends all processes, this one too, 60 s after its GCS server has ended
 END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
 
@@ -47,6 +49,7 @@ class Service:
     grpc_addresses: Sequence[str]
     http_addresses: Sequence[str]
     status_url: str
+    ray_processes: Sequence[psutil.Process] = ()  # of a Ray of its own, those without which it ends
 
     @property
     def grpc_address(self) -> str:
@@ -57,6 +60,17 @@ class Service:
     def addresses(self) -> str:
         """Returns all addresses as `tandem serve` prints them."""
         return f"grpc={','.join(self.grpc_addresses)} http={','.join(self.http_addresses)}"
+
+    def wait(self) -> None:
+        """Waits until a signal's handler raises. Raises Unavailable if a Ray of the service's own ends."""
+        with ExitStack() as stack:
+            files = []
+            for process in self.ray_processes:
+                files.append(os.pidfd_open(process.pid))
+                stack.callback(os.close, files[-1])
+            select.select(files, [], [])
+        ended = ", ".join(process.name() for process in self.ray_processes if _has_ended(process))
+        raise Unavailable(f"Ray has ended: its {ended} process is gone")
 
 
 @contextmanager
@@ -71,26 +85,49 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
         host = config.host or "127.0.0.1"
         config = config.model_copy(update={"host": host})
         _check_free(config, host)
-    with _local_ray(config) if address is None else _joined_ray(address):
-        status_url = _start_serve(config, local=local)
+    with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
+        with _in_one_line("Ray Serve"):
+            status_url = _start_serve(config, local=local)
         try:
-            grpc_addresses, http_addresses = _deploy(config, folder)
+            with _in_one_line("the service"):
+                grpc_addresses, http_addresses = _deploy(config, folder)
             yield Service(
-                config=config, grpc_addresses=grpc_addresses, http_addresses=http_addresses, status_url=status_url
+                config=config,
+                grpc_addresses=grpc_addresses,
+                http_addresses=http_addresses,
+                status_url=status_url,
+                ray_processes=ray_processes,
             )
         finally:
-            _stop_service(config)
+            in_order = _stop_service(config)
+            if not in_order and not any(map(_has_ended, ray_processes)):
+                log.warning("the service did not stop in order")
 
 
 @contextmanager
-def _local_ray(config: TandemConfig) -> Iterator[None]:
+def _in_one_line(what: str) -> Iterator[None]:
+    """Makes Unavailable of what Ray raises at a start that fails or takes too long, which may be any exception."""
+    try:
+        yield
+    except TandemError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise Unavailable(f"{what} did not start: {reason}") from error
+
+
+@contextmanager
+def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
+    """Runs a Ray of this process's own; yields its processes without which it ends."""
     options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
     options |= _local_resources(config)
     with (
         tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as scratch,
-        _ray(address="local", _temp_dir=scratch, **options),
+        ExitStack() as stack,
     ):
-        yield
+        with _in_one_line("Ray"):
+            stack.enter_context(_ray(address="local", _temp_dir=scratch, **options))
+        yield [process for process in _processes_of(scratch) if process.name() in ("gcs_server", "raylet")]
 
 
 def _local_resources(config: TandemConfig) -> dict[str, Any]:
@@ -109,9 +146,9 @@ def _local_resources(config: TandemConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _joined_ray(address: str) -> Iterator[None]:
+def _joined_ray(address: str) -> Iterator[list[psutil.Process]]:
     if ray.is_initialized():  # a program that has joined the cluster already stays joined
-        yield
+        yield []
         return
     _check_reachable(address)
     with ExitStack() as stack:
@@ -119,7 +156,7 @@ def _joined_ray(address: str) -> Iterator[None]:
             stack.enter_context(_ray(address=address))
         except (ConnectionError, ray.exceptions.RayError) as error:
             raise Unavailable(f"address: {address}: {str(error).partition(chr(10))[0]}") from None
-        yield
+        yield []
 
 
 @contextmanager
@@ -150,13 +187,20 @@ def _restore_sigterm_handler() -> None:
 
 
 def _processes_of(scratch: str) -> list[psutil.Process]:
-    """Returns the processes of the Ray that this process has started with `scratch`, and their children."""
+    """Returns the processes of the Ray whose folder is `scratch`. They name it or, as workers, have their logs there;
+    whose children they are says nothing once the raylet has died."""
     found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if any(scratch in word for word in child.cmdline()):
-                found += [child, *child.children(recursive=True)]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended meanwhile, or is another user's
+            names = (*process.cmdline(), *(file.path for file in process.open_files()))
+            if process.pid != os.getpid() and any(scratch in name for name in names):
+                found.append(process)
     return found
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Returns whether a child has ended, also if nobody has waited for it."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def _end(processes: list[psutil.Process]) -> None:
@@ -227,8 +271,9 @@ def _reason(status: ApplicationStatusOverview) -> str:
     return "the service did not start"
 
 
-def _stop_service(config: TandemConfig) -> None:
-    """Ends the application and its directory, within the time that a graceful stop may take."""
+def _stop_service(config: TandemConfig) -> bool:
+    """Ends the application and its directory, within the time that a graceful stop may take; returns whether they have
+    ended."""
     answered, given_up = threading.Event(), threading.Event()
 
     def delete() -> None:
@@ -240,14 +285,14 @@ def _stop_service(config: TandemConfig) -> None:
         if not given_up.is_set():
             close_directory(config.name)  # now that no heartbeat would open it again
 
-    # In a thread, because calls to a Ray that has died never end. It must make none after the end of Ray.
+    # In a thread, because calls to a Ray that has died never end. It must make none after the end of Ray. Without an
+    # answer, too, the streams that run have their time.
     thread = threading.Thread(target=delete, name="tandem-stop", daemon=True)
     thread.start()
-    if answered.wait(ANSWER_SECONDS):
+    if answered.wait(min(max(ANSWER_SECONDS, config.grace_seconds), ORPHAN_SECONDS)):
         thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + 1)
     given_up.set()
-    if thread.is_alive():
-        log.warning("the service did not stop in order" if answered.is_set() else "Ray does not answer any more")
+    return not thread.is_alive()
 
 
 def _check_reachable(address: str) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 
 from .engine.engine import Engine
 from .engine.events import Event
+from .progress import Progress
 
 
 class EngineThread:
@@ -18,8 +19,12 @@ class EngineThread:
     `failed(error)` runs in the event loop and `failure` is the exception.
     """
 
-    def __init__(self, engine: Engine, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, engine: Engine, failed: Callable[[BaseException], None], progress: Progress | None = None
+    ) -> None:
+        """`progress` is marked at each command and step."""
         self._engine = engine
+        self._progress = progress or Progress()
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Callable[[Engine], object]] = deque()
@@ -93,12 +98,15 @@ class EngineThread:
         while True:
             with self._wake:
                 while not (self._commands or self._stopping or self._engine.has_work):
+                    self._progress.rest()
                     self._wake.wait()
                 if self._stopping:
                     return False
                 commands = list(self._commands)
                 self._commands.clear()
             for command in commands:
+                self._progress.mark()
                 command(self._engine)
+            self._progress.mark()
             if self._engine.has_work:
                 return True

@@ -21,6 +21,7 @@ from .engine.engine import Engine
 from .engine_thread import EngineThread
 from .malloc import keep_freed_memory
 from .model.device import enter_device
+from .progress import Progress, WatchedExecutor
 from .request_manager import RequestManager
 from .submit import WorkerLimits
 from .tp.coordinator import TpCoordinator
@@ -44,6 +45,7 @@ class WorkerConfig:
     rank: RankConfig
     budgets: Budgets = field(default_factory=Budgets)
     lease_seconds: float = 30.0  # how long a finished prefill's KV cache is kept without a reader
+    hang_seconds: float = 10.0  # without progress of the engine, after which it is taken to hang
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -67,9 +69,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.failed = asyncio.Event()  # then only `stop` may be called
         self._coordinator = coordinator
         self._rank = rank
-        self._engine = Engine(rank.executor, rank.engine_config(config.budgets))
+        self._hang_seconds = config.hang_seconds
+        self._progress = Progress()
+        self._engine = Engine(WatchedExecutor(rank.executor, self._progress), rank.engine_config(config.budgets))
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
-        self._thread = EngineThread(self._engine, self._fail)
+        self._thread = EngineThread(self._engine, self._fail, self._progress)
         sender = KvSender(
             config.rank.transfer_context(rank.kv),
             epoch=self.epoch,
@@ -167,7 +171,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._kv.close()
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the engine has failed."""
+        """Raises RuntimeError if the engine has failed or hangs. Called now and then in the event loop."""
+        if self._failure is None and self._progress.stalled_seconds() > self._hang_seconds:
+            self._fail(TimeoutError(f"no progress of the engine for {self._hang_seconds:g} seconds"))
         if self._failure is not None:
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
 

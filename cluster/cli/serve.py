@@ -108,7 +108,8 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                 spinner.stop()
                 console.print(f"status page: {service.status_url}", highlight=False)
                 typer.echo(f"tandem ready {service.addresses}")
-                stopped.wait()
+                if not stopped.is_set():
+                    service.wait()
         finally:
             spinner.stop()
 

@@ -1,14 +1,17 @@
-"""Tests the deployments as plain objects: their stop after a start that has failed."""
+"""Tests the deployments as plain objects: their stop after a start that has failed, and the end of a failed worker."""
 
+import asyncio
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tandem.cluster import app
+from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
+from tandem.proto.errors import Unavailable
 
 
 class Stop(Exception):
@@ -45,3 +48,59 @@ async def test_a_start_that_fails_can_be_stopped_like_any_other(
     deployment.__del__, removed = lambda self: None, deployment.__del__  # the collector's call would not be awaited
     del replica
     deployment.__del__ = removed
+
+
+@pytest.mark.parametrize("function", ["ray.init", "ray.serve.start", "ray.serve.run_many"])
+def test_a_start_that_times_out_is_one_line(
+    config: TandemConfig, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because ...\nand more")
+
+    for name in ("ray.init", "ray.serve.start", "ray.serve.delete"):
+        monkeypatch.setattr(name, lambda *args, **kwargs: None)
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr("ray.nodes", lambda: [])
+    monkeypatch.setattr("tandem.cluster.launch.close_directory", lambda name: None)
+    monkeypatch.setattr(function, fail)
+    with pytest.raises(Unavailable) as raised, launch.start_service(config, "/no/folder"):
+        pass
+    assert "did not start: The current node timed out during startup." in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
+    config: TandemConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a step that never ends; the heartbeat must not bring back what has been removed."""
+    calls: list[str] = []
+    exited = asyncio.Event()
+
+    async def record(name: str, *_: object) -> None:
+        await asyncio.sleep(0)
+        calls.append(name)
+
+    def exit_with(code: int) -> None:
+        calls.append(f"exit {code}")
+        exited.set()
+
+    monkeypatch.setattr("os._exit", exit_with)
+    monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.01)
+    worker: Any = SimpleNamespace(failed=asyncio.Event(), worker_id="w", info=lambda: "info", stop=asyncio.Event().wait)
+    directory = SimpleNamespace(register=partial(record, "register"), remove=partial(record, "remove"))
+    replica: Any = SimpleNamespace(_directory=directory)  # a WorkerPool's collection would not be awaited
+    loops = (app.WorkerPool._heartbeat(replica, worker), app.WorkerPool._exit_on_failure(replica, worker))
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    async with asyncio.timeout(10):
+        while "register" not in calls:
+            await asyncio.sleep(0.001)
+        worker.failed.set()
+        await exited.wait()
+        await asyncio.gather(*tasks)
+    assert calls[-2:] == ["remove", "exit 1"]
+
+
+def test_the_limits_of_liveness_reach_a_worker() -> None:
+    config = load_config(None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77})
+    made = app._worker_config(config, "decode", "/folder", 1)
+    assert (made.rank.silence_seconds, made.hang_seconds) == (7, 77)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,10 @@ class Clock:
         return self.now
 
 
-def worker(worker_id: str, *, epoch: int = 1, running: int = 0) -> bytes:
-    load = worker_pb2.WorkerLoad(num_running=running)
-    return worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, load=load).SerializeToString(deterministic=True)
+def worker(worker_id: str, *, epoch: int = 1, running: int = 0, version: int = 0, draining: bool = False) -> bytes:
+    load = worker_pb2.WorkerLoad(num_running=running, version=version)
+    info = worker_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch, load=load, draining=draining)
+    return info.SerializeToString(deterministic=True)
 
 
 def ids(snapshot: Snapshot) -> list[str]:
@@ -41,12 +43,22 @@ async def test_register_refresh_and_remove() -> None:
     assert ids(await directory.snapshot()) == ["a"]
 
 
-async def test_an_earlier_epoch_is_ignored() -> None:
+@pytest.mark.parametrize(
+    ("newer", "older"),
+    [
+        ({"epoch": 2, "running": 2}, {"epoch": 1, "running": 1, "version": 9}),
+        ({"running": 2, "version": 5}, {"running": 1, "version": 4}),
+        ({"version": 5, "draining": True}, {"version": 4}),
+        ({"version": 5, "draining": True}, {"version": 5}),
+    ],
+)
+async def test_an_older_report_is_ignored(newer: dict[str, Any], older: dict[str, Any]) -> None:
     directory = Directory(clock=Clock())
-    await directory.register(worker("a", epoch=2, running=2))
-    await directory.register(worker("a", epoch=1, running=1))
+    await directory.register(worker("a", **older))
+    await directory.register(worker("a", **newer))
+    await directory.register(worker("a", **older))
     (info,) = (await directory.snapshot()).workers
-    assert info == worker("a", epoch=2, running=2)
+    assert info == worker("a", **newer)
 
 
 async def test_a_silent_worker_is_dropped_and_others_stay() -> None:

@@ -1,4 +1,5 @@
-"""Tests a service with two routers on one node: both serve, and one goes on when the other is killed."""
+"""Tests a service with two routers on one node: both serve, through the death of Serve's controller, and one goes on
+when the other is killed."""
 
 import asyncio
 import os
@@ -64,6 +65,56 @@ async def test_both_routers_serve_on_ports_of_their_own(service: Any, model: Pat
     found = await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
     assert found == [expected, expected]
     wait_until_idle(service.status_url)
+
+
+async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, model: Path) -> None:
+    addresses = [*service.grpc_addresses, *(worker["address"] for worker in status(service.status_url)["workers"])]
+    before = {address: pid_listening_on(address) for address in addresses}
+    streams = [asyncio.create_task(generate_all(address, LONG)) for address in service.grpc_addresses]
+    await running(service)
+    killed = controller_pid()
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while await asyncio.to_thread(controller_pid) in (None, killed):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    for found in await asyncio.gather(*streams):
+        assert [len(tokens) for tokens in found] == [LONG] * len(PROMPTS)
+        assert [tokens[:NUM_TOKENS] for tokens in found] == expected
+    while not await asyncio.to_thread(has_recovered, service.config.name):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert {address: pid_listening_on(address) for address in addresses} == before
+    assert await generate_all(service.grpc_address) == expected
+    wait_until_idle(service.status_url)
+
+
+def controller_pid() -> int | None:
+    """Returns the process of Serve's controller; None while there is none that answers."""
+    import ray
+
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    try:
+        return int(ray.get(controller.get_pid.remote(), timeout=5))
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return None
+
+
+def has_recovered(name: str) -> bool:
+    """Returns whether the controller knows all replicas of the service, and that they are healthy."""
+    import ray
+    from ray import serve
+
+    try:
+        application = serve.status().applications[name]
+    except (KeyError, ray.exceptions.RayActorError):
+        return False
+    return application.status == "RUNNING" and all(
+        deployment.status == "HEALTHY" and set(deployment.replica_states) == {"RUNNING"}
+        for deployment in application.deployments.values()
+    )
 
 
 async def test_one_router_goes_on_when_the_other_is_killed(service: Any, model: Path) -> None:

@@ -3,7 +3,11 @@
 import asyncio
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,6 +22,7 @@ from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of
+from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
 from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer.frames import PULL_METHOD, Open, Pull, TransferKey, encode
 from tandem.workers.worker import Worker
@@ -162,6 +167,42 @@ async def test_a_failed_engine_fails_every_request_at_once() -> None:
         again = RawSession(channel)
         await again.send(submit("late"))
         assert (await again.failure()).kind == worker_pb2.FAILURE_KIND_GONE
+    await worker.stop()
+
+
+class Hanging(Executor):
+    """Never returns from a step until `released`."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.released = threading.Event()
+        self.hangs = threading.Event()
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        self.hangs.set()
+        self.released.wait()
+        return self._executor.launch(plan, on_layers)
+
+
+async def test_a_worker_whose_step_never_ends_fails() -> None:
+    rank = fake_rank()
+    executor = Hanging(rank.executor)
+    settings = worker_config(hang_seconds=0.5)
+    worker = await Worker.serve(replace(rank, executor=executor), settings, worker_id="worker", role="decode")
+    async with peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        await session.send(submit())
+        assert await asyncio.to_thread(executor.hangs.wait, 5)
+        async with asyncio.timeout(10):
+            while not worker.failed.is_set():
+                with suppress(RuntimeError):
+                    worker.check_health()
+                await asyncio.sleep(0.05)
+            with pytest.raises(RuntimeError, match="has failed") as raised:
+                worker.check_health()
+            assert isinstance(raised.value.__cause__, TimeoutError)
+            assert (await session.failure()).kind == worker_pb2.FAILURE_KIND_WORKER
+    executor.released.set()
     await worker.stop()
 
 

@@ -1,10 +1,11 @@
 """Carries out step plans on one device: keeps block tables, builds the flat batch, runs the model, samples."""
 
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from .sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs
+
+
+NOT_FINITE: Final = "the model's output is not finite"
 
 
 class ModelRunner(Executor):
@@ -129,14 +133,14 @@ class ModelRunner(Executor):
             self._admit(step)
         sampled = [step for step in plan.sequences if step.num_samples]
         on_layers = None if self.launches_ahead else on_layers
-        logits, prompts = self._logits(plan, on_layers) if plan.sequences else (None, None)
+        logits, prompts, chunks = self._logits(plan, on_layers) if plan.sequences else (None, None, None)
         if logits is None or not sampled:
             # No token, but the result waits for the step's end all the same.
-            return _collect(self._last_tokens[:0], None, prompts, {})
+            return _collect(plan, self._last_tokens[:0], chunks, None, prompts, {})
         self._on_stage("sample")
         result = self._sampler(logits, sampled)
         self._last_tokens, self._last_rows = result.tokens, result.rows
-        return _collect(result.tokens, result.logprobs, prompts, result.failed)
+        return _collect(plan, result.tokens, chunks, result.logprobs, prompts, result.failed)
 
     def warmup(self) -> None:
         """Runs steps like those to come, so that the first request does not pay for first-use set-up, and captures
@@ -193,8 +197,11 @@ class ModelRunner(Executor):
         if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
             self.kv.clear_after(blocks[last], first_in_last)
 
-    def _logits(self, plan: StepPlan, on_layers: OnLayers | None) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Returns logits [num_sampled, vocab_size], and the log probabilities that are wanted of prompts."""
+    def _logits(
+        self, plan: StepPlan, on_layers: OnLayers | None
+    ) -> tuple[torch.Tensor, LogprobsTensors | None, torch.Tensor | None]:
+        """Returns logits [num_sampled, vocab_size], the log probabilities that are wanted of prompts, and the sums of
+        `_sum_chunks`."""
         spans = [
             SequenceSpan(blocks=self._tables[step.sequence_id], start=step.start, num_tokens=len(step.token_ids))
             for step in plan.sequences
@@ -206,7 +213,7 @@ class ModelRunner(Executor):
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
             if logits is not None:
-                return logits, None
+                return logits, None, None
         counts = np.array([span.num_tokens for span in spans])
         ends = counts.cumsum()
         firsts = np.array([span.start for span in spans]) - ends + counts
@@ -217,13 +224,14 @@ class ModelRunner(Executor):
             self._on_stage("model")
             logits = self._decodes(token_ids, positions_device, spans)
             if logits is not None:
-                return logits, None
+                return logits, None, None
         hidden = self._hidden(token_ids, positions_device, spans, on_layers)
         rows = None if num_sampled == len(token_ids) else rows_device
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
             prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
-        return self._model.compute_logits(hidden if rows is None else hidden[rows]), prompts
+        logits = self._model.compute_logits(hidden if rows is None else hidden[rows])
+        return logits, prompts, _sum_chunks(hidden, plan.sequences)
 
     def _hidden(
         self,
@@ -251,20 +259,31 @@ class ModelRunner(Executor):
         pending = [step.sequence_id for step in plan.sequences if step.token_ids[0] == PENDING_TOKEN]
         index[known == PENDING_TOKEN] = [self._last_rows[sequence_id] for sequence_id in pending]
         known_device, index_device = copy_to_device([known, index], self._device)
-        return torch.cat((self._last_tokens, known_device)).index_select(0, index_device)
+        # A sequence whose last logits were not finite is in this step already: any token will do.
+        return torch.cat((self._last_tokens.clamp(min=0), known_device)).index_select(0, index_device)
 
 
 def _collect(
-    tokens: torch.Tensor, logprobs: LogprobsTensors | None, prompts: LogprobsTensors | None, failed: dict[int, str]
+    plan: StepPlan,
+    tokens: torch.Tensor,
+    chunks: torch.Tensor | None,
+    logprobs: LogprobsTensors | None,
+    prompts: LogprobsTensors | None,
+    failed: dict[int, str],
 ) -> Callable[[], Samples]:
-    """Queues the copy of tokens [num_samples] and log probabilities to the host; the result waits for it."""
+    """Queues the copy of tokens [num_samples], the sums of chunks and log probabilities to the host; the result waits
+    for it."""
     computed = [each for each in (logprobs, prompts) if each is not None]
-    wait = to_host(tokens, *(tensor for each in computed for tensor in each.tensors))
-    if not computed:
-        return lambda: Samples(tokens=wait()[0], failed=failed)
+    sums = [] if chunks is None else [chunks]
+    wait = to_host(tokens, *sums, *(tensor for each in computed for tensor in each.tensors))
 
     def collect() -> Samples:
         sampled, *rest = wait()
+        found = rest.pop(0) if sums else []
+        if min(sampled, default=0) < 0 or not all(map(math.isfinite, found)):
+            failed.update(_not_finite(plan, sampled, found))
+        if not computed:
+            return Samples(tokens=sampled, failed=failed)
         by_sequence = iter(each.to_lists(*rest[3 * index : 3 * index + 3]) for index, each in enumerate(computed))
         return Samples(
             tokens=sampled,
@@ -274,6 +293,32 @@ def _collect(
         )
 
     return collect
+
+
+def _is_chunk(step: SequenceStep) -> bool:
+    return len(step.token_ids) > 1 or not step.num_samples
+
+
+def _sum_chunks(hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor | None:
+    """Returns the sum of each chunk of hidden [num_tokens, hidden], float32 [num_chunks], which is not finite if the
+    KV cache of a token is not: a token reads its own in every layer. The logits say so of the last token alone, and too
+    late for the prefix cache, which takes the blocks of each chunk."""
+    ends = itertools.accumulate(len(step.token_ids) for step in steps)
+    parts = [hidden[end - len(step.token_ids) : end] for step, end in zip(steps, ends, strict=True) if _is_chunk(step)]
+    return torch.stack([part.sum(dtype=torch.float32) for part in parts]) if parts else None
+
+
+def _not_finite(plan: StepPlan, tokens: Sequence[int], chunks: Sequence[float]) -> dict[int, str]:
+    """Returns by id why those sequences failed that have a negative token or a chunk whose sum is not finite."""
+    sampled, sums = iter(tokens), iter(chunks)
+    failed = {}
+    for step in plan.sequences:
+        is_finite = min(itertools.islice(sampled, step.num_samples), default=0) >= 0
+        if _is_chunk(step):
+            is_finite &= math.isfinite(next(sums))
+        if not is_finite:
+            failed[step.sequence_id] = NOT_FINITE
+    return failed
 
 
 def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> StepPlan:

@@ -41,7 +41,8 @@ class TpCoordinator:
         Raises what `load_rank` raises, RankLost if another rank cannot load its part, OSError if config.host cannot be
         bound."""
         coordinator = cls()
-        coordinator.clients = [RankClient(address, coordinator._lose) for address in addresses]
+        silence = config.silence_seconds
+        coordinator.clients = [RankClient(address, coordinator._lose, silence_seconds=silence) for address in addresses]
         try:
             return coordinator, await coordinator._load(config)
         except BaseException:

@@ -38,6 +38,7 @@ class RankConfig:
     port: int = 0  # 0 takes a free one
     stall_seconds: float = 30.0  # timeout of a KV transfer without progress
     collective_seconds: float = 30.0  # timeout of a group's collectives
+    silence_seconds: float = 5.0  # timeout of the heartbeats between a group's ranks
     start_seconds: float = 300.0  # timeout of a group's ranks for each other to load
 
     def transfer_context(self, kv: KvStore) -> TransferContext:

@@ -13,9 +13,6 @@ from ..threads import settle
 from ..transfer.frames import TransferError
 
 HEARTBEAT_SECONDS: Final = 0.2
-SILENCE_SECONDS: Final = 0.8
-"""A peer that has sent nothing for so long is lost."""
-
 _LOOK_SECONDS: Final = 0.1
 
 T = TypeVar("T")
@@ -33,15 +30,15 @@ async def next_or_heartbeat(queue: asyncio.Queue[T], heartbeat: T) -> T:
     return heartbeat
 
 
-async def unless_silent(message: Awaitable[T]) -> T:
-    """Returns the peer's next message. Raises TimeoutError if there is none within SILENCE_SECONDS.
+async def unless_silent(message: Awaitable[T], silence_seconds: float) -> T:
+    """Returns the peer's next message. Raises TimeoutError if there is none within `silence_seconds`.
 
     A time in which this process itself was held up counts only in part: what the peer has sent is then still unread."""
     task = asyncio.ensure_future(message)
     loop = asyncio.get_running_loop()
     silent = 0.0
     try:
-        while silent < SILENCE_SECONDS:
+        while silent < silence_seconds:
             began = loop.time()
             if (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
                 return task.result()
@@ -54,8 +51,9 @@ async def unless_silent(message: Awaitable[T]) -> T:
 class RankClient:
     """Holds the stream to one other rank. Once lost it stays lost, and every pending answer raises RankLost."""
 
-    def __init__(self, address: str, on_lost: Callable[[RankLost], None]) -> None:
+    def __init__(self, address: str, on_lost: Callable[[RankLost], None], *, silence_seconds: float) -> None:
         """`on_lost` is called once, unless `close` comes first."""
+        self._silence_seconds = silence_seconds
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the rank's KV endpoint
         self._on_lost = on_lost
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
@@ -93,7 +91,8 @@ class RankClient:
         try:
             while True:
                 # A rank that loads a model may not answer for a while; if it dies, the stream breaks all the same.
-                event = await unless_silent(call.read()) if self.ready.done() else await call.read()
+                read = call.read()
+                event = await (unless_silent(read, self._silence_seconds) if self.ready.done() else read)
                 if not isinstance(event, worker_pb2.RankControlResponse):
                     raise RankLost("a rank has ended")
                 self._handle(event)

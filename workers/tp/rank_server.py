@@ -102,7 +102,8 @@ class RankServer(worker_pb2_grpc.RankServicer):
         while True:
             try:
                 # While either side loads a model, it may not answer for a while.
-                command = await (unless_silent(anext(requests)) if self._kv else anext(requests))
+                message, silence = anext(requests), self._config.silence_seconds
+                command = await (unless_silent(message, silence) if self._kv else message)
             except StopAsyncIteration:
                 return
             if command.HasField("join_group"):

@@ -46,8 +46,15 @@ class HttpServer:
         self._service = service
         self._serving = False
         self._started_at = int(time.time())
+        # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a
+        # replica cannot answer a controller that restarts, which then stops it.
         config = uvicorn.Config(
-            self._app(), lifespan="off", log_level="warning", access_log=False, timeout_keep_alive=_MAX_IDLE_SECONDS
+            self._app(),
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_MAX_IDLE_SECONDS,
         )
         self._server = _Server(config)
 

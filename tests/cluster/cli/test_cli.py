@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from tandem.tests.tiny import make_tiny_model
 OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
 WAIT = 60  # seconds that anything may take, on however busy a machine
+SCRATCH = re.compile(rf"{re.escape(tempfile.gettempdir())}/tandem-\w+")
 READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+)\n$")
 
 
@@ -249,6 +251,27 @@ def test_sigterm_in_the_middle_of_a_stream_stops_everything_too(serving: Callabl
         assert next(stream).first_index == 0
         out = service.stop(signal.SIGTERM)
     assert (service.process.returncode, out) == (0, "")
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(serving: Callable[..., Serving], victim: str) -> None:
+    service = serving("--prefill", "0")
+    grpc_address, _ = service.wait_ready()
+    me = psutil.Process(service.process.pid)
+    family = me.children(recursive=True)
+    (folder,) = {found[0] for child in family for word in child.cmdline() if (found := SCRATCH.search(word))}
+    with Client(grpc_address) as client, client.stream([5, 6, 7], max_tokens=1000, ignore_eos=True) as stream:
+        tokens = len(next(stream).token_ids)
+        next(child for child in family if child.name() == victim).kill()
+        tokens += sum(len(delta.token_ids) for delta in stream)
+    assert tokens == 1000
+    _, err = service.process.communicate(timeout=WAIT)
+    assert service.process.returncode == 1
+    assert err.endswith(f"\nerror: Ray has ended: its {victim} process is gone\n")
+    assert err.count("\n") == 2  # the other line is the status page's
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive, alive
+    assert not Path(folder).exists()
 
 
 def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Serving]) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import logging.handlers
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -377,3 +378,14 @@ async def test_events_leave_at_once(model: ServedModel) -> None:
         transport = connection.transport
         assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     await server.stop(0)
+
+
+def test_a_server_leaves_the_process_logging_alone(model: ServedModel) -> None:
+    """Handlers that are closed here are Ray Serve's, without which a replica cannot answer a new controller."""
+    target = logging.NullHandler()
+    handler = logging.handlers.MemoryHandler(100, target=target)
+    try:
+        HttpServer(GenerationService([model], FakeTokenSource()))
+        assert handler.target is target
+    finally:
+        handler.close()

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import RawSession, ended, submit
-from tandem.workers.tp.rank_client import SILENCE_SECONDS, RankLost, unless_silent
+from tandem.workers.tp.rank_client import RankLost, unless_silent
 from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.worker import Worker
 
 NUM_TOKENS = 24
+SILENCE_SECONDS = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +206,8 @@ from tandem.workers.tp.rank import RankConfig
 from tandem.workers.tp.rank_server import RankServer
 
 async def main():
-    server = await RankServer.start(RankConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=2**22))
+    config = RankConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=2**22, silence_seconds=float(sys.argv[2]))
+    server = await RankServer.start(config)
     print(server.address, flush=True)
     await server.ended.wait()
 
@@ -212,30 +215,52 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_killed_or_silent_rank_is_noticed_within_a_second(
-    folder: Path, prompts: list[list[int]], how: signal.Signals
-) -> None:
-    """While the engine is idle, so that no collective could notice."""
-    command = [sys.executable, "-c", RANK, str(folder)]
+@asynccontextmanager
+async def split_over_two_processes(folder: Path, silence_seconds: float) -> AsyncIterator[tuple[Worker, Process]]:
+    """A worker of two ranks, idle, so that no collective could notice what becomes of the second; and its process."""
+    command = [sys.executable, "-c", RANK, str(folder), str(silence_seconds)]
     rank = await asyncio.create_subprocess_exec(
         *command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     try:
         assert rank.stdout is not None
         address = (await rank.stdout.readline()).decode().strip()
-        settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22)
+        settings = worker_config(str(folder), dtype="float32", kv_cache_bytes=2**22, silence_seconds=silence_seconds)
         worker = await Worker.start(settings, worker_id="split", ranks=[address])
+        try:
+            yield worker, rank
+        finally:
+            await worker.stop()
+    finally:
+        with suppress(ProcessLookupError):
+            rank.kill()
+        await rank.wait()
+
+
+@pytest.mark.parametrize(("how", "silence_seconds"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, SILENCE_SECONDS)])
+async def test_a_killed_or_silent_rank_is_noticed_within_a_second(
+    folder: Path, how: signal.Signals, silence_seconds: float
+) -> None:
+    async with split_over_two_processes(folder, silence_seconds) as (worker, rank):
         rank.send_signal(how)
         began = time.monotonic()
         async with asyncio.timeout(5):
             await worker.failed.wait()
         assert time.monotonic() - began < 1
-        await worker.stop()
-    finally:
-        with suppress(ProcessLookupError):
-            rank.kill()
-        await rank.wait()
+
+
+async def test_a_rank_that_is_paused_for_less_than_the_silence_stays(folder: Path) -> None:
+    async with split_over_two_processes(folder, 60.0) as (worker, rank):
+        rank.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await worker.failed.wait()
+        rank.send_signal(signal.SIGCONT)
+        async with peer_channel(worker.address) as channel:
+            session = RawSession(channel)
+            await session.send(submit())
+            await session.until(ended)
+        assert not worker.failed.is_set()
 
 
 async def test_a_rank_ends_with_its_rank_0(folder: Path) -> None:
@@ -275,7 +300,7 @@ async def test_a_hold_up_of_this_process_is_no_silence_of_its_peer() -> None:
     async def hold_up() -> None:
         time.sleep(2 * SILENCE_SECONDS)  # noqa: ASYNC251  the loop is what is held up
 
-    answer, _ = await asyncio.gather(unless_silent(late()), hold_up())
+    answer, _ = await asyncio.gather(unless_silent(late(), SILENCE_SECONDS), hold_up())
     assert answer == "answer"
     with pytest.raises(TimeoutError):
-        await unless_silent(asyncio.Event().wait())
+        await unless_silent(asyncio.Event().wait(), SILENCE_SECONDS)

@@ -140,7 +140,7 @@ def linear(
 
 
 def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64.
+    """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64, -1 where a logit is not finite.
 
     temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32."""
     rows, vocab_size = logits.shape

@@ -22,9 +22,17 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
     return u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
 }
 
+static inline uint16_t bits_bf16(uint16_t x) { return x; }
+static inline uint32_t bits_f32(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 // logits [rows, vocab], rows `stride` elements apart; temperatures [rows], 0 is greedy; keys [rows, 2]; tokens [rows].
-// The first of several equal maxima wins.
-#define DEFINE_SAMPLE(T, NAME)                                                                                         \
+// The first of several equal maxima wins; -1 if the largest is not finite or a logit is NaN. The bits say so, the
+// largest of either sign's: -ffast-math takes it that there is no such number.
+#define DEFINE_SAMPLE(T, NAME, BITS)                                                                                   \
     int64_t sample_##NAME(const Arg *a, int64_t rows, int64_t row) {                                                   \
         if (row < 0) return rows;                                                                                      \
         const T *from = (const T *)a[0].p + row * a[1].n;                                                              \
@@ -32,7 +40,10 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
         const uint32_t *key = (const uint32_t *)a[3].p + 2 * row;                                                      \
         const int64_t vocab = a[5].n;                                                                                  \
         float best = -3e38f;                                                                                           \
-        int64_t token = 0;                                                                                             \
+        int64_t token = -1;                                                                                            \
+        const BITS sign = (BITS)1 << (8 * sizeof(BITS) - 1);                                                           \
+        const BITS infinity = (BITS)(0xff800000u >> (32 - 8 * sizeof(BITS)));  /* the negative one */                  \
+        BITS negative = 0, positive = 0;                                                                               \
         for (int64_t begin = 0; begin < vocab; begin += BLOCK) {                                                       \
             const int64_t count = least(BLOCK, vocab - begin);                                                         \
             float score[BLOCK], top = -3e38f;                                                                          \
@@ -43,14 +54,19 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
             else                                                                                                       \
                 for (int64_t i = 0; i < count; i++) score[i] = load_##NAME(from[begin + i]);                           \
             for (int64_t i = 0; i < count; i++) top = score[i] > top ? score[i] : top;                                 \
+            for (int64_t i = 0; i < count; i++) {                                                                      \
+                const BITS bits = bits_##NAME(from[begin + i]), flipped = bits ^ sign;                                 \
+                negative = bits > negative ? bits : negative;                                                          \
+                positive = flipped > positive ? flipped : positive;                                                    \
+            }                                                                                                          \
             if (top <= best) continue;                                                                                 \
             best = top;                                                                                                \
             for (int64_t i = count - 1; i >= 0; i--)                                                                   \
                 if (score[i] == top) token = begin + i;                                                                \
         }                                                                                                              \
-        ((int64_t *)a[4].p)[row] = token;                                                                              \
+        ((int64_t *)a[4].p)[row] = negative > infinity || positive >= infinity ? -1 : token;                           \
         return 0;                                                                                                      \
     }
 
-DEFINE_SAMPLE(float, f32)
-DEFINE_SAMPLE(uint16_t, bf16)
+DEFINE_SAMPLE(float, f32, uint32_t)
+DEFINE_SAMPLE(uint16_t, bf16, uint16_t)

@@ -21,12 +21,13 @@ _MASK64: Final = 2**64 - 1
 
 
 def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-    """Samples from logits [num_rows, vocab_size] token ids [num_rows], int64.
+    """Samples from logits [num_rows, vocab_size] token ids [num_rows], int64; -1 where a logit is NaN or infinite, but
+    for negative infinity.
 
     `positions` are those of the sampled tokens in their sequences."""
     native = cpu.usable(logits)
     random = [row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE]
-    tokens = _sample_native(logits, params, positions) if native else logits.argmax(-1)
+    tokens = _sample_native(logits, params, positions) if native else _unless_invalid(*logits.max(-1))
     for filtered in (True,) if native else (False, True):
         rows = [row for row in random if has_filter(params[row]) == filtered]
         if rows:
@@ -53,8 +54,13 @@ def _sample_random(
     ids = torch.arange(logits.shape[1], device=logits.device)[None]
     if filtered:
         scores, ids = filter_scores(scores, params)
-    best = (scores - exponential_noise(ids, keys).log_()).argmax(-1, keepdim=True)
-    return ids.expand(len(params), -1).gather(1, best).squeeze(1)
+    best, index = (scores - exponential_noise(ids, keys).log_()).max(-1, keepdim=True)
+    return _unless_invalid(best, ids.expand(len(params), -1).gather(1, index)).squeeze(1)
+
+
+def _unless_invalid(largest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns tokens, any shape, -1 where the largest score of a row is NaN, which counts as the largest, or infinite."""
+    return torch.where(largest.abs() < torch.inf, tokens, -1)
 
 
 def exponential_noise(ids: torch.Tensor, keys: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -24,7 +24,7 @@ _MAX_SEED: Final = 2**64 - 1
 class SampledTokens:
     """Holds what a step samples, on the device."""
 
-    tokens: torch.Tensor  # [num_samples], int64
+    tokens: torch.Tensor  # [num_samples], int64; -1 where the logits are not finite
     rows: dict[int, int]  # of `tokens`, by sequence: those that may be the pending tokens of the next step
     logprobs: LogprobsTensors | None
     failed: dict[int, str]  # by sequence, why its samples are not valid and it cannot continue
@@ -87,12 +87,13 @@ class Sampler:
             for number in range(step.num_samples)
         ]
         tokens = self._broadcast(self._sample(logits, steps, samples))
-        self._append(steps, samples, tokens)
+        known = tokens.clamp(min=0)
+        self._append(steps, samples, known)
         may_pend = [step.num_samples == 1 and not own.grammar for step, own in zip(steps, params, strict=True)]
         return SampledTokens(
             tokens=tokens,
             rows={steps[each.row].sequence_id: index for index, each in enumerate(samples) if may_pend[each.row]},
-            logprobs=self._logprobs(logits, steps, samples, tokens),
+            logprobs=self._logprobs(logits, steps, samples, known),
             failed=self._processors.matchers.take_failures(),
         )
 

@@ -1,0 +1,60 @@
+"""Watches whether the engine of a worker makes progress."""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from .engine.plan import Executor, OnLayers, Samples, StepPlan
+
+_COUNTED_SECONDS: Final = 4.0  # at most, between two looks; twice the period of Serve's health checks
+
+
+class Progress:
+    """Holds when the engine's thread last began a command or a step, or finished layers of one; 0 while it is idle.
+
+    The thread writes it, the event loop reads it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stamp = 0.0
+        self._seen = 0.0  # the stamp at the last look, and when that was
+        self._looked = 0.0
+        self._stalled = 0.0
+
+    def mark(self) -> None:
+        """Stamps progress."""
+        self._stamp = self._clock()
+
+    def rest(self) -> None:
+        """Ends the work: the thread is idle."""
+        self._stamp = 0.0
+
+    def stalled_seconds(self) -> float:
+        """Returns for how long there has been work without progress.
+
+        A time in which nobody looked counts only in part: then the whole process, or its machine, was held up."""
+        now, stamp = self._clock(), self._stamp
+        if stamp != self._seen:
+            self._seen, self._stalled = stamp, 0.0
+        if stamp:
+            self._stalled += min(now - max(stamp, self._looked), _COUNTED_SECONDS)
+        self._looked = now
+        return self._stalled
+
+
+class WatchedExecutor(Executor):
+    """Marks the progress of another executor's steps: where it reports layers, a long chunk is no hang."""
+
+    def __init__(self, executor: Executor, progress: Progress) -> None:
+        self._executor = executor
+        self._progress = progress
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        """See `Executor.launch`."""
+
+        def report(num_layers: int) -> None:
+            self._progress.mark()
+            if on_layers is not None:
+                on_layers(num_layers)
+
+        return self._executor.launch(plan, report)
