@@ -34,6 +34,8 @@ class OutputProcessor:
         self._progress = {} if request.is_held else request.progress  # what the client has of each choice
         ended = {number for number, progress in self._progress.items() if progress.has_ended}
         self._open = {number: choice for number, choice in enumerate(self._choices) if number not in ended}
+        # Of the prompt when it was computed first, if that was elsewhere; what is cached now is the answer, too.
+        self._cached_tokens = next((each.cached_tokens for each in request.progress.values()), None)
         self._signers: dict[int, ProgressSigner] = {}  # by choice
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []  # for the next message of choice 0
         tokens = request.tokens
@@ -98,28 +100,23 @@ class OutputProcessor:
             answers = [answer for answer in answers if answer.choice not in request.progress]
         usage = answers[-1].usage
         usage.prompt_tokens = len(request.tokens.prompt)
-        usage.cached_tokens = self._cached_tokens(timeline)
+        usage.cached_tokens = timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
         usage.completion_tokens = timeline.completion_tokens = sum(choice.num_tokens for choice in self._choices)
         return answers
-
-    def _cached_tokens(self, timeline: inference_pb2.Timeline) -> int:
-        """Returns the cached tokens of the prompt when it was computed first; later those of the answer are cached."""
-        return next((each.cached_tokens for each in self._request.progress.values()), timeline.cached_tokens)
 
     def _signed(
         self, message: inference_pb2.GenerateResponse, timeline: inference_pb2.Timeline
     ) -> inference_pb2.GenerateResponse:
         """Adds the resume token."""
         binding, number = self._request.resume, message.choice
-        if binding is None:
-            return message
-        signer = self._signers.get(number)
-        if signer is None:
-            signer = self._signers[number] = ProgressSigner(binding, number)
-            signer.add(self._progress[number].ids if number in self._progress else ())
-        signer.add(message.token_ids)
-        has_ended = message.finish_reason != _UNFINISHED
-        message.resume_token = signer.token(has_ended=has_ended, cached_tokens=self._cached_tokens(timeline))
+        if binding is not None:
+            signer = self._signers.get(number)
+            if signer is None:
+                emitted = self._progress[number].ids if number in self._progress else ()
+                signer = self._signers[number] = ProgressSigner(binding, number, emitted)
+            cached_tokens = timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
+            ids = message.token_ids[:]  # a list, which array reads three times as fast
+            message.resume_token = signer.sign(ids, message.finish_reason != _UNFINISHED, cached_tokens)
         return message
 
     async def _push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
