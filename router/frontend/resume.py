@@ -50,6 +50,7 @@ class ResumeBinding:
 class ChoiceProgress:
     """Holds how far a choice is, as its client and its resume token say."""
 
+    token: bytes
     ids: tuple[int, ...]
     has_ended: bool
     cached_tokens: int  # of the prompt, when it was computed first
@@ -123,4 +124,4 @@ def _check_choice(
         raise InvalidArgument(f"has {len(ids)} ids; the resume token is of {num_tokens}", f"{field}.token_ids")
     if blake2b(array("I", ids), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
         raise InvalidArgument("are not the ids that were sent", f"{field}.token_ids")
-    return choice, ChoiceProgress(ids=ids, has_ended=has_ended, cached_tokens=cached_tokens, seed=seed)
+    return choice, ChoiceProgress(token=token, ids=ids, has_ended=has_ended, cached_tokens=cached_tokens, seed=seed)

@@ -157,15 +157,10 @@ class _ChoiceOutput:
         """Mean of all tokens; 0 without tokens."""
         return self._sum_logprobs / max(self.num_tokens, 1)
 
-    def restore(self, progress: ChoiceProgress) -> None:
-        """Takes the ids that the client has, with their text: what is held back of it depends on nothing else."""
-        self.num_tokens = self._num_received = len(progress.ids)
-        if progress.has_ended:
-            return
-        text, _, _ = self._text.push(progress.ids)
-        if self._parser is not None:
-            _, calls = self._parser.push(text)
-            self._has_tool_calls = bool(calls)
+    def restore(self, progress: ChoiceProgress) -> inference_pb2.GenerateResponse:
+        """Takes what the client has, and returns it; without log probabilities. What is held back of the text depends
+        on the ids alone."""
+        return self.push(TokenDelta(first_index=0, ids=progress.ids, finish_reason=_UNFINISHED))
 
     def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
         if delta.first_index != self._num_received:
@@ -224,6 +219,20 @@ class _ChoiceOutput:
         if self._request.wants_logprobs:
             tokenizer = self._request.tokenizer
             response.logprobs.extend(_token_logprobs(tokenizer, token, scores) for token, scores in counted)
+
+
+def delivered(request: PreparedRequest) -> list[inference_pb2.GenerateResponse]:
+    """Returns what the client has of each choice, in one message; of log probabilities only the tokens' bytes."""
+    messages = []
+    for number, progress in request.progress.items():
+        message = _ChoiceOutput(request, number).restore(progress)
+        if request.wants_logprobs:
+            texts = map(request.tokenizer.token_bytes, progress.ids)
+            message.logprobs.extend(
+                inference_pb2.TokenLogprobs(token=inference_pb2.Logprob(text=text)) for text in texts
+            )
+        messages.append(message)
+    return messages
 
 
 def join_choices(messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
