@@ -143,7 +143,7 @@ class RequestExecution:
         a worker."""
         emitted = self._request.emitted
         choices = [choice for choice, ids in enumerate(emitted) if ids is not None] if emitted else [None]
-        if not all([self._start(choice) for choice in choices]):
+        if not all(map(self._start, choices)):
             raise Unavailable("no worker is ready")
 
     def deltas(self) -> Iterator[TokenDelta]:

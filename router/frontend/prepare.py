@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...proto import inference_pb2, limits
@@ -35,6 +35,7 @@ class RequestContext:
     deadline: float | None = None  # when the answer must have ended
     tenant: str = ""  # as `tenant_of` names it
     is_resumable: bool = False  # whether the answer has resume tokens
+    resume: Sequence[inference_pb2.ResumedChoice] = ()  # of a header; otherwise the message has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

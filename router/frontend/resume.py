@@ -50,6 +50,7 @@ class ResumeBinding:
 class ChoiceProgress:
     """Holds how far a choice is, as its client and its resume token say."""
 
+    token: bytes
     ids: tuple[int, ...]
     has_ended: bool
     cached_tokens: int  # of the prompt, when it was computed first
@@ -59,21 +60,18 @@ class ChoiceProgress:
 class ProgressSigner:
     """Makes the resume tokens of one choice while it is generated, each in constant time."""
 
-    def __init__(self, binding: ResumeBinding, choice: int) -> None:
+    def __init__(self, binding: ResumeBinding, choice: int, emitted: Sequence[int]) -> None:
+        """`emitted`: the ids that its client has already."""
         self._key = binding.key
         self._head = _HEAD.pack(_VERSION, binding.digest, binding.seed, choice)
-        self._ids = blake2b(digest_size=_DIGEST_BYTES)
-        self._num_tokens = 0
+        self._ids = blake2b(array("I", emitted), digest_size=_DIGEST_BYTES)
+        self._num_tokens = len(emitted)
 
-    def add(self, ids: Sequence[int]) -> None:
-        """Takes the next ids."""
-        self._ids.update(array("I", ids).tobytes())
+    def sign(self, ids: Sequence[int], has_ended: bool, cached_tokens: int) -> bytes:
+        """Takes the next ids; returns the resume token after them."""
+        self._ids.update(array("I", ids))
         self._num_tokens += len(ids)
-
-    def token(self, *, has_ended: bool, cached_tokens: int) -> bytes:
-        """Returns the resume token after the ids so far."""
-        state = _STATE.pack(has_ended, self._num_tokens, cached_tokens)
-        body = self._head + state + self._ids.digest()
+        body = self._head + _STATE.pack(has_ended, self._num_tokens, cached_tokens) + self._ids.digest()
         return body + self._key.sign(body)
 
 
@@ -124,6 +122,6 @@ def _check_choice(
     ids = tuple(given.token_ids)
     if len(ids) != num_tokens:
         raise InvalidArgument(f"has {len(ids)} ids; the resume token is of {num_tokens}", f"{field}.token_ids")
-    if blake2b(array("I", ids).tobytes(), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
+    if blake2b(array("I", ids), digest_size=_DIGEST_BYTES).digest() != body[-_DIGEST_BYTES:]:
         raise InvalidArgument("are not the ids that were sent", f"{field}.token_ids")
-    return choice, ChoiceProgress(ids=ids, has_ended=has_ended, cached_tokens=cached_tokens, seed=seed)
+    return choice, ChoiceProgress(token=token, ids=ids, has_ended=has_ended, cached_tokens=cached_tokens, seed=seed)

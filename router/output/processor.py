@@ -34,6 +34,8 @@ class OutputProcessor:
         self._progress = {} if request.is_held else request.progress  # what the client has of each choice
         ended = {number for number, progress in self._progress.items() if progress.has_ended}
         self._open = {number: choice for number, choice in enumerate(self._choices) if number not in ended}
+        # Of the prompt when it was computed first, if that was elsewhere; what is cached now is the answer, too.
+        self._cached_tokens = next((each.cached_tokens for each in request.progress.values()), None)
         self._signers: dict[int, ProgressSigner] = {}  # by choice
         self._prompt_logprobs: list[inference_pb2.TokenLogprobs] = []  # for the next message of choice 0
         tokens = request.tokens
@@ -98,28 +100,23 @@ class OutputProcessor:
             answers = [answer for answer in answers if answer.choice not in request.progress]
         usage = answers[-1].usage
         usage.prompt_tokens = len(request.tokens.prompt)
-        usage.cached_tokens = self._cached_tokens(timeline)
+        usage.cached_tokens = timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
         usage.completion_tokens = timeline.completion_tokens = sum(choice.num_tokens for choice in self._choices)
         return answers
-
-    def _cached_tokens(self, timeline: inference_pb2.Timeline) -> int:
-        """Returns the cached tokens of the prompt when it was computed first; later those of the answer are cached."""
-        return next((each.cached_tokens for each in self._request.progress.values()), timeline.cached_tokens)
 
     def _signed(
         self, message: inference_pb2.GenerateResponse, timeline: inference_pb2.Timeline
     ) -> inference_pb2.GenerateResponse:
         """Adds the resume token."""
         binding, number = self._request.resume, message.choice
-        if binding is None:
-            return message
-        signer = self._signers.get(number)
-        if signer is None:
-            signer = self._signers[number] = ProgressSigner(binding, number)
-            signer.add(self._progress[number].ids if number in self._progress else ())
-        signer.add(message.token_ids)
-        has_ended = message.finish_reason != _UNFINISHED
-        message.resume_token = signer.token(has_ended=has_ended, cached_tokens=self._cached_tokens(timeline))
+        if binding is not None:
+            signer = self._signers.get(number)
+            if signer is None:
+                emitted = self._progress[number].ids if number in self._progress else ()
+                signer = self._signers[number] = ProgressSigner(binding, number, emitted)
+            cached_tokens = timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
+            ids = message.token_ids[:]  # a list, which array reads three times as fast
+            message.resume_token = signer.sign(ids, message.finish_reason != _UNFINISHED, cached_tokens)
         return message
 
     async def _push_prompt(self, scores: Sequence[worker_pb2.TokenScores]) -> None:
@@ -160,15 +157,10 @@ class _ChoiceOutput:
         """Mean of all tokens; 0 without tokens."""
         return self._sum_logprobs / max(self.num_tokens, 1)
 
-    def restore(self, progress: ChoiceProgress) -> None:
-        """Takes the ids that the client has, with their text: what is held back of it depends on nothing else."""
-        self.num_tokens = self._num_received = len(progress.ids)
-        if progress.has_ended:
-            return
-        text, _, _ = self._text.push(progress.ids)
-        if self._parser is not None:
-            _, calls = self._parser.push(text)
-            self._has_tool_calls = bool(calls)
+    def restore(self, progress: ChoiceProgress) -> inference_pb2.GenerateResponse:
+        """Takes what the client has, and returns it; without log probabilities. What is held back of the text depends
+        on the ids alone."""
+        return self.push(TokenDelta(first_index=0, ids=progress.ids, finish_reason=_UNFINISHED))
 
     def push(self, delta: TokenDelta) -> inference_pb2.GenerateResponse:
         if delta.first_index != self._num_received:
@@ -227,6 +219,20 @@ class _ChoiceOutput:
         if self._request.wants_logprobs:
             tokenizer = self._request.tokenizer
             response.logprobs.extend(_token_logprobs(tokenizer, token, scores) for token, scores in counted)
+
+
+def delivered(request: PreparedRequest) -> list[inference_pb2.GenerateResponse]:
+    """Returns what the client has of each choice, in one message; of log probabilities only the tokens' bytes."""
+    messages = []
+    for number, progress in request.progress.items():
+        message = _ChoiceOutput(request, number).restore(progress)
+        if request.wants_logprobs:
+            texts = map(request.tokenizer.token_bytes, progress.ids)
+            message.logprobs.extend(
+                inference_pb2.TokenLogprobs(token=inference_pb2.Logprob(text=text)) for text in texts
+            )
+        messages.append(message)
+    return messages
 
 
 def join_choices(messages: Sequence[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:

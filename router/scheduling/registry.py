@@ -116,9 +116,9 @@ class WorkerRegistry:
     def place(
         self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
     ) -> Placement | None:
-        """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the worker that holds the
-        KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker does all.
-        None if there is neither, or if no decode worker can take over from `prefill`."""
+        """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the worker that holds
+        the KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker does
+        all. None if there is neither, or if no decode worker can take over from `prefill`."""
         _, _, matched = self._look_up(request)
         decode = self._candidates(_DECODE, avoid, matched)
         if prefill is None and (whole or not decode):

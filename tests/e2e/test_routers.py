@@ -1,5 +1,5 @@
 """Tests a service with two routers on one node: both serve, through the death of Serve's controller, and one goes on
-when the other is killed."""
+when the other is killed, also with the streams of the other, for clients that know both."""
 
 import asyncio
 import os
@@ -43,12 +43,12 @@ def service(address: str, model: Path) -> Iterator[Any]:
 async def generate_all(address: str, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     from tandem.router.client.client import AsyncClient
 
-    async with AsyncClient(address) as client:
-        calls = [
-            client.generate(prompt, temperature=0, max_tokens=num_tokens, ignore_eos=True, timeout=120)
-            for prompt in PROMPTS
-        ]
-        return [list(answer.token_ids) for answer in await asyncio.gather(*calls)]
+    async def generate(prompt: list[int]) -> list[int]:
+        async with AsyncClient(address) as client:  # of several addresses each begins with a random one
+            options: Any = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, "timeout": 120}
+            return list((await client.generate(prompt, **options)).token_ids)
+
+    return list(await asyncio.gather(*map(generate, PROMPTS)))
 
 
 def routers(service: Any) -> dict[str, str]:
@@ -97,7 +97,7 @@ def controller_pid() -> int | None:
 
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     try:
-        return int(ray.get(controller.get_pid.remote(), timeout=5))
+        return int(str(ray.get(controller.get_pid.remote(), timeout=5)))
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return None
 
@@ -124,14 +124,15 @@ async def test_one_router_goes_on_when_the_other_is_killed(service: Any, model: 
     killed, alive = service.grpc_addresses
     lost = asyncio.create_task(generate_all(killed, LONG))
     kept = asyncio.create_task(generate_all(alive, LONG))
+    moved = asyncio.create_task(generate_all(f"{killed},{alive}", LONG))
     await running(service)
     os.kill(pid_listening_on(killed), signal.SIGKILL)
     with pytest.raises(TandemError):
         await lost
     expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
-    found = await kept
-    assert [len(tokens) for tokens in found] == [LONG] * len(PROMPTS)
-    assert [tokens[:NUM_TOKENS] for tokens in found] == expected
+    for found in await asyncio.gather(kept, moved):
+        assert [len(tokens) for tokens in found] == [LONG] * len(PROMPTS)
+        assert [tokens[:NUM_TOKENS] for tokens in found] == expected
     assert await generate_all(alive) == expected
     deadline = time.monotonic() + 60
     while len(now := routers(service)) != 2 or now.keys() == before.keys():  # Serve starts another in its place

@@ -93,7 +93,7 @@ class FakeTokenSource:
     def _deltas(self, request: TokenRequest, ended: Collection[int]) -> Iterator[TokenDelta]:
         completions = [self._tokens(request, choice) for choice in range(request.num_choices)]
         starts = [_start_after(ids, completions[choice]) for choice, ids in enumerate(request.emitted)]
-        starts = starts or [0] * request.num_choices
+        starts, has_prompt = starts or [0] * request.num_choices, False
         while any(start < len(ids) for start, ids in zip(starts, completions, strict=True)):
             for choice, ids in enumerate(completions):
                 start = starts[choice]
@@ -103,7 +103,8 @@ class FakeTokenSource:
                     continue
                 is_last = start + len(part) == len(ids)
                 prompt: tuple[worker_pb2.TokenScores, ...] = ()
-                if not start and not choice and request.prompt_logprobs is not None:
+                if not start and not has_prompt and request.prompt_logprobs is not None:
+                    has_prompt = True
                     prompt = tuple(_scores(token, request.prompt_logprobs) for token in request.prompt[1:])
                 yield TokenDelta(
                     first_index=start,

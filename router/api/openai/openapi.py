@@ -12,6 +12,8 @@ from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 REQUEST_ID: Final = "x-request-id"
 REQUEST_TIMEOUT: Final = "x-request-timeout"
+RESUME: Final = "tandem-resume"
+LAST_EVENT_ID: Final = "last-event-id"
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
 _REF = "#/components/schemas/{model}"

@@ -23,6 +23,7 @@ from .bodies import (
     TokenizeBody,
     ToolBody,
 )
+from .openapi import LAST_EVENT_ID
 from .parsing import MAX_NAME, http_field, json_text, parse
 
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's, for /v1/completions only
@@ -75,6 +76,8 @@ class OpenAIRequest:
         """Returns the name in this body of a field of GenerateRequest."""
         if self.is_chat and path == "prompt":
             return "messages"
+        if path.startswith("resume"):
+            return LAST_EVENT_ID
         found = next((name for start, name in self.names.items() if path.startswith(start)), None)
         return http_field(path) if found is None else found
 

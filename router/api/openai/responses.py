@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
@@ -68,6 +68,11 @@ class ResponseWriter:
         if num_logprobs < _THREAD_FROM_LOGPROBS:
             return self._chunk(prompt, message)
         return await asyncio.to_thread(self._chunk, prompt, message)
+
+    def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
+        """Takes what the client of a single prompt has already: the chunks that follow count on from there."""
+        for message in delivered:
+            self._chunk(0, message)
 
     def usage_chunk(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
         """Returns the event with the usage that follows the last choice."""

@@ -28,6 +28,7 @@ from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document,
 from .parsing import parse
 from .requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
 from .responses import error_response, plain_error
+from .resume import parse_resume
 from .streaming import GenerationResponse
 
 _T = TypeVar("_T")
@@ -195,10 +196,13 @@ async def _respond(request: Request, answer: Callable[[bytes, str, RequestContex
             check_request_id(request.headers.get(REQUEST_ID, ""))
             request_id = request.headers.get(REQUEST_ID) or request_id
             timeout = _timeout(request.headers.get(REQUEST_TIMEOUT))
+            resume = parse_resume(request.headers)
             context = RequestContext(
                 arrived=arrived,
                 deadline=None if timeout is None else arrived + timeout,
                 tenant=tenant_of(request.headers.get("authorization")),
+                is_resumable=resume is not None,
+                resume=resume or (),
             )
             response = await answer(await _read(request), request_id, context)
     except TandemError as error:

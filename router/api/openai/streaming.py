@@ -11,10 +11,12 @@ from starlette.types import Receive, Scope, Send
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...frontend.prepare import PreparedRequest, RequestContext
+from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import REQUEST_ID
 from .requests import OpenAIRequest
 from .responses import DONE, ResponseWriter, check_prompt_logprobs, error_event, error_response
+from .resume import EventIds, check_resumable
 
 _T = TypeVar("_T")
 
@@ -73,12 +75,14 @@ class GenerationResponse(Response):
         usages = []
         with tandem_errors_only():
             accepted = await self._accept()
-            writer = self._writer(accepted)
+            writer, event_ids = self._writer(accepted), EventIds(accepted[0])
+            if accepted[0].progress:
+                writer.restore(await asyncio.to_thread(delivered, accepted[0]))
             async with aclosing(self._messages(accepted)) as messages:
                 async for prompt, message in messages:
                     if message.HasField("usage"):
                         usages.append(message.usage)
-                    yield await writer.chunk(prompt, message)
+                    yield event_ids.add(await writer.chunk(prompt, message), message)
             options = self._request.body.stream_options
             if options is not None and options.include_usage:
                 yield writer.usage_chunk(usages)
@@ -86,9 +90,11 @@ class GenerationResponse(Response):
 
     async def _accept(self) -> list[PreparedRequest]:
         """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
+        check_resumable(self._request, self._context)
         accepted: list[PreparedRequest] = []
         default = self._request.default_max_tokens
         for request in self._request.requests():
+            request.resume.extend(self._context.resume)
             accepted.append(await self._service.accept(request, self._context, default_max_tokens=default))
             check_prompt_logprobs(self._request, sum(len(each.tokens.prompt) for each in accepted))
             await asyncio.sleep(0)  # lets others run: short prompts are checked without a break, and there may be 128

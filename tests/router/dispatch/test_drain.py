@@ -104,7 +104,7 @@ async def test_a_stream_that_is_lost_while_it_is_suspended_is_computed_again() -
             offer(*args)  # type: ignore[arg-type]
             stopped.set()
 
-        worker._kv.offer = offer_and_stop  # type: ignore[method-assign]
+        worker._kv.offer = offer_and_stop  # type: ignore[assignment, method-assign]
         draining = asyncio.create_task(worker.drain(20))
         await stopped.wait()
         await worker.stop()

@@ -3,6 +3,8 @@
 import asyncio
 import random
 import time
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import RequestContext, ServedModel
+from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.api.answers import Answers, request
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
 
@@ -21,6 +24,18 @@ MODEL = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
 CALL = b'<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}
 Fields = dict[str, Any]
+
+
+class CachingSource(FakeTokenSource):
+    """Reuses one token more of the prompt with each request."""
+
+    async def generate(
+        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+    ) -> AsyncGenerator[TokenDelta, None]:
+        timeline.cached_tokens = 1 + len(self.requests)
+        async with aclosing(super().generate(request, timeline, ended)) as deltas:
+            async for delta in deltas:
+                yield delta
 
 
 async def answer(
@@ -70,7 +85,7 @@ def make_source(seed: int, tokens_per_delta: int, num_choices: int, *, calls: bo
         text = "".join(chance.choices(parts, k=chance.randrange(1, 25))).encode()
         text += (CALL if chance.random() < 0.7 else b"") + b"ba" if calls else b""
         answers.append([*text, *([EOS_ID] if chance.random() < 0.5 else [])])
-    return FakeTokenSource(answers=answers, tokens_per_delta=tokens_per_delta)
+    return CachingSource(answers=answers, tokens_per_delta=tokens_per_delta)
 
 
 @given(
@@ -81,7 +96,7 @@ def make_source(seed: int, tokens_per_delta: int, num_choices: int, *, calls: bo
     stop=st.lists(st.text("ab ü", min_size=1, max_size=3), max_size=2),
     min_tokens=st.integers(0, 6),
     logprobs=st.none() | st.integers(0, 2),
-    kind=st.sampled_from(["text", "echo", "tools", "best_of", "beam"]),
+    kind=st.sampled_from(["text", "echo", "tools", "best_of", "beam", "one token"]),
     prompt_logprobs=st.booleans(),
 )
 def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
@@ -99,7 +114,12 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     fields |= {"sampling": {"seed": seed}} if kind != "beam" else {"beam_search": {"width": 4}}
     if kind != "beam":
         fields |= {"logprobs": logprobs, "prompt_logprobs": 1 if prompt_logprobs else None}
-    kinds: dict[str, Fields] = {"echo": {"echo": True}, "tools": {"prompt": {"chat": TOOLS}}, "best_of": {"best_of": 4}}
+    kinds: dict[str, Fields] = {
+        "echo": {"echo": True},
+        "tools": {"prompt": {"chat": TOOLS}},
+        "best_of": {"best_of": 4},
+        "one token": {"prompt": {"text": "h"}},
+    }
     fields |= kinds.get(kind, {})
     message = request(**fields)
     source = make_source(seed, tokens_per_delta, 4, calls=kind == "tools")
@@ -108,12 +128,14 @@ def test_what_came_before_and_after_a_cut_is_the_answer_without_one(
     rest = expected
     for cut in cuts:  # each breaks what was left
         delivered += rest[: int(cut * len(rest))]
+        if not delivered:  # a first try; its cached tokens count
+            source.requests.clear()
         rest = asyncio.run(answer(resumed(message, delivered), source))
     assert whole(delivered + rest) == whole(expected)
     assert bool(source.requests[-1].emitted) == (bool(delivered) and kind not in ("best_of", "beam"))
 
 
-def test_a_random_seed_and_the_cached_tokens_are_kept() -> None:
+def test_a_random_seed_is_kept() -> None:
     message = request(n=2, stopping={"max_tokens": 20})
     source = FakeTokenSource()
     expected = asyncio.run(answer(message, source))

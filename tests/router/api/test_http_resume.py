@@ -1,0 +1,113 @@
+"""Streams over HTTP whose events have ids: one that broke goes on after the last event that came."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.proto import errors
+from tandem.router.api.openai.server import HttpServer
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
+from tandem.tests.router.fake_source import FakeTokenSource
+
+KEY = b"k" * 32
+CALL = b'<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+ASKED = {"Tandem-Resume": "1"}
+
+
+@pytest.fixture
+def source() -> FakeTokenSource:
+    return FakeTokenSource()
+
+
+@pytest.fixture
+async def routers(model: ServedModel, source: FakeTokenSource) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Clients of two routers of one service."""
+    servers = [HttpServer(GenerationService([model], source, resume_key=KEY)) for _ in range(2)]
+    addresses = [await server.start("127.0.0.1:0") for server in servers]
+    yield [httpx.AsyncClient(base_url=f"http://{address}", timeout=20) for address in addresses]
+    await asyncio.gather(*(server.stop(0) for server in servers))
+
+
+async def stream(router: httpx.AsyncClient, path: str, fields: dict[str, Any], **headers: str) -> list[tuple[str, Any]]:
+    """The events, each with its id."""
+    answer = await router.post(path, json=body(path, stream=True, **fields), headers=ASKED | headers)
+    assert answer.status_code == 200, answer.text
+    found = []
+    for event in answer.text.strip().split("\n\n"):
+        data, _, event_id = event.partition("\nid: ")
+        value = data.removeprefix("data: ")
+        found.append((event_id, value if value == "[DONE]" else json.loads(value)))
+    return found
+
+
+def comparable(events: list[tuple[str, Any]]) -> list[Any]:
+    """What does not differ between two runs, choice by choice: no ids of requests and calls, no time."""
+    found = json.loads(json.dumps([data for _, data in events]))
+    for each in found:
+        if each != "[DONE]":
+            del each["id"], each["created"]
+            for choice in each["choices"]:
+                for call in choice.get("delta", {}).get("tool_calls", ()):
+                    del call["id"]
+    return sorted(found, key=lambda each: each["choices"][0]["index"] if each != "[DONE]" and each["choices"] else 99)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"max_tokens": 12, "seed": 5}),
+    (TEXT, {"max_tokens": 12, "seed": 5, "n": 2, "logprobs": 1, "stop": ["x", "ab"]}),
+    (TEXT, {"max_tokens": 12, "echo": True, "seed": 5}),
+    (TEXT, {"max_tokens": 6, "n": 2, "best_of": 3, "seed": 5}),
+    (TEXT, {"max_tokens": 6, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    (CHAT, {"max_tokens": 12, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 0}),
+    (CHAT, {"max_tokens": 150, "tools": TOOLS}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), CASES)
+async def test_a_stream_goes_on_after_any_event(
+    routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str, fields: dict[str, Any]
+) -> None:
+    if "tools" in fields:
+        source.answer = b"a " + CALL + CALL
+    first, second = routers
+    expected = await stream(first, path, fields)
+    assert expected[-1] == ("", "[DONE]")
+    positions = [i for i, (event_id, _) in enumerate(expected) if event_id][:-1]
+    assert len(positions) >= 1
+    for at in random.Random(3).sample(positions, min(len(positions), 6)):
+        rest = await stream(second, path, fields, **{"Last-Event-ID": expected[at][0]})
+        assert comparable(expected[: at + 1] + rest) == comparable(expected)
+
+
+async def test_events_have_ids_only_if_that_is_asked_for(routers: list[httpx.AsyncClient]) -> None:
+    answer = await routers[0].post(TEXT, json=body(TEXT, stream=True))
+    assert "\nid:" not in answer.text
+
+
+async def test_what_does_not_fit_is_refused(routers: list[httpx.AsyncClient], source: FakeTokenSource) -> None:
+    router = routers[0]
+    events = await stream(router, TEXT, {"max_tokens": 5})
+    event_id = events[2][0]
+    num_requests = len(source.requests)
+    refused: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        ("last-event-id", {}, {"Last-Event-ID": "!"}),
+        ("last-event-id", {}, {"Last-Event-ID": "YWFh"}),
+        ("last-event-id", {"max_tokens": 5}, {"Last-Event-ID": f"{event_id[:-8]}AAAAAAAA"}),
+        ("last-event-id", {"max_tokens": 6}, {"Last-Event-ID": event_id}),
+        ("last-event-id", {"max_tokens": 5}, {"Last-Event-ID": events[-2][0]}),  # nothing is left
+        ("tandem-resume", {"stream": False}, ASKED),
+        ("prompt", {"prompt": ["a", "b"]}, ASKED),
+        ("echo", {"echo": True, "logprobs": 1}, ASKED),
+    ]
+    for param, fields, headers in refused:
+        answer = await router.post(TEXT, json=body(TEXT, **{"stream": True, **fields}), headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (errors.InvalidArgument.http_status, param)
+    assert len(source.requests) == num_requests
