@@ -1,9 +1,10 @@
 """Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does not import Ray."""
 
+import asyncio
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import grpc
 
@@ -17,6 +18,8 @@ from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
 from .config import TandemConfig
+
+_LAST_ANSWER_SECONDS: Final = 0.5  # for the errors of requests that did not end in time
 
 
 class RouterRuntime:
@@ -76,7 +79,8 @@ class RouterRuntime:
         await self._servers.set_serving(any(worker.role == worker_pb2.ROLE_DECODE for worker in known))
 
     async def stop(self, grace: float) -> None:
-        """Refuses new requests, gives running ones `grace` seconds, then ends everything."""
+        """Refuses new requests, gives running ones `grace` seconds, then ends everything. Who is cut reads why."""
         await self._servers.set_serving(False)
-        await self._servers.stop(grace)
+        asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
+        await self._servers.stop(grace + _LAST_ANSWER_SECONDS)
         await self._dispatcher.close()

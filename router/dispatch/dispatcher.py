@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, Collection
 from functools import partial
+from typing import Final
+from weakref import WeakKeyDictionary
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import Unavailable
@@ -13,6 +15,8 @@ from .execution import PARK_SECONDS, RequestExecution
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
 from .worker_client import WorkerClient, WorkerKey, WorkerStream
+
+_STOPPING: Final = "the service is stopping"
 
 
 class Dispatcher:
@@ -31,6 +35,7 @@ class Dispatcher:
         self._admission = admission or Admission(registry)
         self._park_seconds = park_seconds
         self._quarantine = Quarantine()
+        self._running: WeakKeyDictionary[RequestExecution, asyncio.Event] = WeakKeyDictionary()
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._closed = False
 
@@ -51,11 +56,20 @@ class Dispatcher:
             park_seconds=self._park_seconds,
             wake=wake.set,
         )
+        self._running[execution] = wake
         return execution.run(self._admission, wake)
 
-    async def close(self) -> None:
-        """Ends all sessions; the workers cancel what came over them. Requests in progress end with Unavailable."""
+    def stop(self) -> None:
+        """Ends all requests, those that wait for admission too, with Unavailable."""
         self._closed = True
+        error = Unavailable(_STOPPING)
+        self._admission.refuse_all(error)
+        for execution, wake in list(self._running.items()):
+            execution.fail(error, wake)
+
+    async def close(self) -> None:
+        """Ends all requests, and all sessions: the workers cancel what came over them."""
+        self.stop()
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         self._clients.clear()
 
@@ -63,7 +77,7 @@ class Dispatcher:
         """Submits over the session with the worker, opening one if there is none. Returns None if the worker has left
         the registry. Raises Unavailable after `close`."""
         if self._closed:
-            raise Unavailable("the router is shutting down")
+            raise Unavailable(_STOPPING)
         info = self._registry.get(worker_id)
         if info is None:
             return None

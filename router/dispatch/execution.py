@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ...proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
+from ...proto.errors import InternalError, InvalidArgument, Overloaded, TandemError, Unavailable
 from ..deadline import before, deadline_passed
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
@@ -92,6 +92,7 @@ class RequestExecution:
         self._num_attempts = 0
         self._parked: list[_Parked] = []
         self._unsubscribe: Callable[[], object] | None = None
+        self._error: TandemError | None = None
         self._avoided: dict[str, float] = {}  # worker ids, until when
         self._crashes: dict[int, set[WorkerKey]] = {}  # by choice, since its last token
         self._num_transfers_lost = [0] * request.num_choices
@@ -109,19 +110,16 @@ class RequestExecution:
 
     async def run(self, admission: Admission, wake: asyncio.Event) -> AsyncGenerator[TokenDelta, None]:
         """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever something has come."""
-        late, deadline = asyncio.Event(), self._request.deadline
-
-        def expire() -> None:
-            late.set()
-            wake.set()
-
+        deadline = self._request.deadline
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
             self._check_quarantine()
             await before(deadline, scope.enter_async_context(admission.slot(self._request)))
             scope.callback(self.end)
             if deadline is not None:  # one timer for a request costs less than one for each token
-                timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), expire)
+                timer = asyncio.get_running_loop().call_later(
+                    deadline - time.monotonic(), self.fail, deadline_passed(), wake
+                )
                 scope.callback(timer.cancel)
             self.start()
             while True:
@@ -135,8 +133,13 @@ class RequestExecution:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(wake.wait(), self.wake_at - self._clock())
                 wake.clear()
-                if late.is_set():
-                    raise deadline_passed()
+                if self._error is not None:
+                    raise self._error
+
+    def fail(self, error: TandemError, wake: asyncio.Event) -> None:
+        """Ends `run` with an error, after what has come until now."""
+        self._error = error
+        wake.set()
 
     def start(self) -> None:
         """Starts the first attempt; of each choice alone if the request was begun elsewhere. Raises Unavailable without

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from ...proto.errors import InvalidArgument, Overloaded
+from ...proto.errors import InvalidArgument, Overloaded, TandemError
 from ..request import TokenRequest
 from .capacity import Capacity, DrainRate, required_capacity
 from .fair_queue import FairQueue, QueueEntry
@@ -129,6 +129,13 @@ class Admission:
             raise
         finally:
             timer.cancel()
+
+    def refuse_all(self, error: TandemError) -> None:
+        """Refuses all requests that wait."""
+        while (entry := self.queue.first()) is not None:
+            self.queue.remove(entry)
+            if not entry.admitted.done():
+                entry.admitted.set_exception(error)
 
     def _expire(self, entry: _Waiting) -> None:
         if not entry.admitted.done():

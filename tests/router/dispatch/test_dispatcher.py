@@ -181,6 +181,7 @@ class OneAtATime(Admission):
     """Admits one request at a time, and no `refused` one."""
 
     def __init__(self) -> None:
+        super().__init__(WorkerRegistry())
         self.waiting = 0
         self._turn = asyncio.Lock()
 
@@ -212,6 +213,30 @@ async def test_admission_decides_when_a_request_starts() -> None:
         await first.aclose()
         tokens, _ = await second
         assert tokens == expected_tokens(range(20), 4, VOCAB)
+
+
+async def test_when_the_service_stops_everybody_reads_so() -> None:
+    async with fleet(0, 1, rank=lambda role: fake_rank(step_seconds=0.002), max_sequences=4) as running:
+        router = add_router(running)
+        found: list[int] = []
+
+        async def one(number: int) -> None:
+            request = token_request(range(number, number + 30), 1500, name=str(number))
+            async with aclosing(router.dispatcher.generate(request, inference_pb2.Timeline())) as deltas:
+                async for delta in deltas:
+                    found.append(delta.choice)
+
+        requests = [asyncio.create_task(one(number)) for number in range(12)]
+        async with asyncio.timeout(20):
+            while len(found) < 20:
+                await asyncio.sleep(0.002)
+        router.dispatcher.stop()
+        for result in await asyncio.gather(*requests, return_exceptions=True):
+            assert isinstance(result, Unavailable)
+            assert result.message == "the service is stopping"
+        with pytest.raises(Unavailable, match="the service is stopping"):
+            await router.generate(token_request(range(20), 4, name="late"))
+        await router.dispatcher.close()
 
 
 async def test_routers_share_workers_without_knowing_of_each_other() -> None:
