@@ -59,7 +59,7 @@ def _sample_random(
 
 
 def _unless_invalid(largest: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns tokens, any shape, -1 where the largest score of a row is NaN, which counts as the largest, or infinite."""
+    """Returns tokens, any shape, -1 where a row's largest score is infinite or NaN, which counts as the largest."""
     return torch.where(largest.abs() < torch.inf, tokens, -1)
 
 
