@@ -9,7 +9,7 @@ from functools import partial
 
 from .engine.engine import Engine
 from .engine.events import Event
-from .progress import Progress
+from .progress import EngineProgress
 
 
 class EngineThread:
@@ -20,11 +20,11 @@ class EngineThread:
     """
 
     def __init__(
-        self, engine: Engine, failed: Callable[[BaseException], None], progress: Progress | None = None
+        self, engine: Engine, failed: Callable[[BaseException], None], progress: EngineProgress | None = None
     ) -> None:
         """`progress` is marked at each command and step."""
         self._engine = engine
-        self._progress = progress or Progress()
+        self._progress = progress or EngineProgress()
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._commands: deque[Callable[[Engine], object]] = deque()

@@ -9,7 +9,7 @@ from .engine.plan import Executor, OnLayers, Samples, StepPlan
 _COUNTED_SECONDS: Final = 4.0  # at most, between two looks; twice the period of Serve's health checks
 
 
-class Progress:
+class EngineProgress:
     """Holds when the engine's thread last began a command or a step, or finished layers of one; 0 while it is idle.
 
     The thread writes it, the event loop reads it."""
@@ -45,7 +45,7 @@ class Progress:
 class WatchedExecutor(Executor):
     """Marks the progress of another executor's steps: where it reports layers, a long chunk is no hang."""
 
-    def __init__(self, executor: Executor, progress: Progress) -> None:
+    def __init__(self, executor: Executor, progress: EngineProgress) -> None:
         self._executor = executor
         self._progress = progress
 

@@ -21,7 +21,7 @@ from .engine.engine import Engine
 from .engine_thread import EngineThread
 from .malloc import keep_freed_memory
 from .model.device import enter_device
-from .progress import Progress, WatchedExecutor
+from .progress import EngineProgress, WatchedExecutor
 from .request_manager import RequestManager
 from .submit import WorkerLimits
 from .tp.coordinator import TpCoordinator
@@ -69,7 +69,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._coordinator = coordinator
         self._rank = rank
         self._hang_seconds = config.hang_seconds
-        self._progress = Progress()
+        self._progress = EngineProgress()
         self._engine = Engine(WatchedExecutor(rank.executor, self._progress), rank.engine_config(config.budgets))
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, self._fail, self._progress)

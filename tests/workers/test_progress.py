@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
-from tandem.workers.progress import Progress, WatchedExecutor
+from tandem.workers.progress import EngineProgress, WatchedExecutor
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def stalled_after(progress: Progress, clock: Clock, *, looks: int, seconds: float = 2.0) -> float:
+def stalled_after(progress: EngineProgress, clock: Clock, *, looks: int, seconds: float = 2.0) -> float:
     """What the last of so many looks returns, each so long after the one before."""
     stalled = 0.0
     for _ in range(looks):
@@ -25,7 +25,7 @@ def stalled_after(progress: Progress, clock: Clock, *, looks: int, seconds: floa
 
 def test_a_step_stalls_from_its_beginning_on() -> None:
     clock = Clock()
-    progress = Progress(clock)
+    progress = EngineProgress(clock)
     assert stalled_after(progress, clock, looks=10) == 0
     clock.now += 1.5
     progress.mark()
@@ -35,7 +35,7 @@ def test_a_step_stalls_from_its_beginning_on() -> None:
 
 def test_progress_and_rest_begin_anew() -> None:
     clock = Clock()
-    progress = Progress(clock)
+    progress = EngineProgress(clock)
     for end in (progress.mark, progress.rest):
         progress.mark()
         assert stalled_after(progress, clock, looks=4) == 8
@@ -46,7 +46,7 @@ def test_progress_and_rest_begin_anew() -> None:
 
 def test_a_pause_of_the_process_is_no_stall() -> None:
     clock = Clock()
-    progress = Progress(clock)
+    progress = EngineProgress(clock)
     progress.mark()
     assert stalled_after(progress, clock, looks=1, seconds=600) == 4
     progress.mark()
@@ -63,7 +63,7 @@ def test_a_long_step_makes_progress_with_its_layers() -> None:
             return lambda: Samples(tokens=[])
 
     clock = Clock()
-    progress = Progress(clock)
+    progress = EngineProgress(clock)
     stalls: list[float] = []
     layers: list[int] = []
     executor = WatchedExecutor(ThreeLayers(), progress)

@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(module, "available_memory", lambda: size)
     assert not store(block_size=4, shared=shared).data.any()
     monkeypatch.setattr(module, "available_memory", lambda: size - 1)
-    with pytest.raises(ValueError, match="kv_cache_gb: .* GiB do not fit into the .* GiB that are available"):
+    with pytest.raises(ValueError, match=r"kv_cache_gb: .* GiB do not fit into the .* GiB that are available"):
         store(block_size=4, shared=shared)
 
 
