@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
         *(f"workers.model.{name}" for name in ("parallel", "registry")),
     },
     "workers.model.kv_store": {
-        *("workers.kv_cache", "workers.model.footprint"),
+        *("workers.kv_cache", "workers.memory", "workers.model.footprint"),
         *(f"workers.model.{name}" for name in ("config", "device", "kernels")),
     },
     "workers.model.footprint": {"workers.kv_cache", "workers.model.config"},
@@ -54,6 +54,7 @@ ARROWS: dict[str, set[str]] = {
     "workers.transfer": {"workers.engine", "workers.kv_cache", "workers.threads"},
     "workers.threads": set(),
     "workers.malloc": set(),
+    "workers.memory": {"workers.threads"},
     "router.request": set(),
     "router.deadline": set(),
     "router.client": set(),

@@ -15,12 +15,12 @@ def available_cores(root: Path = Path("/")) -> int:
     """Returns how many cores this process may compute with, at least 1: its CPU set, but no more than the CPU quotas of
     its cgroup (v2 `cpu.max`, v1 `cpu.cfs_quota_us`) and of the groups above it, rounded down: a thread beyond a quota
     makes all threads stop when it is used up. `root` holds proc and sys."""
-    quotas = [quota for group in _cgroups(root) if (quota := _quota(group)) is not None]
+    quotas = [quota for group in cgroups("cpu", root) if (quota := _quota(group)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in quotas)]))
 
 
-def _cgroups(root: Path) -> list[Path]:
-    """Returns the folders of this process's CPU cgroup, v1 and v2, and of the groups above it."""
+def cgroups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """Returns the folders of this process's cgroup of a controller, v1 and v2, and of the groups above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -28,9 +28,9 @@ def _cgroups(root: Path) -> list[Path]:
     found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / path.strip("/")
         # In a container the path may be the host's, of which the mount shows only the container's own part.
         found += [folder for folder in (group, *group.parents) if folder.is_relative_to(mount)]

@@ -91,13 +91,37 @@ async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, 
     wait_until_idle(service.status_url)
 
 
+async def test_streams_begin_and_end_while_the_gcs_is_away(
+    service: Any, model: Path, gcs_server: psutil.Process
+) -> None:
+    """A GCS server that stands still for 20 s stops no stream, and the service is the same afterwards."""
+    before = routers(service)
+    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    began = time.monotonic()
+    gcs_server.suspend()
+    try:
+        while time.monotonic() < began + 20:
+            found = await asyncio.gather(*(generate_all(address, LONG) for address in service.grpc_addresses))
+            assert [[tokens[:NUM_TOKENS] for tokens in answers] for answers in found] == [expected, expected]
+    finally:
+        gcs_server.resume()
+    deadline = time.monotonic() + 60
+    while not await asyncio.to_thread(has_recovered, service.config.name):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert routers(service) == before
+    assert await generate_all(service.grpc_address) == expected
+    wait_until_idle(service.status_url)
+
+
 def controller_pid() -> int | None:
     """Returns the process of Serve's controller; None while there is none that answers."""
     import ray
 
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     try:
-        return int(str(ray.get(controller.get_pid.remote(), timeout=5)))
+        pid: int = ray.get(controller.get_pid.remote(), timeout=5)
+        return pid
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return None
 

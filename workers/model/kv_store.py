@@ -15,6 +15,7 @@ import torch
 
 from ..kv_cache.layout import KvLayout, KvSpan
 from ..kv_cache.store import KvRead, paged_shapes
+from ..memory import available_memory
 from .device import indices, to_device
 from .kernels.build import library, loaded_library
 
@@ -44,7 +45,7 @@ class PagedKv:
         rank: int = 0,
     ) -> None:
         """`shared` lets other processes of the host map the memory; ignored on GPUs. Raises ValueError if the layout's
-        heads cannot be split over `tp` ranks or there is no such rank."""
+        heads cannot be split over `tp` ranks, there is no such rank, or host memory is short."""
         self.layout = layout
         self.tp = tp
         self.rank = rank
@@ -75,13 +76,21 @@ class PagedKv:
             self._host = HostKv(layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
 
     def _allocate(self, num_items: int, *, shared: bool) -> torch.Tensor:  # [num_items], zeros
-        if not (shared and self.device.type == "cpu"):
+        if self.device.type != "cpu":
             return torch.zeros(num_items, dtype=self.dtype, device=self.device)
+        # All pages are taken now: what does not fit must fail here, not by the kernel's OOM killer under load.
         num_bytes = num_items * self.dtype.itemsize
+        if num_bytes > (available := available_memory()):
+            raise ValueError(_misfit(num_bytes, available))
+        if not shared:
+            return torch.zeros(num_items, dtype=self.dtype)
         # A file without a name goes away with the last process that maps it.
         self.shared_fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.shared_fd)
-        os.ftruncate(self.shared_fd, num_bytes)
+        try:
+            os.posix_fallocate(self.shared_fd, 0, num_bytes)
+        except OSError as error:
+            raise ValueError(_misfit(num_bytes, available)) from error
         shared_memory: torch.Tensor = torch.frombuffer(mmap.mmap(self.shared_fd, num_bytes), dtype=self.dtype)
         return shared_memory
 
@@ -191,6 +200,12 @@ class HostKv:
             _copy("write_heads", raw, index, dense)
         else:
             raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
+
+
+def _misfit(num_bytes: int, available: int) -> str:
+    return (
+        f"kv_cache_gb: {num_bytes / 2**30:.3g} GiB do not fit into the {available / 2**30:.3g} GiB that are available"
+    )
 
 
 def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:

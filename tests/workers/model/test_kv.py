@@ -1,3 +1,5 @@
+import errno
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,11 +24,13 @@ def store(
     heads: int = HEADS,
     head_dim: int = HEAD_DIM,
     tp: int = 1,
+    shared: bool = False,
 ) -> PagedKv:
     layout = KvLayout.uniform(
         num_layers=LAYERS, num_heads=4, num_kv_heads=heads, head_dim=head_dim, dtype=dtype, model="m"
     )
-    kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=torch.device("cpu"), tp=tp)
+    cpu = torch.device("cpu")
+    kv = PagedKv(layout, num_blocks=num_blocks, block_size=block_size, device=cpu, tp=tp, shared=shared)
     if seed is not None:
         torch.manual_seed(seed)
         kv.data.view(torch.uint8).random_(0, 256)
@@ -254,3 +258,26 @@ def test_copies_and_clears_concern_all_layers() -> None:
             assert now[:, :, block].equal(old[:, :, source])
         assert now[:, :, 3, :, :1].equal(old[:, :, 3, :, :1])
         assert not now[:, :, 3, :, 1:].any()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    size = store(block_size=4).data.nbytes
+    monkeypatch.setattr(module, "available_memory", lambda: size)
+    assert not store(block_size=4, shared=shared).data.any()
+    monkeypatch.setattr(module, "available_memory", lambda: size - 1)
+    with pytest.raises(ValueError, match=r"kv_cache_gb: .* GiB do not fit into the .* GiB that are available"):
+        store(block_size=4, shared=shared)
+
+
+def test_shared_memory_is_taken_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = store(block_size=16, num_blocks=1024, shared=True)
+    assert kv.shared_fd is not None
+    assert os.fstat(kv.shared_fd).st_blocks * 512 >= kv.data.nbytes
+
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(ValueError, match="kv_cache_gb"):
+        store(block_size=16, shared=True)
