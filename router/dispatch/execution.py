@@ -95,6 +95,7 @@ class RequestExecution:
         self._error: TandemError | None = None
         self._avoided: dict[str, float] = {}  # worker ids, until when
         self._crashes: dict[int, set[WorkerKey]] = {}  # by choice, since its last token
+        self._give_up: dict[int, float] = {}  # by choice that was interrupted since its last token, when
         self._num_transfers_lost = [0] * request.num_choices
 
     @property
@@ -160,7 +161,7 @@ class RequestExecution:
                     elif fresh := self._fresh(delta):
                         self._emitted[fresh.choice] += fresh.ids
                         self._timer.tokens(len(fresh.ids))
-                        if self._crashes:
+                        if self._give_up:
                             self._clear(fresh, attempt)
                         yield fresh
                 if not attempt.interruptions:
@@ -249,9 +250,10 @@ class RequestExecution:
         )
 
     def _clear(self, delta: TokenDelta, attempt: Attempt) -> None:
-        """Clears a choice of the crashes before this delta, if it shows that its worker decodes it; once all are
-        cleared, the request has left the quarantine."""
+        """Forgets what interrupted a choice before this delta, if it shows that its worker decodes it; once no crash is
+        left, the request has left the quarantine."""
         if delta.finish_reason or delta.first_index + len(delta.ids) > attempt.first_index + 1:
+            self._give_up.pop(delta.choice, None)
             self._crashes.pop(delta.choice, None)
             if not self._crashes.keys() - set(self._ended):
                 self._quarantine.leave(self)
@@ -269,11 +271,10 @@ class RequestExecution:
             self._num_transfers_lost[choice] += cause is Cause.TRANSFER
         if cause.blames_request:
             self._blame(interruption)
-        until = self._clock() + self._park_seconds
-        for each in self._parked:  # whose prefill worker is lost now, too
-            if each.choices & choices:
-                until = min(until, each.until)
-                each.choices -= choices
+        latest = self._clock() + self._park_seconds
+        until = min([self._give_up.setdefault(choice, latest) for choice in choices])
+        for each in self._parked:
+            each.choices -= choices  # whose prefill worker is lost now, too
         source = attempt if interruption.can_rehand else None
         self._parked.append(_Parked(choices, source, cause, interruption.worker[0], until, interruption.suspended))
         if not interruption.can_rehand:

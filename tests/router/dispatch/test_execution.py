@@ -371,6 +371,21 @@ def test_nobody_waits_for_a_worker_for_ever() -> None:
     assert not pools.subscribers
 
 
+def test_refusals_do_not_prolong_the_wait() -> None:
+    pools, caller, clock = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(1), Clock()
+    execution, _ = start(pools, choices_request(1), clock=clock, park_seconds=3 * AVOID_SECONDS)
+    caller.read_until(pools, execution, 2)
+    for _ in range(3):
+        pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_FULL)
+        caller.read(execution)
+        clock.now += AVOID_SECONDS
+        caller.read(execution)
+    pools.fail(pools.running[-1], worker_pb2.FAILURE_KIND_FULL)
+    with pytest.raises(Unavailable):
+        caller.read(execution)
+    execution.end()
+
+
 def test_a_worker_that_was_full_is_asked_again() -> None:
     pools, caller, clock = FakePools(random.Random(4), pairs=False, decode=("d1",)), Caller(1), Clock()
     execution, _ = start(pools, choices_request(1), clock=clock)
