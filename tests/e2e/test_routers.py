@@ -120,8 +120,8 @@ def controller_pid() -> int | None:
 
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     try:
-        pid: int = ray.get(controller.get_pid.remote(), timeout=5)
-        return pid
+        pid: Any = ray.get(controller.get_pid.remote(), timeout=5)
+        return int(pid)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return None
 
