@@ -117,7 +117,7 @@ class TandemConfig(BaseModel):
     silence_seconds: float = Field(default=5.0, ge=0.5, le=3600)
     # After how long without progress the engine of a worker is taken to hang, and the worker is replaced. Progress is a
     # quarter of the model's layers in a step on CPUs, where a chunk may so take four times as long, and a whole step on
-    # GPUs, which takes no second. Compilation and warm-up come before.
+    # GPUs. Compilation and warm-up come before.
     hang_seconds: float = Field(default=10.0, ge=1, le=3600)
     # The interface that all servers bind. None: loopback on a local Ray, the node's address on a cluster.
     host: Host | None = None
