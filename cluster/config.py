@@ -118,7 +118,8 @@ class TandemConfig(BaseModel):
     # and is noticed at once; one that is only paused, as with its virtual machine, should not cost a reload.
     silence_seconds: float = Field(default=5.0, ge=0.5, le=3600)
     # After how long without progress the engine of a worker is taken to hang, and the worker is replaced. Progress is a
-    # layer of a step on CPUs, a whole step on GPUs; the longest takes seconds only with chunks beyond the defaults.
+    # quarter of the model's layers in a step on CPUs, where a chunk may so take four times as long, and a whole step on
+    # GPUs. Compilation and warm-up come before.
     hang_seconds: float = Field(default=10.0, ge=1, le=3600)
     # The interface that all servers bind. None: loopback on a local Ray, the node's address on a cluster.
     host: Host | None = None

@@ -173,7 +173,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def check_health(self) -> None:
         """Raises RuntimeError if the engine has failed or hangs. Called now and then in the event loop."""
         if self._failure is None and self._progress.stalled_seconds() > self._hang_seconds:
-            self._fail(TimeoutError(f"no progress of the engine for {self._hang_seconds:g} seconds"))
+            self._fail(TimeoutError(f"no progress of the engine for {self._hang_seconds:g} seconds (hang_seconds)"))
         if self._failure is not None:
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
 
