@@ -6,9 +6,9 @@ import os
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import psutil
 import ray
@@ -51,14 +51,14 @@ def processes() -> dict[str, list[psutil.Process]]:
 class Nemesis:
     """Kills one process after the other, each kind in turn."""
 
-    def __init__(self, service: Service, *, with_ranks: bool, with_gcs: bool) -> None:
+    def __init__(self, service: Service, kinds: Sequence[str], *, with_gcs: bool) -> None:
+        """`kinds`: what to kill in turn. `with_gcs`: after the first round the GCS is stopped for a while."""
         self.kills: Counter[str] = Counter()
         self.slowest: dict[str, float] = {}  # by kind: the most seconds until the service was whole again
         self.not_whole: list[str] = []
         self._service = service
         self._with_gcs = with_gcs
-        ranks = ["rank"] if with_ranks else []
-        self._order = ["decode", "prefill", *ranks, "directory", "controller", "router"]
+        self._order = kinds
         self._position = 0
 
     def strike(self) -> str:
@@ -137,9 +137,3 @@ def _answers(address: str) -> bool:
 
     with Client(address) as client:
         return client.health(timeout=_ANSWER_SECONDS)
-
-
-def describe_workers(status_url: str) -> list[dict[str, Any]]:
-    """Returns the workers of the status page once it answers."""
-    found: list[dict[str, Any]] = status(status_url)["workers"]
-    return found

@@ -35,6 +35,7 @@ NODES: Final = {"router": "127.0.0.12", "prefill": "127.0.0.13", "decode": "127.
 """Nodes beside the head; not those of the tests, which may run at the same time."""
 
 MODEL: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 32}
+KILLED: Final = ("decode", "prefill", "directory", "controller", "router")
 _STORE_BYTES: Final = 100 * 2**20
 _MAX_SHOWN: Final = 12
 
@@ -49,7 +50,8 @@ class Plan:
     concurrency: int = 16
     period: float = 10.0  # seconds between two kills
     whole_seconds: float = 90.0  # how long the service may take to be whole again
-    tp: int = 1  # of the decode workers
+    kinds: Sequence[str] = KILLED
+    tp: int = 1  # of the decode workers; of several ranks one is killed, too
     demo_model: bool = False
     gcs: bool = True
 
@@ -108,7 +110,7 @@ async def _run(plan: Plan, service: Service) -> Report:
     known += await fault_free(service.grpc_addresses, list(with_stops(known)))
     _say(started, f"{len(known)} requests without faults; {service.addresses}")
     traffic, footprints = Traffic(), Footprints()
-    nemesis = Nemesis(service, with_ranks=plan.tp > 1, with_gcs=plan.gcs)
+    nemesis = Nemesis(service, [*plan.kinds, *["rank"] * (plan.tp > 1)], with_gcs=plan.gcs)
     footprints.sample()
     begun = time.monotonic()
 
@@ -213,6 +215,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--concurrency", type=int, default=16, help="streams at a time")
     parser.add_argument("--period", type=float, default=10.0, help="seconds between two kills")
     parser.add_argument("--whole-seconds", type=float, default=90.0, help="how long the service may stay incomplete")
+    parser.add_argument("--kinds", nargs="+", choices=KILLED, default=KILLED, help="which processes are killed in turn")
     parser.add_argument("--tp", type=int, default=1, help="ranks of a decode worker; above 1 one of them is killed too")
     parser.add_argument("--demo-model", action="store_true", help="serve the demo model instead of a tiny random one")
     parser.add_argument("--no-gcs", dest="gcs", action="store_false", help="never stop the GCS")
