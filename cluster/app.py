@@ -152,9 +152,7 @@ class Router(Replica):
         self._routers: tuple[RouterInfo, ...] = ()
         self._changed = asyncio.Condition()
         host = node_host(config.host)
-        runtime = await RouterRuntime.start(
-            config, Path(folder), host, resume_key=resume_key, take_free_ports=replicas > 1
-        )
+        runtime = await RouterRuntime.start(config, Path(folder), host, resume_key=resume_key, num_routers=replicas)
         self._run(runtime.stop, self._watch(runtime))
 
     async def __call__(self, request: Request) -> JSONResponse:

@@ -46,7 +46,7 @@ class RouterConfig(BaseModel):
     model_config = _SECTION
 
     replicas: int | None = Field(default=None, ge=1, le=256)  # None: 1 on a local Ray, one a node on a cluster
-    # Ports of each router; 0 takes a free one. A router whose node has another router on them takes free ones.
+    # Ports of each router; 0 takes a free one. A router whose node has another router on them takes the next ones.
     grpc_port: Port = 50_051
     http_port: Port = 8_080
     reflection: bool = False

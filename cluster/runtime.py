@@ -1,7 +1,7 @@
 """Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does not import Ray."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final, Self
@@ -17,7 +17,9 @@ from ..router.frontend.tokenizer import Tokenizer
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
-from .config import TandemConfig
+from .config import RouterConfig, TandemConfig
+
+_MAX_PORT: Final = 65_535
 
 _LAST_ANSWER_SECONDS: Final = 0.5  # for the errors of requests that did not end in time
 
@@ -34,13 +36,13 @@ class RouterRuntime:
 
     @classmethod
     async def start(
-        cls, config: TandemConfig, folder: Path, host: str, *, resume_key: bytes, take_free_ports: bool = False
+        cls, config: TandemConfig, folder: Path, host: str, *, resume_key: bytes, num_routers: int = 1
     ) -> Self:
         """Binds both API servers on `host`; their health is NOT_SERVING until there is a decode worker.
 
         `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests.
-        `take_free_ports`: if a configured port is taken, both servers take free ones instead. Raises OSError or
-        RuntimeError if a port is taken otherwise."""
+        `num_routers`: of the service, which may all share a host; see `_addresses`. Raises OSError or RuntimeError if
+        all ports that it may bind are taken."""
         router = config.router
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         admission = Admission(
@@ -62,15 +64,14 @@ class RouterRuntime:
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
         )
-        try:
-            servers = await start_servers(
-                grpc_address=f"{host}:{router.grpc_port}", http_address=f"{host}:{router.http_port}"
-            )
-        except (OSError, RuntimeError):
-            if not take_free_ports:
-                raise
-            servers = await start_servers(grpc_address=f"{host}:0", http_address=f"{host}:0")
-        return cls(registry, dispatcher, servers)
+        for grpc_address, http_address in _addresses(router, host, num_routers):
+            try:
+                servers = await start_servers(grpc_address=grpc_address, http_address=http_address)
+            except (OSError, RuntimeError) as error:
+                taken = error
+            else:
+                return cls(registry, dispatcher, servers)
+        raise taken
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Replaces the registry's list of workers by the directory's."""
@@ -84,3 +85,15 @@ class RouterRuntime:
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
         await self._servers.stop(grace + _LAST_ANSWER_SECONDS)
         await self._dispatcher.close()
+
+
+def _addresses(router: RouterConfig, host: str, num_routers: int) -> Iterator[tuple[str, str]]:
+    """Yields the addresses of both servers to try: the configured ports, and of several routers the ones after them.
+
+    So a router that is started in place of another, on the same host, has the address by which clients know that."""
+    for index in range(num_routers):
+        ports = [port + index if port else 0 for port in (router.grpc_port, router.http_port)]
+        if max(ports) <= _MAX_PORT:
+            yield f"{host}:{ports[0]}", f"{host}:{ports[1]}"
+    if num_routers > 1:
+        yield f"{host}:0", f"{host}:0"

@@ -45,7 +45,7 @@ ALONE_PATHS: Final = (
     *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py", "cluster/eval"),
     *("cluster/test_app.py", "e2e", "gpu", "router/client", "router/dispatch/test_cancel.py"),
     *(f"router/dispatch/test_{name}.py" for name in ("dispatcher", "drain", "faults", "rehand")),
-    *("workers/bench", "workers/tp"),
+    *("cluster/test_runtime.py", "soak", "workers/bench", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "session")),
     *("workers/test_suspend.py", "workers/test_worker.py"),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair")),

@@ -17,6 +17,11 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.keepalive_time_ms", 20_000),  # a router whose machine is gone is noticed within half a minute
     ("grpc.keepalive_timeout_ms", 10_000),
+    # A router that was replaced is reached as soon as it listens. By default grpc fails every call at once while it
+    # waits for the next try to connect, for up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # for one try to connect
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 _PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
@@ -25,15 +30,19 @@ _STATUS_KEY: Final = "grpc-status-details-bin"
 Metadata = Iterable[tuple[str, str | bytes]]
 
 _MAX_RETRY_SECONDS: Final = 30.0
+_RESUME_SECONDS: Final = 30.0  # in which a router that was lost is replaced
 
 
 class Retries:
-    """Counts the tries of one request, within its timeout."""
+    """Counts the tries of one request, within its timeout. One that has tokens already is not given up before 30 s
+    without any, so that its router can be replaced meanwhile; `max_retries` 0 gives up at once."""
 
     def __init__(self, max_retries: int, timeout: float | None, num_routers: int = 1) -> None:
         self._max_retries = max_retries
         self._num_routers = num_routers
         self._num_failed = 0  # tries since the last progress
+        self._has_begun = False
+        self._failing_since = 0.0  # if any has failed
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     @property
@@ -48,7 +57,9 @@ class Retries:
 
         Raises `error` if there is no next try: the service names no time or more than 30 seconds, the timeout would be
         exceeded, or none is left."""
-        is_over = self._num_failed >= self._max_retries
+        if not self._num_failed:
+            self._failing_since = time.monotonic()
+        is_over = self._num_failed >= self._max_retries and not (self._max_retries and self._may_resume(error))
         if is_over or error.retry_after is None or error.retry_after > _MAX_RETRY_SECONDS:
             raise error
         self._num_failed += 1
@@ -60,8 +71,13 @@ class Retries:
         return delay
 
     def reset(self) -> None:
-        """Forgets the tries that failed, since the service has answered after them."""
+        """Forgets the tries that failed, since the service has answered with tokens after them."""
         self._num_failed = 0
+        self._has_begun = True
+
+    def _may_resume(self, error: errors.TandemError) -> bool:
+        is_lost = self._has_begun and isinstance(error, errors.Unavailable)
+        return is_lost and time.monotonic() - self._failing_since < _RESUME_SECONDS
 
 
 def credentials(api_key: str) -> tuple[tuple[str, str], ...]:

@@ -107,7 +107,8 @@ class RequestExecution:
         """When `deltas` is to be called at the latest, by the clock; None if only when something has come."""
         if not self._parked:
             return None
-        return min([*self._avoided.values(), *(each.until for each in self._parked)])
+        turn = self._quarantine.waits_until(self)
+        return min([turn, *self._avoided.values(), *(each.until for each in self._parked)])
 
     async def run(self, admission: Admission, wake: asyncio.Event) -> AsyncGenerator[TokenDelta, None]:
         """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever something has come."""
@@ -312,7 +313,10 @@ class RequestExecution:
             if each.cause is Cause.FULL and not any(self._emitted):
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
             if self._clock() >= each.until:
-                raise Unavailable("no worker is ready")
+                if may_start or self._registry.place(self._request, self._avoid()) is None:
+                    raise Unavailable("no worker is ready")
+                each.until = self._clock() + self._park_seconds  # it waits for its turn, not for a worker
+                self._give_up |= dict.fromkeys(each.choices, each.until)
             self._parked.append(each)
         self._watch_workers()
 

@@ -233,3 +233,40 @@ def test_there_is_no_wait_before_a_router_that_was_not_tried() -> None:
     retries.reset()
     assert retries.delay(errors.Overloaded("full", 1.0)) >= 1.0
     assert retries.delay(gone) == 0.0
+
+
+def test_a_stream_with_tokens_waits_for_a_router_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    gone, retries = errors.Unavailable("gone", 1.0), Retries(max_retries=1, timeout=None, num_routers=1)
+    retries.reset()
+    for now in (200.0, 201.0, 215.0, 229.0):  # noqa: B007 - the clock reads it
+        assert retries.delay(gone) >= 1.0
+    now = 230.0
+    with pytest.raises(errors.Unavailable):
+        retries.delay(gone)
+    retries.reset()
+    assert retries.delay(gone) >= 1.0
+    with pytest.raises(errors.Overloaded):
+        retries.delay(errors.Overloaded("full", 1.0))
+    impatient = Retries(max_retries=0, timeout=None)
+    impatient.reset()
+    with pytest.raises(errors.Unavailable):
+        impatient.delay(gone)
+
+
+async def test_a_router_that_comes_back_is_reached_within_seconds() -> None:
+    """Although the channel has failed to connect for long before."""
+    async with fleet(1, 1, rank=byte_rank) as running, AsyncExitStack() as scope:
+        router = Router(running)
+        await router.start(scope)
+        port = int(router.address.rpartition(":")[2])
+        await router.cut()
+        async with AsyncClient(router.address, max_retries=1) as client:
+            for _ in range(3):
+                with pytest.raises(errors.Unavailable):
+                    await client.generate("hi", max_tokens=2)
+            server = await asyncio.start_server(router._forward, "127.0.0.1", port)
+            scope.callback(server.close)
+            await asyncio.sleep(1.3)
+            assert len((await client.generate("hi", max_tokens=2, ignore_eos=True)).token_ids) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
 from tandem.router.dispatch.execution import AVOID_SECONDS, MAX_TRANSFERS_LOST, PARK_SECONDS
-from tandem.router.dispatch.quarantine import Quarantine
+from tandem.router.dispatch.quarantine import TURN_SECONDS, Quarantine
 from tandem.router.scheduling.policy import Placement
 from tandem.tests.router.fake_pools import (
     SEED,
@@ -384,6 +384,52 @@ def test_refusals_do_not_prolong_the_wait() -> None:
     with pytest.raises(Unavailable):
         caller.read(execution)
     execution.end()
+
+
+def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
+    clock, callers = Clock(), [Caller(1) for _ in range(2)]
+    quarantine = Quarantine(clock)
+    all_pools = [FakePools(random.Random(number), pairs=False) for number in range(2)]
+    runs = [
+        start(pools, choices_request(1), quarantine=quarantine, clock=clock, park_seconds=2.0)[0] for pools in all_pools
+    ]
+    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
+        caller.read_until(pools, execution, 2)
+        pools.running[-1].client.kill()
+        caller.read(execution)
+    for _ in range(3):  # the first has a worker, but shows no token for long
+        clock.now += 2.0
+        callers[1].read(runs[1])
+        assert runs[1].wake_at == clock.now + 2.0
+    all_pools[1].decode = ()
+    clock.now += 2.0
+    with pytest.raises(Unavailable, match="no worker is ready"):
+        callers[1].read(runs[1])
+    for execution in runs:
+        execution.end()
+
+
+def test_a_suspect_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
+    """As one whose client reads nothing: its tokens are not taken."""
+    clock = Clock()
+    quarantine, callers = Quarantine(clock), [Caller(1) for _ in range(3)]
+    all_pools = [FakePools(random.Random(number), pairs=False) for number in range(3)]
+    runs = [start(pools, choices_request(1), quarantine=quarantine, clock=clock)[0] for pools in all_pools]
+    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
+        caller.read_until(pools, execution, 2)
+        pools.running[-1].client.kill()
+        caller.read(execution)
+    started = clock.now
+    clock.now += AVOID_SECONDS
+    callers[1].read(runs[1])
+    assert runs[1].wake_at == started + TURN_SECONDS
+    clock.now = started + TURN_SECONDS
+    callers[2].read(runs[2])
+    callers[1].read(runs[1])
+    assert [len(pools.submits) for pools in all_pools] == [2, 2, 1]
+    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
+        caller.read_until(pools, execution, 30)
+    assert all(caller.ids == [completion((5, 6, 7, 8), SEED, 30)] for caller in callers)
 
 
 def test_a_worker_that_was_full_is_asked_again() -> None:

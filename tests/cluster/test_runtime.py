@@ -1,0 +1,72 @@
+"""Tests which addresses the routers of a service take that share a host."""
+
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.runtime import RouterRuntime
+from tandem.tests.tiny_tokenizer import make_tokenizer
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's folder of which there is only the tokenizer."""
+    make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("tandem.cluster.runtime.read_context_tokens", lambda _: 2_048)
+    return tmp_path
+
+
+@pytest.fixture
+def config() -> TandemConfig:
+    """A service whose ports, and the ones after them, are free."""
+    grpc, http, *_ = (port for port in range(45_001, 46_000, 2) if is_free(port) and is_free(port + 1))
+    return load_config(None, {"model": "m", "router.grpc_port": grpc, "router.http_port": http})
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+async def start(config: TandemConfig, folder: Path, num_routers: int) -> RouterRuntime:
+    return await RouterRuntime.start(config, folder, HOST, resume_key=b"k" * 32, num_routers=num_routers)
+
+
+async def test_a_router_in_place_of_another_has_its_addresses(config: TandemConfig, folder: Path) -> None:
+    """Whichever of two is replaced: a client knows the addresses of both from the start of the service."""
+    grpc, http = config.router.grpc_port, config.router.http_port
+    async with AsyncExitStack() as scope:
+        routers = [await start(config, folder, 2) for _ in range(2)]
+        assert [each.grpc_address for each in routers] == [f"{HOST}:{grpc}", f"{HOST}:{grpc + 1}"]
+        assert [each.http_address for each in routers] == [f"{HOST}:{http}", f"{HOST}:{http + 1}"]
+        for index in (1, 0):
+            await routers[index].stop(0)
+            again = await start(config, folder, 2)
+            assert (again.grpc_address, again.http_address) == (
+                routers[index].grpc_address,
+                routers[index].http_address,
+            )
+            routers[index] = again
+        for router in routers:
+            scope.push_async_callback(router.stop, 0)
+        third = await start(config, folder, 2)  # beyond the ports of two: free ones
+        scope.push_async_callback(third.stop, 0)
+        assert third.grpc_address not in {each.grpc_address for each in routers}
+
+
+async def test_a_single_router_takes_its_own_ports_or_none(config: TandemConfig, folder: Path) -> None:
+    first = await start(config, folder, 1)
+    try:
+        with pytest.raises((OSError, RuntimeError)):
+            await start(config, folder, 1)
+    finally:
+        await first.stop(0)
