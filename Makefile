@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo quick test soak check breaking format proto clean
+.PHONY: help venv demo quick test soak matrix check breaking format proto clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -26,6 +26,9 @@ test: .venv/.installed  ## run every test but the long soaks
 
 soak: .venv/.installed  ## run the long soaks alone
 	$(BIN)/pytest -m soak
+
+matrix: .venv/.installed  ## run the whole fault matrix alone, of which `make test` runs each pair of factors
+	$(BIN)/pytest -m matrix
 
 check: .venv/.installed  ## lint, format, types, architecture, generated code, protobuf style
 	$(BIN)/ruff check .

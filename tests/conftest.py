@@ -6,8 +6,8 @@ fails, and so does `--quick` when anything imports torch, so a new test belongs 
 Tests of properties that leave the number of examples to Hypothesis's profile try fewer under `--quick`.
 
 `make test` runs all but the tests of ALONE_PATHS in two processes side by side (`pytest --sharing -n 2`), then these
-one by one (`pytest --alone`). `pytest` without an option runs all one by one. `make soak` runs the tests marked `soak`,
-which nothing else does.
+one by one (`pytest --alone`). `pytest` without an option runs all one by one. `make soak` and
+`make matrix` run the tests marked `soak` and `matrix`, which nothing else does.
 """
 
 import os
@@ -43,7 +43,7 @@ SHARING_PATHS: Final = (
 
 ALONE_PATHS: Final = (
     *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py", "cluster/eval"),
-    *("cluster/test_app.py", "e2e", "gpu", "router/client", "router/dispatch/test_cancel.py"),
+    *("cluster/test_app.py", "e2e", "gpu", "matrix", "router/client", "router/dispatch/test_cancel.py"),
     *(f"router/dispatch/test_{name}.py" for name in ("dispatcher", "drain", "faults", "rehand")),
     *("cluster/test_runtime.py", "soak", "workers/bench", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "session")),

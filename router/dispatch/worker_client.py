@@ -3,17 +3,22 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
 import grpc
 import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import peer_channel
+from ...proto.channel import is_silence, peer_channel
 
 logger = logging.getLogger(__name__)
 
 WorkerKey = tuple[str, int]  # worker id, epoch
 AttemptKey = tuple[str, int]  # request id, number of the attempt
+_LOST: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="worker lost")
+_SILENT: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker silent")
+"""It is frozen or cut off, which no request can cause; what it says later comes over no session."""
+
 _Call = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
@@ -80,10 +85,10 @@ class WorkerStream:
         self._wake.set()
         return not self._open
 
-    def fail(self) -> None:
+    def fail(self, failure: worker_pb2.Failure = _LOST) -> None:
         """Ends the stream because the session has ended."""
         if self.failure is None:
-            self.failure = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="worker lost")
+            self.failure = failure
         self._wake.set()
 
     def cancel(self) -> None:
@@ -150,6 +155,7 @@ class WorkerClient:
         says whether another worker can take over sequences of this one, which drains."""
         self.worker = worker
         self.broken = False  # the session has ended
+        self._end = _LOST  # of the streams, once the session has ended
         self._on_message = on_message
         self._on_break = on_break
         self._can_move = can_move
@@ -164,7 +170,7 @@ class WorkerClient:
         """Sends a submit and returns the stream of its outputs, which sets `wake` when there is something to take."""
         stream = self._streams[submit.request_id, submit.attempt] = WorkerStream(self, submit, wake)
         if self.broken:
-            stream.fail()
+            stream.fail(self._end)
         self._commands.put_nowait(worker_pb2.SessionRequest(submit=submit))
         return stream
 
@@ -199,6 +205,7 @@ class WorkerClient:
         try:
             await self._receive(call)
         except grpc.aio.AioRpcError as error:
+            self._end = _SILENT if is_silence(error) else _LOST
             logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:
             self._break()  # before the first await: a submit that comes now must not wait for ever
@@ -231,7 +238,7 @@ class WorkerClient:
             self.broken = True
             self._on_break()
         for stream in self._streams.values():
-            stream.fail()
+            stream.fail(self._end)
 
 
 def _merge(waiting: worker_pb2.Tokens, more: worker_pb2.Tokens) -> bool:

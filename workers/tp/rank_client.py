@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import peer_channel
+from ...proto.channel import patient_channel
 from ..threads import settle
 from ..transfer.frames import TransferError
 
@@ -59,7 +59,7 @@ class RankClient:
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
         self._answers: dict[tuple[str, int], asyncio.Future[Any]] = {}  # by kind and sequence id
         self._lost = False
-        self._channel = peer_channel(address)
+        self._channel = patient_channel(address)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 

@@ -1,0 +1,213 @@
+"""Holds the workers of all layouts, and a dispatcher that sees those of one layout at a time."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.dispatch.worker_client import WorkerClient
+from tandem.router.request import TokenRequest
+from tandem.router.scheduling.capacity import NO_CAPACITY
+from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.fleet import Unlimited, is_idle
+from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT, REQUESTS
+from tandem.tests.matrix.nodes import Launcher, Node, launched, make_node
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.token_request import token_request
+
+LAYOUT_NODES: Final = {
+    "1+1": ("p0", "d0"),
+    "2+2": ("p0", "d0", "p1", "d1"),
+    "0+2": ("d0", "d1"),
+    "tp 2": ("p-split", "d-split"),
+}
+"""The nodes of a layout; the first of each role gets the request."""
+
+IDLE_SECONDS: Final = 20.0
+
+
+@dataclass
+class Choice:
+    """What a client has got of one choice."""
+
+    ids: list[int] = field(default_factory=list)
+    scores: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    prompt_scores: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    finish: int = 0
+    score: float = 0.0
+
+
+@dataclass
+class Result:
+    """What a client has got of a request."""
+
+    choices: list[Choice]
+    attempts: int = 0
+
+
+def scores_of(
+    messages: Sequence[worker_pb2.TokenScores],
+) -> list[tuple[float, tuple[int, ...], tuple[float, ...]]]:
+    """Returns log probabilities in a form that compares bit by bit."""
+    return [(each.logprob, tuple(each.top_ids), tuple(each.top_logprobs)) for each in messages]
+
+
+def make_request(sampling: str, name: str, **fields: Any) -> TokenRequest:
+    """Returns the request of a sampling, which shares no prefix cache with others; `name` is to be unique."""
+    values: dict[str, Any] = {"ignore_eos": True, "cache_salt": name.encode()[-32:]}
+    return token_request(
+        PROMPT, fields.pop("num_tokens", NUM_TOKENS), name=name, **values | REQUESTS[sampling], **fields
+    )
+
+
+async def collect(
+    dispatcher: Dispatcher,
+    request: TokenRequest,
+    stop: tuple[int, ...] = (),
+    seen: Callable[[Result], object] = lambda result: None,
+) -> Result:
+    """Runs a request, checking its indices and ends. Choice 0 ends once it has the tokens `stop` one after the other,
+    as with a stop string."""
+    result, ended = Result([Choice() for _ in range(request.num_choices)]), set[int]()
+    timeline = inference_pb2.Timeline()
+    finished: set[int] = set()
+    async with aclosing(dispatcher.generate(request, timeline, ended)) as deltas:
+        async for delta in deltas:
+            choice = result.choices[delta.choice]
+            assert delta.choice not in finished, "a choice ended twice"
+            assert delta.choice not in ended, "a choice goes on that was given up"
+            assert delta.first_index == len(choice.ids), "a token is missing or repeated"
+            choice.ids += delta.ids
+            choice.scores += scores_of(delta.logprobs)
+            choice.prompt_scores += scores_of(delta.prompt_logprobs)
+            if delta.finish_reason:
+                finished.add(delta.choice)
+                choice.finish, choice.score = delta.finish_reason, delta.score
+            if stop and delta.choice == 0:
+                _stop(choice, stop, ended)
+            seen(result)
+    assert finished | ended == set(range(request.num_choices)), "a choice has no end"
+    result.attempts = timeline.attempts
+    return result
+
+
+def _stop(choice: Choice, stop: tuple[int, ...], ended: set[int]) -> None:
+    """Cuts a choice off after the tokens `stop`, if it has them."""
+    for end in range(len(stop), len(choice.ids) + 1):
+        if tuple(choice.ids[end - len(stop) : end]) == stop:
+            del choice.ids[end:], choice.scores[end:]
+            choice.finish = inference_pb2.FINISH_REASON_STOP
+            ended.add(0)
+            return
+
+
+@dataclass(eq=False)
+class Cluster:
+    """Runs nodes and a dispatcher that sees some of them."""
+
+    launcher: Launcher
+    model: Path
+    folder: Path
+    nodes: dict[str, Node] = field(default_factory=dict)
+    registry: WorkerRegistry = field(default_factory=WorkerRegistry)
+    expected: dict[tuple[str, int], Result] = field(default_factory=dict)  # by sampling and size of the groups
+    dispatcher: Dispatcher = field(init=False)
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry))
+
+    async def node(self, worker_id: str, **fields: Any) -> Node:
+        """Returns a node that runs, started if it does not."""
+        if worker_id not in self.nodes:
+            tp = 2 if worker_id.endswith("split") else 1
+            fields = {"tp": tp} | fields
+            self.nodes[worker_id] = await make_node(self.launcher, self.model, self.folder, worker_id, **fields)
+        elif self.nodes[worker_id].is_spent:
+            await self.nodes[worker_id].restart()
+        return self.nodes[worker_id]
+
+    async def layout(self, layout: str) -> list[Node]:
+        """Returns the running nodes of a layout, in order."""
+        return list(await asyncio.gather(*map(self.node, LAYOUT_NODES[layout])))
+
+    def show(self, *nodes: Node) -> None:
+        """Makes these the nodes that the directory lists."""
+        self.registry.update(node.info for node in nodes if node.pids)
+
+    def client(self, node: Node) -> WorkerClient | None:
+        """Returns the dispatcher's session with a node, if there is one that it has not broken."""
+        client = self.dispatcher._clients.get((node.worker_id, node.info.epoch))
+        return None if client is None or client.broken else client
+
+    def name(self) -> str:
+        """Returns a name for a request that no other has."""
+        self.num_requests += 1
+        return f"request-{self.num_requests}"
+
+    async def expect(self, sampling: str, layout: str) -> Result:
+        """Returns what a request has to give: what it gives without a fault."""
+        key = sampling, 2 if layout == "tp 2" else 1
+        if key not in self.expected:
+            nodes = await self.layout("tp 2" if layout == "tp 2" else "1+1")
+            self.show(*nodes)
+            result = await self._undisturbed(sampling)
+            if sampling == "stop string":
+                result = await self._undisturbed(sampling, stop_of(result))
+            self.expected[key] = result
+        return self.expected[key]
+
+    async def _undisturbed(self, sampling: str, stop: tuple[int, ...] = ()) -> Result:
+        """Returns what a request gives without an interruption; a busy machine may cause some."""
+        async with asyncio.timeout(IDLE_SECONDS):
+            while True:
+                result = await collect(self.dispatcher, make_request(sampling, self.name()), stop)
+                if result.attempts == 1:
+                    return result
+
+    async def check_books(self, nodes: Sequence[Node]) -> None:
+        """Waits until these nodes hold nothing; fails if one does, or if the router counts what is over."""
+        assert not self.registry._reserved, "the registry reserves for a request that is over"
+        for state in self.registry._workers.values():
+            assert not state.requests, f"the registry counts {state.requests} on {state.info.worker_id}"
+            assert state.own == NO_CAPACITY
+        deadline = time.monotonic() + IDLE_SECONDS
+        for node in nodes:
+            status = await node.status()
+            while not is_idle(status) and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+                status = await node.status()
+            assert status.integrity_ok, f"the blocks of {node.worker_id} do not add up"
+            assert is_idle(status), f"{node.worker_id} is not idle: {status}"
+        for client in self.dispatcher._clients.values():
+            assert client.broken or not client._streams, f"streams of {client.worker} are left"
+
+    async def close(self) -> None:
+        """Ends everything."""
+        await self.dispatcher.close()
+        await asyncio.gather(*(node.close() for node in self.nodes.values()))
+
+
+def stop_of(result: Result) -> tuple[int, ...]:
+    """Returns two tokens after which choice 0 of the "stop string" request ends, without it about in the middle."""
+    ids = result.choices[0].ids
+    return tuple(ids[13:15]) if len(ids) > 15 else tuple(ids[-2:])
+
+
+@asynccontextmanager
+async def running_cluster(folder: Path) -> AsyncIterator[Cluster]:
+    """Makes a model and runs a cluster without nodes yet."""
+    model = make_tiny_model(
+        folder / "tiny", hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=2, dtype="bfloat16"
+    )
+    async with launched() as launcher:
+        cluster = Cluster(launcher, model, folder)
+        try:
+            yield cluster
+        finally:
+            await cluster.close()

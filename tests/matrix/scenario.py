@@ -1,0 +1,176 @@
+"""Plays one case of the fault matrix: brings a request to a point, injects the fault, compares with a run without."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tandem.proto.channel import peer_channel
+from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT_LENGTH, Case
+from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request, stop_of
+from tandem.tests.matrix.nodes import Node
+from tandem.tests.workers.raw_session import RawSession, submit
+
+REACH_SECONDS: Final = 30.0
+REQUEST_SECONDS: Final = 60.0
+TOKEN_POINT: Final = 5  # tokens that the client has when "token" is reached
+
+
+async def until(condition: Callable[[], object], what: str, seconds: float = REACH_SECONDS) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timeout: {what}"
+        await asyncio.sleep(0.002)
+
+
+@dataclass(eq=False)
+class Scenario:
+    """Plays a case."""
+
+    cluster: Cluster
+    case: Case
+    nodes: Sequence[Node]
+    victim: Node  # of the fault
+    entry: Node  # gets the request first
+    holder: Node  # whose step is held at the point
+    expected: Result
+    tasks: list["asyncio.Task[Any]"] = field(default_factory=list)
+
+    @property
+    def hold_from(self) -> int:
+        """Returns the position at which the holder stops for the point."""
+        case, first = self.case, self.expected.choices[0]
+        num_tokens = len(first.ids) if case.sampling == "stop string" else NUM_TOKENS
+        early = case.fault == "full"  # before the block that the worker does not get
+        return {
+            "queued": 0,
+            "prefill": 16,
+            "pull": PROMPT_LENGTH - 1,
+            "token": PROMPT_LENGTH + TOKEN_POINT - 1,
+            "last": PROMPT_LENGTH + num_tokens - 2 - early,
+        }[case.point]
+
+    async def play(self) -> Result:
+        """Returns what the client got."""
+        request = make_request(self.case.sampling, self.cluster.name())
+        stop = stop_of(self.expected) if self.case.sampling == "stop string" else ()
+        async with AsyncExitStack() as stack:
+            await self._block(stack)
+            asked = asyncio.create_task(collect(self.cluster.dispatcher, request, stop))
+            stack.callback(asked.cancel)
+            await until(lambda: self.entry.control.num_submits >= 2, "the request is submitted")
+            self.cluster.show(*self.nodes)
+            await self._reach(asked)
+            await self._inject()
+            for node in self.nodes:
+                node.control.release()
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await asked
+
+    async def _block(self, stack: AsyncExitStack) -> None:
+        """Has the entry's engine busy with another request, so that ours waits there."""
+        self.cluster.show(*self._first_nodes())
+        self.entry.control.hold_from = 0
+        channel = await stack.enter_async_context(peer_channel(self.entry.address))
+        session = RawSession(channel)
+        await session.send(submit("blocker", token_ids=range(3, 11), max_tokens=1, cache_salt=b"blocker"))
+        await until(lambda: self.entry.control.is_held, "the entry is blocked")
+
+    def _first_nodes(self) -> list[Node]:
+        return list({node.role: node for node in reversed(self.nodes)}.values())
+
+    async def _reach(self, asked: "asyncio.Task[Result]") -> None:
+        """Brings the request to the point of the case."""
+        fills = self.case.fault == "full" and self.case.point in ("queued", "prefill", "pull")
+        if fills:
+            for node in self.nodes:
+                is_full = node is self.victim or (self.case.point == "prefill" and node.role == "prefill")
+                node.control.refusals = int(is_full)
+        if self.case.point == "queued" or (fills and self.victim is self.entry):
+            return
+        num_bytes = self.entry.kv_link.num_bytes
+        self.holder.control.hold_from = self.hold_from
+        if self.holder is not self.entry:
+            self.entry.control.release()
+        else:  # the blocker's step still counts as held
+            await until(lambda: not self.entry.control.is_held, "the entry goes on")
+        await until(lambda: self.holder.control.is_held or asked.done(), "the point is reached")
+        await until(lambda: self.victim.control.num_submits or asked.done(), "the victim has the request")
+        if self.entry is not self.victim and self.case.point == "pull" and self.case.fault != "full":
+            await until(lambda: self.entry.kv_link.num_bytes > num_bytes, "the victim fetches")
+        assert not asked.done(), f"it was over before: {asked.exception() or asked.result()}"
+
+    async def _inject(self) -> None:
+        """Causes the fault."""
+        case, victim, client = self.case, self.victim, self.cluster.client(self.victim)
+        if case.fault == "kill":
+            await victim.kill(case.variant % victim.tp)
+            await until(lambda: client is None or client.broken, "the session breaks")
+            self.tasks.append(asyncio.create_task(self._replace()))
+        elif case.fault == "stop":
+            victim.signal(signal.SIGSTOP)
+        elif case.fault == "cut":
+            link = victim.router_link
+            if case.point == "pull" and self.entry is not victim:
+                link = self.entry.kv_link
+            link.swallow() if case.variant else link.cut()
+        elif case.fault == "drain":
+            self.tasks.append(asyncio.create_task(victim.drain()))
+            await until(lambda: client is None or client.broken or client._drains, "the router knows of the drain")
+        elif case.point in ("token", "last"):
+            victim.control.starves = True
+
+    async def _replace(self) -> None:
+        """Has the directory drop a dead worker, and list it again once it is back."""
+        self.cluster.show(*(node for node in self.nodes if node is not self.victim))
+        await self.victim.restart()
+        self.cluster.show(*self.nodes)
+
+    async def recover(self) -> None:
+        """Ends the fault; afterwards all nodes of the layout run."""
+        for node in self.nodes:
+            node.release()
+            if node.pids:
+                node.signal(signal.SIGCONT)
+        await asyncio.gather(*self.tasks)
+        spent = [node for node in self.nodes if node.is_spent]
+        await self.cluster.check_books([node for node in self.nodes if node not in spent])
+        await asyncio.gather(*(node.restart() for node in spent))
+        for node in self.nodes:
+            node.control.clear()
+
+
+async def prepare(cluster: Cluster, case: Case) -> Scenario:
+    """Makes the scenario of a case: runs its nodes and, the first time, the request without a fault."""
+    expected = await cluster.expect(case.sampling, case.layout)
+    nodes = await cluster.layout(case.layout)
+    for node in nodes:
+        node.control.clear()
+    entry = nodes[0]
+    decode = next(node for node in nodes if node.role == "decode")
+    victim = entry if case.point in ("queued", "prefill") else decode
+    holder = entry if case.point in ("queued", "prefill", "pull") else decode
+    return Scenario(cluster, case, nodes, victim, entry, holder, expected)
+
+
+async def check(cluster: Cluster, case: Case) -> Result:
+    """Plays a case and fails unless the client got what it gets without the fault, and nothing is left."""
+    scenario = await prepare(cluster, case)
+    try:
+        result = await scenario.play()
+        assert result.choices == scenario.expected.choices, "the output is altered"
+        # A cut may come between two streams of a fetch, and a drained worker without another ends what it has.
+        is_noticed = result.attempts > 1 or case.fault == "drain" or (case.fault, case.point) == ("cut", "pull")
+        assert is_noticed, "the fault was not noticed"
+        await scenario.recover()
+    except BaseException:
+        for node in scenario.nodes:
+            node.release()
+            node.is_spent = True
+        await asyncio.gather(*scenario.tasks, return_exceptions=True)
+        raise
+    return result

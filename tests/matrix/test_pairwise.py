@@ -1,0 +1,36 @@
+"""Each pair of fault, point, sampling and layout at least once: no output is lost or altered, nothing is left."""
+
+import itertools
+
+import psutil
+import pytest
+
+from tandem.tests.matrix.cases import FAULTS, LAYOUTS, POINTS, SAMPLINGS, Case, pairs_of, pairwise
+from tandem.tests.matrix.cluster import Cluster
+from tandem.tests.matrix.scenario import check
+
+CASES = pairwise()
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_every_pair_is_covered() -> None:
+    covered = {pair for case in CASES for pair in pairs_of((case.fault, case.point, case.sampling, case.layout))}
+    values = (FAULTS, POINTS, SAMPLINGS, LAYOUTS)
+    assert len(covered) == sum(len(a) * len(b) for a, b in itertools.combinations(values, 2))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_a_fault_alters_nothing(cluster: Cluster, case: Case) -> None:
+    await check(cluster, case)
+
+
+async def test_the_router_holds_no_more_than_before(cluster: Cluster) -> None:
+    """Compares the files and threads of the router's process before and after more cases."""
+    case = Case("cut", "token", "seed", "1+1")
+    held = []
+    for _ in range(3):
+        for _ in range(4):
+            await check(cluster, case)
+        held.append((psutil.Process().num_fds(), psutil.Process().num_threads()))
+    assert held[2][0] <= held[0][0] + 2, held
+    assert held[2][1] <= held[0][1] + 2, held
