@@ -9,6 +9,7 @@ otherwise. docs/reliability.md describes what is promised and what was measured.
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -92,12 +93,12 @@ class Report:
 
 def run(plan: Plan) -> Report:
     """Starts the cluster and the service, carries out the plan, and ends all that was started."""
+    before = set(psutil.Process().children(recursive=True))
     with tempfile.TemporaryDirectory(prefix="tandem-nemesis-") as scratch:
         folder = _model_folder(plan, Path(scratch))
         with _cluster() as address, start_service(_config(plan, folder), str(folder), address=address) as service:
             report = asyncio.run(_run(plan, service))
-        left = psutil.Process().children(recursive=True)
-        _, left = psutil.wait_procs(left, timeout=10)
+        _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
     faults = [f"left behind: {each}" for each in left]
     for process in left:
         process.kill()
@@ -223,7 +224,8 @@ def _plan(arguments: Sequence[str]) -> Plan:
 
 
 def main() -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code. SIGTERM ends what was started, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     report = run(_plan(sys.argv[1:]))
     print(report)
     return 0 if report.passed else 1
