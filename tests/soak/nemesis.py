@@ -52,7 +52,7 @@ class Plan:
     period: float = 10.0  # seconds between two kills
     whole_seconds: float = 90.0  # how long the service may take to be whole again
     kinds: Sequence[str] = KILLED
-    tp: int = 1  # of the decode workers; of several ranks one is killed, too
+    tp: int = 1  # of every worker; of several ranks one is killed, too
     demo_model: bool = False
     gcs: bool = True
 
@@ -192,7 +192,8 @@ def _config(plan: Plan, folder: Path) -> TandemConfig:
     overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}  # the nodes share this machine's cores
     overrides |= {f"{name}.replicas": 2 for name in NODES}
     overrides |= {f"{pool}.kv_cache_gb": 0.25 for pool in ("prefill", "decode")}
-    overrides |= {"router.grpc_port": 43_051, "router.http_port": 43_080, "decode.tp": plan.tp}
+    overrides |= {"router.grpc_port": 43_051, "router.http_port": 43_080}
+    overrides |= {f"{pool}.tp": plan.tp for pool in ("prefill", "decode")}  # unequal splits round differently
     return load_config(None, overrides)
 
 
@@ -217,7 +218,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--period", type=float, default=10.0, help="seconds between two kills")
     parser.add_argument("--whole-seconds", type=float, default=90.0, help="how long the service may stay incomplete")
     parser.add_argument("--kinds", nargs="+", choices=KILLED, default=KILLED, help="which processes are killed in turn")
-    parser.add_argument("--tp", type=int, default=1, help="ranks of a decode worker; above 1 one of them is killed too")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each worker; above 1 one of them is killed, too")
     parser.add_argument("--demo-model", action="store_true", help="serve the demo model instead of a tiny random one")
     parser.add_argument("--no-gcs", dest="gcs", action="store_false", help="never stop the GCS")
     return Plan(**vars(parser.parse_args(arguments)))
