@@ -9,6 +9,7 @@ otherwise. docs/reliability.md describes what is promised and what was measured.
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -51,7 +52,7 @@ class Plan:
     period: float = 10.0  # seconds between two kills
     whole_seconds: float = 90.0  # how long the service may take to be whole again
     kinds: Sequence[str] = KILLED
-    tp: int = 1  # of the decode workers; of several ranks one is killed, too
+    tp: int = 1  # of every worker; of several ranks one is killed, too
     demo_model: bool = False
     gcs: bool = True
 
@@ -92,12 +93,12 @@ class Report:
 
 def run(plan: Plan) -> Report:
     """Starts the cluster and the service, carries out the plan, and ends all that was started."""
+    before = set(psutil.Process().children(recursive=True))
     with tempfile.TemporaryDirectory(prefix="tandem-nemesis-") as scratch:
         folder = _model_folder(plan, Path(scratch))
         with _cluster() as address, start_service(_config(plan, folder), str(folder), address=address) as service:
             report = asyncio.run(_run(plan, service))
-        left = psutil.Process().children(recursive=True)
-        _, left = psutil.wait_procs(left, timeout=10)
+        _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
     faults = [f"left behind: {each}" for each in left]
     for process in left:
         process.kill()
@@ -191,7 +192,8 @@ def _config(plan: Plan, folder: Path) -> TandemConfig:
     overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}  # the nodes share this machine's cores
     overrides |= {f"{name}.replicas": 2 for name in NODES}
     overrides |= {f"{pool}.kv_cache_gb": 0.25 for pool in ("prefill", "decode")}
-    overrides |= {"router.grpc_port": 43_051, "router.http_port": 43_080, "decode.tp": plan.tp}
+    overrides |= {"router.grpc_port": 43_051, "router.http_port": 43_080}
+    overrides |= {f"{pool}.tp": plan.tp for pool in ("prefill", "decode")}  # unequal splits round differently
     return load_config(None, overrides)
 
 
@@ -216,14 +218,15 @@ def _plan(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--period", type=float, default=10.0, help="seconds between two kills")
     parser.add_argument("--whole-seconds", type=float, default=90.0, help="how long the service may stay incomplete")
     parser.add_argument("--kinds", nargs="+", choices=KILLED, default=KILLED, help="which processes are killed in turn")
-    parser.add_argument("--tp", type=int, default=1, help="ranks of a decode worker; above 1 one of them is killed too")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each worker; above 1 one of them is killed, too")
     parser.add_argument("--demo-model", action="store_true", help="serve the demo model instead of a tiny random one")
     parser.add_argument("--no-gcs", dest="gcs", action="store_false", help="never stop the GCS")
     return Plan(**vars(parser.parse_args(arguments)))
 
 
 def main() -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command; returns its exit code. SIGTERM ends what was started, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     report = run(_plan(sys.argv[1:]))
     print(report)
     return 0 if report.passed else 1
