@@ -143,6 +143,8 @@ class SuspendedChoice:
 class WorkerClient:
     """Holds the session with one worker, from its making on. Once broken it stays so."""
 
+    _end = _LOST  # what fails its streams once the session has ended
+
     def __init__(
         self,
         worker: WorkerKey,
@@ -155,7 +157,6 @@ class WorkerClient:
         says whether another worker can take over sequences of this one, which drains."""
         self.worker = worker
         self.broken = False  # the session has ended
-        self._end = _LOST  # of the streams, once the session has ended
         self._on_message = on_message
         self._on_break = on_break
         self._can_move = can_move

@@ -19,7 +19,7 @@ NUM_TOKENS: Final = 24
 assert (PROMPT_LENGTH + NUM_TOKENS - 2) % BLOCK_SIZE == 0
 
 PROMPT: Final = tuple((7 * n) % 400 + 3 for n in range(PROMPT_LENGTH))
-_GRAMMAR: Final = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){30}")
+_GRAMMAR: Final = LLMatcher.grammar_from_regex("(red|green|blue)( [0-9]{3}){100}")
 _SEED: Final = inference_pb2.SamplingParams(temperature=1, top_p=1, seed=11, typical_p=1, repetition_penalty=1)
 _PENALTIES: Final = inference_pb2.SamplingParams(
     temperature=1, top_p=1, seed=11, typical_p=1, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3

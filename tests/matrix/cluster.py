@@ -115,7 +115,8 @@ class Cluster:
     folder: Path
     nodes: dict[str, Node] = field(default_factory=dict)
     registry: WorkerRegistry = field(default_factory=WorkerRegistry)
-    expected: dict[tuple[str, int], Result] = field(default_factory=dict)  # by sampling and size of the groups
+    # By sampling, size of the groups and number of tokens.
+    expected: dict[tuple[str, int, int], Result] = field(default_factory=dict)
     dispatcher: Dispatcher = field(init=False)
     num_requests: int = 0
 
@@ -150,23 +151,24 @@ class Cluster:
         self.num_requests += 1
         return f"request-{self.num_requests}"
 
-    async def expect(self, sampling: str, layout: str) -> Result:
+    async def expect(self, sampling: str, layout: str, num_tokens: int = NUM_TOKENS) -> Result:
         """Returns what a request has to give: what it gives without a fault."""
-        key = sampling, 2 if layout == "tp 2" else 1
+        key = sampling, 2 if layout == "tp 2" else 1, num_tokens
         if key not in self.expected:
             nodes = await self.layout("tp 2" if layout == "tp 2" else "1+1")
             self.show(*nodes)
-            result = await self._undisturbed(sampling)
+            result = await self._undisturbed(sampling, num_tokens)
             if sampling == "stop string":
-                result = await self._undisturbed(sampling, stop_of(result))
+                result = await self._undisturbed(sampling, num_tokens, stop_of(result))
             self.expected[key] = result
         return self.expected[key]
 
-    async def _undisturbed(self, sampling: str, stop: tuple[int, ...] = ()) -> Result:
+    async def _undisturbed(self, sampling: str, num_tokens: int, stop: tuple[int, ...] = ()) -> Result:
         """Returns what a request gives without an interruption; a busy machine may cause some."""
         async with asyncio.timeout(IDLE_SECONDS):
             while True:
-                result = await collect(self.dispatcher, make_request(sampling, self.name()), stop)
+                request = make_request(sampling, self.name(), num_tokens=num_tokens)
+                result = await collect(self.dispatcher, request, stop)
                 if result.attempts == 1:
                     return result
 
@@ -186,6 +188,11 @@ class Cluster:
             assert is_idle(status), f"{node.worker_id} is not idle: {status}"
         for client in self.dispatcher._clients.values():
             assert client.broken or not client._streams, f"streams of {client.worker} are left"
+
+    async def renew(self) -> None:
+        """Takes a new dispatcher, which holds nothing against any request."""
+        await self.dispatcher.close()
+        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry))
 
     async def close(self) -> None:
         """Ends everything."""

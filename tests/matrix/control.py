@@ -10,7 +10,7 @@ from tandem.workers.engine.plan import StepPlan
 
 NEVER: Final = 1 << 60
 _NUMBER: Final = struct.Struct("<q")
-_FIELDS: Final = ("hold_from", "is_held", "num_submits", "refusals", "starves")
+_FIELDS: Final = ("hold_from", "is_held", "num_submits", "num_suspends", "refusals", "starves")
 _POLL_SECONDS: Final = 0.001
 
 
@@ -56,6 +56,11 @@ class Control:
         return self._read("num_submits")
 
     @property
+    def num_suspends(self) -> int:
+        """Returns how many requests the worker was told to suspend since `clear`."""
+        return self._read("num_suspends")
+
+    @property
     def refusals(self) -> int:
         """Returns how many submits the worker is still to refuse because it is full."""
         return self._read("refusals")
@@ -76,6 +81,10 @@ class Control:
     def count_submit(self) -> None:
         """Counts a submit, in the worker."""
         self._write("num_submits", self.num_submits + 1)
+
+    def count_suspend(self) -> None:
+        """Counts a suspend, in the worker."""
+        self._write("num_suspends", self.num_suspends + 1)
 
     def wait(self, plan: StepPlan) -> None:
         """Blocks the engine's thread as long as a step of the plan is at `hold_from` or beyond."""

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from queue import Full
 from typing import Any, Final
@@ -82,7 +83,7 @@ def _answer(spec: dict[str, Any], **values: str) -> None:
 def _install(control: Control) -> None:
     """Has this process's worker obey `control`."""
     launch, accept, enqueue = WatchedExecutor.launch, RequestManager.submit, Engine.submit
-    grow = Scheduler._grow
+    grow, do_suspend = Scheduler._grow, RequestManager.suspend
 
     def held_launch(self: WatchedExecutor, plan: StepPlan, on_layers: Any = None) -> Any:
         control.wait(plan)
@@ -91,6 +92,10 @@ def _install(control: Control) -> None:
     def counted_submit(self: RequestManager, session: RouterSession, submit: worker_pb2.Submit) -> None:
         control.count_submit()
         accept(self, session, submit)
+
+    def counted_suspend(self: RequestManager, session: RouterSession, suspend: worker_pb2.Suspend) -> None:
+        do_suspend(self, session, suspend)
+        control.count_suspend()
 
     def refused_submit(self: Engine, spec: SequenceSpec, submitted: float | None = None) -> None:
         if control.refusals:
@@ -106,16 +111,18 @@ def _install(control: Control) -> None:
 
     WatchedExecutor.launch = held_launch  # type: ignore[method-assign]
     Scheduler._grow = starved_grow  # type: ignore[method-assign]
+    RequestManager.suspend = counted_suspend  # type: ignore[method-assign]
     RequestManager.submit = counted_submit  # type: ignore[method-assign]
     Engine.submit = refused_submit  # type: ignore[method-assign]
 
 
 def _poison(hook: dict[str, Any]) -> None:
-    """Kills the process when a step computes a certain token."""
+    """Kills the process some time after a step with a certain token has begun."""
     launch = WatchedExecutor.launch
 
     def dying_launch(self: WatchedExecutor, plan: StepPlan, on_layers: Any = None) -> Any:
         if any(hook["token"] in step.token_ids for step in plan.sequences):
+            time.sleep(hook["seconds"])
             os.kill(os.getpid(), signal.SIGKILL)
         return launch(self, plan, on_layers)
 

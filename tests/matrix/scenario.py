@@ -38,25 +38,27 @@ class Scenario:
     entry: Node  # gets the request first
     holder: Node  # whose step is held at the point
     expected: Result
+    num_tokens: int = NUM_TOKENS
+    token_point: int = TOKEN_POINT
     tasks: list["asyncio.Task[Any]"] = field(default_factory=list)
 
     @property
     def hold_from(self) -> int:
         """Returns the position at which the holder stops for the point."""
         case, first = self.case, self.expected.choices[0]
-        num_tokens = len(first.ids) if case.sampling == "stop string" else NUM_TOKENS
+        num_tokens = len(first.ids) if case.sampling == "stop string" else self.num_tokens
         early = case.fault == "full"  # before the block that the worker does not get
         return {
             "queued": 0,
             "prefill": 16,
             "pull": PROMPT_LENGTH - 1,
-            "token": PROMPT_LENGTH + TOKEN_POINT - 1,
+            "token": PROMPT_LENGTH + self.token_point - 1,
             "last": PROMPT_LENGTH + num_tokens - 2 - early,
         }[case.point]
 
     async def play(self) -> Result:
         """Returns what the client got."""
-        request = make_request(self.case.sampling, self.cluster.name())
+        request = make_request(self.case.sampling, self.cluster.name(), num_tokens=self.num_tokens)
         stop = stop_of(self.expected) if self.case.sampling == "stop string" else ()
         async with AsyncExitStack() as stack:
             await self._block(stack)
@@ -121,6 +123,8 @@ class Scenario:
         elif case.fault == "drain":
             self.tasks.append(asyncio.create_task(victim.drain()))
             await until(lambda: client is None or client.broken or client._drains, "the router knows of the drain")
+            if client is not None and client._told:
+                await until(lambda: victim.control.num_suspends, "the worker is told to suspend")
         elif case.point in ("token", "last"):
             victim.control.starves = True
 
@@ -144,22 +148,27 @@ class Scenario:
             node.control.clear()
 
 
-async def prepare(cluster: Cluster, case: Case) -> Scenario:
+async def prepare(cluster: Cluster, case: Case, nodes: Sequence[Node] = (), num_tokens: int = NUM_TOKENS) -> Scenario:
     """Makes the scenario of a case: runs its nodes and, the first time, the request without a fault."""
-    expected = await cluster.expect(case.sampling, case.layout)
-    nodes = await cluster.layout(case.layout)
+    expected = await cluster.expect(case.sampling, case.layout, num_tokens)
+    nodes = nodes or await cluster.layout(case.layout)
     for node in nodes:
         node.control.clear()
     entry = nodes[0]
     decode = next(node for node in nodes if node.role == "decode")
     victim = entry if case.point in ("queued", "prefill") else decode
     holder = entry if case.point in ("queued", "prefill", "pull") else decode
-    return Scenario(cluster, case, nodes, victim, entry, holder, expected)
+    return Scenario(cluster, case, nodes, victim, entry, holder, expected, num_tokens)
 
 
-async def check(cluster: Cluster, case: Case) -> Result:
-    """Plays a case and fails unless the client got what it gets without the fault, and nothing is left."""
-    scenario = await prepare(cluster, case)
+async def check(cluster: Cluster, case: Case, nodes: Sequence[Node] = ()) -> Result:
+    """Plays a case, on `nodes` in place of those of its layout if there are any, see `audit`."""
+    return await audit(await prepare(cluster, case, nodes))
+
+
+async def audit(scenario: Scenario) -> Result:
+    """Plays a scenario and fails unless the client got what it gets without the fault, and nothing is left."""
+    case = scenario.case
     try:
         result = await scenario.play()
         assert result.choices == scenario.expected.choices, "the output is altered"
