@@ -68,7 +68,7 @@ class Collector:
         self._prompt_logprobs += delta.prompt_logprobs
         if message.resume_token:
             self._resume_tokens[delta.choice] = message.resume_token
-        elif delta.token_ids:
+        elif delta.token_ids or delta.text:
             self.can_resume = False
         self._usage = delta.usage
         return delta
