@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection
 from functools import partial
 from typing import Final
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import Unavailable
@@ -35,7 +35,7 @@ class Dispatcher:
         self._admission = admission or Admission(registry)
         self._park_seconds = park_seconds
         self._quarantine = Quarantine()
-        self._running: WeakKeyDictionary[RequestExecution, asyncio.Event] = WeakKeyDictionary()
+        self._running: WeakSet[RequestExecution] = WeakSet()
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._closed = False
 
@@ -56,7 +56,7 @@ class Dispatcher:
             park_seconds=self._park_seconds,
             wake=wake.set,
         )
-        self._running[execution] = wake
+        self._running.add(execution)
         return execution.run(self._admission, wake)
 
     def stop(self) -> None:
@@ -64,8 +64,8 @@ class Dispatcher:
         self._closed = True
         error = Unavailable(_STOPPING)
         self._admission.refuse_all(error)
-        for execution, wake in list(self._running.items()):
-            execution.fail(error, wake)
+        for execution in list(self._running):
+            execution.fail(error)
 
     async def close(self) -> None:
         """Ends all requests, and all sessions: the workers cancel what came over them."""

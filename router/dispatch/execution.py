@@ -41,6 +41,8 @@ PARK_SECONDS: Final = 30.0
 AVOID_SECONDS: Final = 2.0
 """How long a request avoids a worker that failed it: by then it is gone from the registry, or has room again."""
 
+_GIVEN_UP: Final = "the request was given up after two workers were lost"
+
 _FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"}
 """Fields of a submit by the names of the API. Every other refusal of a worker concerns the length of the prompt."""
 
@@ -75,7 +77,8 @@ class RequestExecution:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ended`: choices that are no longer wanted; the caller may add to it. `quarantine` is shared by all requests
-        of the router. `wake` is called when parked choices may be able to continue."""
+        of the router. `wake` is called when parked choices may be able to continue, and by `fail`; it has to set the
+        event that `run` is given."""
         self._request = request
         self._ended = ended
         self._send = send
@@ -119,9 +122,7 @@ class RequestExecution:
             await before(deadline, scope.enter_async_context(admission.slot(self._request)))
             scope.callback(self.end)
             if deadline is not None:  # one timer for a request costs less than one for each token
-                timer = asyncio.get_running_loop().call_later(
-                    deadline - time.monotonic(), self.fail, deadline_passed(), wake
-                )
+                timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self.fail, deadline_passed())
                 scope.callback(timer.cancel)
             self.start()
             while True:
@@ -138,10 +139,10 @@ class RequestExecution:
                 if self._error is not None:
                     raise self._error
 
-    def fail(self, error: TandemError, wake: asyncio.Event) -> None:
+    def fail(self, error: TandemError) -> None:
         """Ends `run` with an error, after what has come until now."""
         self._error = error
-        wake.set()
+        self._wake()
 
     def start(self) -> None:
         """Starts the first attempt; of each choice alone if the request was begun elsewhere. Raises Unavailable without
@@ -290,12 +291,12 @@ class RequestExecution:
             crashed.add(interruption.worker)
             if len(crashed) >= MAX_WORKERS_LOST:
                 self._quarantine.convict(self._request.prompt)
-                raise InternalError("the request was given up after two workers were lost")
+                raise InternalError(_GIVEN_UP)
         self._quarantine.enter(self, self._wake)
 
     def _check_quarantine(self) -> None:
         if self._quarantine.is_convicted(self._request.prompt):
-            raise InternalError("the request was given up after two workers were lost")
+            raise InternalError(_GIVEN_UP)
 
     def _unpark(self) -> None:
         """Continues parked choices as far as workers can take them. Raises Unavailable or Overloaded for those that

@@ -112,7 +112,6 @@ class SuspendedChoice:
     """Holds a choice whose KV cache waits at the worker that decoded it; stands in for the stream of a prefill."""
 
     admitted = True
-    received_kv = True
 
     def __init__(self, stream: WorkerStream, choice: int, kv: worker_pb2.KvHandle) -> None:
         self.kv = kv

@@ -60,7 +60,6 @@ class FakeClient(WorkerClient):
         self._on_break = lambda: None
         self._can_move = lambda: False
         self._drains = False
-        self._end = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="worker lost")
         self._told = set()
         self.cancelled: set[int] = set()  # numbers of attempts
 
