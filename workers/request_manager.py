@@ -205,7 +205,7 @@ class RequestManager:
     def fail_all(self, failed: bool = False) -> None:
         """Ends every request at once, so that routers may submit it elsewhere, and closes the sessions. `failed`: the
         engine has, maybe by one of the requests."""
-        self.is_leaving = True
+        self.leave()
         kind = worker_pb2.FAILURE_KIND_WORKER if failed else worker_pb2.FAILURE_KIND_GONE
         for request in list(self._requests):
             self._refuse(request, kind, "the engine has failed" if failed else _LEAVING)
