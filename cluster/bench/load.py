@@ -10,6 +10,7 @@ from ...proto.errors import Unavailable
 from .metrics import RequestFailed, RequestRecord, Summary, summarize
 from .options import BenchOptions, LoadOptions, ServerAddress
 from .target import StreamCompletion, open_target
+from .threads import ThreadTimes
 from .workload import BenchPrompt, Prompts, arrival_offsets
 
 _WARMUP_CONCURRENCY = 8
@@ -37,8 +38,10 @@ async def run_bench(
         for number in range(options.rounds):
             for turn, (address, target, summaries) in enumerate(zip(addresses, targets, rounds, strict=True)):
                 own = prompts.of_round(number * len(targets) + turn, options.load)
+                before = ThreadTimes.take()
                 records = await send_load(target, own, options.load, options.workload.seed + number)
-                summaries.append(summarize(records, options.slo))
+                busy = ThreadTimes.take().count_busy(before)
+                summaries.append(replace(summarize(records, options.slo), busy_threads=busy))
                 report(address, number, summaries[-1])
     return rounds
 

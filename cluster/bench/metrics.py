@@ -8,7 +8,7 @@ so that both tools give the same figures for the same server.
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
@@ -90,6 +90,7 @@ class Summary:
     output_tokens: int
     failures: tuple[FailureCount, ...]  # the most frequent first
     figures: Mapping[str, float]
+    busy_threads: Mapping[str, int] = field(default_factory=dict)  # of this machine, by process name
 
 
 def summarize(records: Sequence[RequestRecord], slo: Mapping[str, float]) -> Summary:

@@ -64,7 +64,9 @@ def _completed(address: ServerAddress, rounds: Sequence[Summary]) -> str:
     completed = sum(each.num_completed for each in rounds)
     requests = sum(each.num_requests for each in rounds)
     times = f"{len(rounds)} round{'s' if len(rounds) > 1 else ''}"
-    return f"{address.url}: {completed} of {requests} requests completed in {times}"
+    busy = ", ".join(f"{name} {count}" for name, count in rounds[-1].busy_threads.items())
+    threads = f"; busy threads on this machine: {busy}" if busy else ""
+    return f"{address.url}: {completed} of {requests} requests completed in {times}{threads}"
 
 
 def _rates(figures: Mapping[str, float], slo: Mapping[str, float]) -> Table:

@@ -35,6 +35,8 @@ ITL         gap between successive chunks that bear tokens, one value a gap,
             however many tokens the chunk has, as in vllm bench serve
 throughput  requests, output tokens, prompt and output tokens of completed
             requests / duration: first request's start to last one's end
+threads     of other processes of this machine that had a quarter of a core or
+            more in the last round, by process: what each server computed with
 refusal     answer RESOURCE_EXHAUSTED or 429 minus the sending of the request
 goodput     requests/s that complete within every limit of --slo; a failure
             is a miss; slo_attainment is their share of all requests

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from tandem.cluster.bench.load import run_bench
 from tandem.cluster.bench.metrics import RequestFailed, Summary
 from tandem.cluster.bench.options import BenchOptions, LoadOptions, ServerAddress, Workload
 from tandem.cluster.bench.target import CompletionEvents
+from tandem.cluster.bench.threads import ThreadTimes
 from tandem.cluster.bench.workload import arrival_offsets
 from tandem.proto.errors import Overloaded, Unavailable
 from tandem.router.api.grpc_server import GrpcServer
@@ -389,3 +392,14 @@ def test_what_is_no_event_is_refused() -> None:
         with pytest.raises(RequestFailed) as caught:
             CompletionEvents([]).feed(line, 0.0)
         assert caught.value.kind == "bad answer"
+
+
+def test_the_times_of_a_process_are_those_of_its_threads() -> None:
+    with subprocess.Popen([sys.executable, "-c", "sum(range(5_000_000)); input()"], stdin=subprocess.PIPE) as child:
+        before = ThreadTimes(0.0, {}, {})
+        while not any(process == child.pid and used > 0 for (process, _), used in before.seconds.items()):
+            before = ThreadTimes.take()
+        child.communicate(b"\n", timeout=60)
+    assert before.names[child.pid].startswith("python")
+    assert os.getpid() not in before.names
+    assert child.pid not in ThreadTimes.take().names

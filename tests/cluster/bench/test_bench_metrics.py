@@ -22,6 +22,7 @@ from tandem.cluster.bench.metrics import (
     summarize,
 )
 from tandem.cluster.bench.options import LoadOptions, Workload, parse_address, parse_slo
+from tandem.cluster.bench.threads import ThreadTimes
 from tandem.cluster.bench.workload import BenchPrompt, Prompts, arrival_offsets
 from tandem.proto.errors import InvalidArgument
 
@@ -213,3 +214,10 @@ def test_slos() -> None:
     for bad in ("ttft", "ttft=x", "ttft=-1", "tttf=1", "ttft=nan", "ttft=inf"):
         with pytest.raises(InvalidArgument, match="--slo"):
             parse_slo(bad)
+
+
+def test_a_thread_is_busy_from_a_quarter_of_a_core_on() -> None:
+    names = {1: "server", 2: "server", 3: "idle"}
+    before = ThreadTimes(10.0, {(1, 1): 5.0, (1, 2): 0.0, (3, 3): 70.0}, names)
+    after = ThreadTimes(14.0, {(1, 1): 6.0, (1, 2): 4.0, (2, 9): 1.1, (3, 3): 70.9}, names)  # (2, 9) is new
+    assert after.count_busy(before) == {"server": 3}
