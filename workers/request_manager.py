@@ -90,6 +90,8 @@ class RequestManager:
     ) -> None:
         """Serves one router: executes its commands and sends the outputs of its requests, the load, and the prefix
         cache, the whole of it first. However the stream ends, its requests end with it."""
+        # Before any command is read: the router then knows of a worker that dies in its first step that it had lived.
+        await send(worker_pb2.SessionResponse(load=self.load()))
         session = RouterSession()
         self.sessions.add(session)
 

@@ -42,8 +42,8 @@ class Cause(Enum):
 
     INVALID = ("invalid", False, True)  # the worker refused the request: another would, too
     FULL = ("full", True, False)  # the worker's queue or KV budget is full
-    GONE = ("gone", True, False)  # the worker drains, has left, or was lost before it had begun with the request
-    CRASH = ("crash", True, True)  # the worker was lost after it had begun
+    GONE = ("gone", True, False)  # the worker drains, has left, or was lost before it can have begun with the request
+    CRASH = ("crash", True, True)  # the worker was lost after it may have begun
     TRANSFER = ("transfer", False, False)  # the KV cache could not be fetched; which side failed is not known
     PREEMPTED = ("preempted", False, False)  # the worker needed the blocks for older sequences
     SUSPENDED = ("suspended", True, False)  # the worker drains, and holds the KV cache for another
@@ -297,7 +297,7 @@ class Attempt:
         cause = _CAUSES.get(failure.kind)
         if cause is None:
             # A worker reads a grammar before it admits the request.
-            cause = Cause.CRASH if stream.admitted or self._submit.grammar else Cause.GONE
+            cause = Cause.CRASH if stream.may_have_begun or self._submit.grammar else Cause.GONE
         is_decoder = stream is self._decoder
         if is_decoder:
             self._decoder = None

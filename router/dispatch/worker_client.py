@@ -31,10 +31,11 @@ class WorkerStream:
 
     def __init__(self, client: "WorkerClient", submit: worker_pb2.Submit, wake: asyncio.Event) -> None:
         """`wake` is set whenever there is something new."""
-        self.admitted = False  # the worker has begun to compute it
+        self.admitted = False  # the worker has said that it has begun to compute it
         self.received_kv = False  # the worker has fetched the KV cache, so that the prefill worker may free it
         self.failure: worker_pb2.Failure | None = None  # that ended the whole submit: no output follows
         self.may_suspend = submit.task != worker_pb2.TASK_PREFILL and not submit.HasField("beam_search")
+        self._computes_prompt = submit.task != worker_pb2.TASK_DECODE
         self._client = client
         self._key = (submit.request_id, submit.attempt)
         self._wake = wake
@@ -49,6 +50,12 @@ class WorkerStream:
     @property
     def worker(self) -> WorkerKey:
         return self._client.worker
+
+    @property
+    def may_have_begun(self) -> bool:
+        """Whether the worker may have computed something of it. One that dies in the first step has not said so; one
+        that was never heard of may never have come up."""
+        return self.admitted or (self._computes_prompt and self._client.heard)
 
     def take(self) -> list[worker_pb2.Output]:
         """Returns all outputs that wait; nothing is merged into them any more."""
@@ -111,7 +118,7 @@ class WorkerStream:
 class SuspendedChoice:
     """Holds a choice whose KV cache waits at the worker that decoded it; stands in for the stream of a prefill."""
 
-    admitted = True
+    may_have_begun = True
 
     def __init__(self, stream: WorkerStream, choice: int, kv: worker_pb2.KvHandle) -> None:
         self.kv = kv
@@ -142,6 +149,7 @@ class SuspendedChoice:
 class WorkerClient:
     """Holds the session with one worker, from its making on. Once broken it stays so."""
 
+    heard = False  # the worker has sent something
     _end = _LOST  # what fails its streams once the session has ended
 
     def __init__(
@@ -223,6 +231,7 @@ class WorkerClient:
         """Routes outputs to their streams until the session ends. Those of a cancelled submit are dropped: this is the
         fence against outputs of an older attempt."""
         while isinstance(response := await call.read(), worker_pb2.SessionResponse):
+            self.heard = True
             self._on_message(response)
             for output in response.outputs:
                 stream = self._streams.get((output.request_id, output.attempt))

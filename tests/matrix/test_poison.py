@@ -43,16 +43,7 @@ def unused_token(requests: list[TokenRequest], results: list[Result]) -> int:
     return max(set(range(VOCAB_SIZE)) - used)
 
 
-AT_ONCE = pytest.param(
-    *(0.0, "e"),
-    marks=[
-        pytest.mark.matrix,
-        pytest.mark.xfail(reason="the worker dies before its word that it has begun is sent, so nobody is blamed"),
-    ],
-)
-
-
-@pytest.mark.parametrize(("seconds", "prefix"), [(0.3, "d"), AT_ONCE])
+@pytest.mark.parametrize(("seconds", "prefix"), [(0.3, "d"), pytest.param(0.0, "e", marks=pytest.mark.matrix)])
 async def test_a_poisonous_request_harms_no_other(cluster: Cluster, seconds: float, prefix: str) -> None:
     await cluster.renew()  # the last one refuses some prompts
     cluster.show(await cluster.node("d0"))

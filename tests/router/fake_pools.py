@@ -68,8 +68,12 @@ class FakeClient(WorkerClient):
             self.cancelled.add(key[1])
         super().cancel(key, choice)
 
-    def receive(self, output: worker_pb2.Output) -> None:
-        call: Any = OneMessage(worker_pb2.SessionResponse(outputs=[output]))
+    def greet(self) -> None:
+        """The worker's first message, which comes before it reads a command."""
+        self.receive()
+
+    def receive(self, *outputs: worker_pb2.Output) -> None:
+        call: Any = OneMessage(worker_pb2.SessionResponse(outputs=outputs))
         with suppress(StopIteration):  # nothing is awaited that is not there
             self._receive(call).send(None)
 

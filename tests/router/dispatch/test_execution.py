@@ -252,6 +252,33 @@ def test_a_request_that_cost_two_workers_is_given_up_even_if_its_choices_run_apa
     assert all(client.num_streams == 0 for client in pools.clients.values() if not client.broken)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(pairs: bool, heard: bool) -> None:
+    """It has not said that it had begun. One that was never heard of may not have come up at all."""
+    pools = FakePools(random.Random(4), pairs=pairs)
+    quarantine = Quarantine()
+    execution, _ = start(pools, choices_request(1), quarantine=quarantine)
+
+    def lose(times: int) -> None:
+        for _ in range(times):
+            client = pools.running[-1].client
+            if heard:
+                client.greet()
+            client.kill()
+            list(execution.deltas())
+
+    if heard:
+        lose(1)
+        with pytest.raises(InternalError, match="two workers"):
+            lose(1)
+    else:
+        lose(3)
+    assert quarantine.is_convicted((5, 6, 7, 8)) == heard
+    execution.end()
+    assert not pools.held
+
+
 def test_one_crash_counts_once_for_all_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     pools, caller = FakePools(random.Random(4), pairs=False), Caller(4)
     execution, _ = start(pools, choices_request(4))
@@ -296,7 +323,8 @@ def test_after_two_transfers_that_failed_one_worker_does_all(times: int) -> None
         ),
         (worker_pb2.FAILURE_KIND_INVALID, "too long", InvalidArgument, "prompt: too long"),
         (worker_pb2.FAILURE_KIND_FULL, "", Overloaded, "every worker's queue is full"),
-        (worker_pb2.FAILURE_KIND_WORKER, "", Unavailable, "no worker is ready"),
+        (worker_pb2.FAILURE_KIND_WORKER, "", InternalError, "the request was given up after two workers were lost"),
+        (worker_pb2.FAILURE_KIND_GONE, "", Unavailable, "no worker is ready"),
     ],
 )
 def test_failures_that_end_the_request(
