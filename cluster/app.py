@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ..proto import worker_pb2
-from ..proto.errors import Unavailable
+from ..proto.errors import PermissionDenied, Unavailable
+from ..router.api.browsers import BrowserRules
 from ..workers.engine.config import Budgets
 from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
@@ -156,6 +157,15 @@ class Router(Replica):
         self._run(runtime.stop, self._watch(runtime))
 
     async def __call__(self, request: Request) -> JSONResponse:
+        """Answers the status page, which only tells; not to pages in browsers."""
+        if request.method not in ("GET", "HEAD"):
+            return JSONResponse({"error": "only GET is answered"}, 405)
+        try:
+            BrowserRules(host_names=(node_host(self._config.host), *self._config.router.host_names)).check(
+                request.headers
+            )
+        except PermissionDenied as error:
+            return JSONResponse({"error": error.message}, error.http_status)
         return JSONResponse(await self.status())
 
     async def status(self) -> dict[str, Any]:

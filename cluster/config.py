@@ -33,6 +33,10 @@ def _check_transport(name: str) -> str:
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
 Transports = Annotated[tuple[Annotated[str, AfterValidator(_check_transport)], ...], Field(max_length=8), Strict(False)]
+_Name = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-zA-Z0-9._-]+)$")]
+_Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/ ]+)$")]
+HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
+CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
 PoolRole = Literal["prefill", "decode"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 
@@ -62,6 +66,11 @@ class RouterConfig(BaseModel):
     max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400, description=QUEUE_SECONDS_HELP)
     # How long a request that has lost its worker waits for one that can take it.
     park_seconds: float = Field(default=30.0, ge=0, le=3600)
+    # Names by which clients reach the HTTP server and the status page, beside addresses and localhost; "*": any. Pages
+    # in browsers get in by DNS rebinding otherwise.
+    host_names: HostNames = ()
+    # Of pages that may use the HTTP server, such as https://chat.example.com; "*": any.
+    cors_origins: CorsOrigins = ()
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
 

@@ -9,6 +9,7 @@ from typing import Final, Self
 import grpc
 
 from ..proto import worker_pb2
+from ..router.api.browsers import BrowserRules
 from ..router.api.servers import ApiServers
 from ..router.api.service import GenerationService
 from ..router.dispatch.dispatcher import Dispatcher
@@ -63,6 +64,7 @@ class RouterRuntime:
             GenerationService([model], dispatcher, admission, resume_key),
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
+            browsers=BrowserRules(host_names=(host, *router.host_names), cors_origins=router.cors_origins),
         )
         for grpc_address, http_address in _addresses(router, host, num_routers):
             try:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from operator import methodcaller
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -19,6 +20,7 @@ from ...proto.errors import InvalidArgument, TandemError
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ..frontend.prepare import RequestContext
 from ..request import tenant_of
+from .audit import AuditLog, is_refusal
 from .service import GenerationService, tandem_errors_only
 
 SERVICE = "tandem.v1.Inference"
@@ -52,10 +54,12 @@ class GrpcServer:
         *,
         reflection: bool,
         compression: grpc.Compression = grpc.Compression.NoCompression,
+        audit: AuditLog | None = None,
     ) -> None:
         """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
         size is that of the unpacked message."""
         self._service = service
+        self._audit = audit or AuditLog()
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS, compression=compression)
         self._server.add_generic_rpc_handlers((self._handlers(),))
@@ -96,9 +100,9 @@ class GrpcServer:
             SERVICE,
             {
                 "Generate": grpc.unary_stream_rpc_method_handler(self._generate, None, _serialize),
-                "Detokenize": _unary(inference_pb2.DetokenizeRequest, service.detokenize),
-                "Tokenize": _unary(inference_pb2.TokenizeRequest, service.tokenize),
-                "ListModels": _unary(inference_pb2.ListModelsRequest, service.list_models),
+                "Detokenize": _unary(inference_pb2.DetokenizeRequest, service.detokenize, self._audit),
+                "Tokenize": _unary(inference_pb2.TokenizeRequest, service.tokenize, self._audit),
+                "ListModels": _unary(inference_pb2.ListModelsRequest, service.list_models, self._audit),
             },
         )
 
@@ -121,11 +125,13 @@ class GrpcServer:
                                 await context.write(part)
                         await context.write(message)
         except TandemError as error:
-            await _abort(context, error, timeline)
+            await _abort(context, error, timeline, self._audit)
         context.set_trailing_metadata(_timeline_metadata(timeline))
 
 
-def _unary(kind: type[_M], method: Callable[[_M], Awaitable[Message]]) -> "grpc.RpcMethodHandler[bytes, Message]":
+def _unary(
+    kind: type[_M], method: Callable[[_M], Awaitable[Message]], audit: AuditLog
+) -> "grpc.RpcMethodHandler[bytes, Message]":
     """Makes the handler of an RPC with one request of this kind and one response."""
 
     async def respond(body: bytes, context: _Context) -> Message:
@@ -133,12 +139,14 @@ def _unary(kind: type[_M], method: Callable[[_M], Awaitable[Message]]) -> "grpc.
             with tandem_errors_only():
                 return await method(_parse(kind, body))
         except TandemError as error:
-            await _abort(context, error, inference_pb2.Timeline())
+            await _abort(context, error, inference_pb2.Timeline(), audit)
 
     return grpc.unary_unary_rpc_method_handler(respond, None, _serialize)
 
 
-async def _abort(context: _Context, error: TandemError, timeline: inference_pb2.Timeline) -> NoReturn:
+async def _abort(context: _Context, error: TandemError, timeline: inference_pb2.Timeline, audit: AuditLog) -> NoReturn:
+    if is_refusal(error.http_status):
+        audit.refused("grpc", _peer_address(context), error.code)
     code = grpc.StatusCode[error.code]
     metadata = [*_timeline_metadata(timeline), (DETAILS_KEY, _status(code, error).SerializeToString())]
     if error.retry_after is not None:
@@ -166,6 +174,11 @@ def _tenant(context: _Context) -> str:
         if key == AUTHORIZATION_KEY:
             return tenant_of(value if isinstance(value, str) else value.decode("latin-1"))
     return ""
+
+
+def _peer_address(context: _Context) -> str:
+    """Returns the address of `ipv4:ADDRESS:PORT` or `ipv6:[ADDRESS]:PORT`."""
+    return unquote(context.peer()).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _split_prompt_logprobs(message: inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:

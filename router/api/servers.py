@@ -4,6 +4,8 @@ import asyncio
 
 import grpc
 
+from .audit import AuditLog
+from .browsers import BrowserRules
 from .grpc_server import GrpcServer
 from .openai.server import HttpServer
 from .service import GenerationService
@@ -27,12 +29,15 @@ class ApiServers:
         http_address: str = "127.0.0.1:0",
         reflection: bool = False,
         compression: grpc.Compression = grpc.Compression.NoCompression,
+        browsers: BrowserRules = BrowserRules(),
     ) -> "ApiServers":
-        """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses.
+        """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses,
+        `browsers` holds for HTTP.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs."""
-        grpc_server = GrpcServer(service, reflection=reflection, compression=compression)
-        http_server = HttpServer(service)
+        audit = AuditLog()
+        grpc_server = GrpcServer(service, reflection=reflection, compression=compression, audit=audit)
+        http_server = HttpServer(service, browsers, audit)
         bound_http = await http_server.start(http_address)
         try:
             bound_grpc = await grpc_server.start(grpc_address)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
@@ -104,3 +105,27 @@ def test_the_limits_of_liveness_reach_a_worker() -> None:
     config = load_config(None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77})
     made = app._worker_config(config, "decode", "/folder", 1)
     assert (made.rank.silence_seconds, made.hang_seconds) == (7, 77)
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("GET", {"host": "127.0.0.1:8000"}, 200),
+        ("GET", {"host": "localhost:8000"}, 200),
+        ("GET", {"host": "models.example.com"}, 200),
+        ("GET", {"host": "evil.example:8000"}, 403),  # DNS rebinding
+        ("GET", {"host": "127.0.0.1:8000", "origin": "https://evil.example"}, 403),
+        ("POST", {"host": "127.0.0.1:8000"}, 405),
+    ],
+)
+async def test_pages_in_browsers_do_not_read_the_status_page(
+    config: TandemConfig, method: str, headers: dict[str, str], status: int
+) -> None:
+    names = {"host_names": ("models.example.com",), "cors_origins": ("https://evil.example",)}  # of the API alone
+    config = config.model_copy(update={"router": config.router.model_copy(update=names)})
+    router: Any = SimpleNamespace(_config=config, _workers=[], _routers=())
+    router.status = partial(app.Router.status, router)
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    answer = await app.Router.__call__(router, Request({"type": "http", "method": method, "headers": raw}))
+    assert answer.status_code == status
+    assert (b"workers" in answer.body) == (status == 200)

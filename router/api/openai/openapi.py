@@ -54,6 +54,7 @@ def responses(schema: str = "", *errors: int) -> dict[int | str, dict[str, Any]]
 
 _ERRORS: Final = {
     400: "A field is wrong; `param` names it.",
+    403: "The host or the origin of the request may not use the service.",
     404: "No such model.",
     413: "The body is too large.",
     429: "Queue or cache is full; see Retry-After.",

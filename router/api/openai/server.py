@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....proto import inference_pb2
 from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
@@ -22,6 +25,8 @@ from ....proto.limits import MAX_MESSAGE_BYTES
 from ...frontend.prepare import RequestContext, ServedModel
 from ...frontend.validation import check_request_id
 from ...request import tenant_of
+from ..audit import AuditLog, is_refusal
+from ..browsers import BrowserRules, check_json
 from ..service import GenerationService, tandem_errors_only
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document, generation, request_body, responses
@@ -43,18 +48,21 @@ _MAX_DROPPED_BYTES = 16 * MAX_MESSAGE_BYTES
 class HttpServer:
     """Serves a GenerationService over HTTP from `start` to `stop`, in the running event loop."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(
+        self, service: GenerationService, browsers: BrowserRules = BrowserRules(), audit: AuditLog | None = None
+    ) -> None:
         self._service = service
         self._serving = False
         self._started_at = int(time.time())
         # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a
         # replica cannot answer a controller that restarts, which then stops it.
         config = uvicorn.Config(
-            self._app(),
+            _Gate(self._app(), browsers, audit or AuditLog()),
             lifespan="off",
             log_config=None,
             log_level="warning",
             access_log=False,
+            proxy_headers=False,  # X-Forwarded-For, by which a local client could give itself any address
             timeout_keep_alive=_MAX_IDLE_SECONDS,
         )
         self._server = _Server(config)
@@ -94,7 +102,7 @@ class HttpServer:
 
         def add(path: str, endpoint: Callable[..., Any], found: dict[int | str, Any], body: Any = None) -> None:
             methods = ["GET"] if body is None else ["POST"]
-            app.add_api_route(path, endpoint, methods=methods, responses=found, openapi_extra=body)
+            app.add_api_route(path, endpoint, methods=methods, responses=found | responses("", 403), openapi_extra=body)
 
         add("/health", self._health, responses("", 503))
         add("/version", self._version, {})
@@ -170,6 +178,40 @@ class HttpServer:
         return JSONResponse({"prompt": (await self._service.detokenize(request)).text})
 
 
+class _Gate:
+    """Refuses requests of pages that may not use the service, before they reach the app, and reports all that are
+    refused."""
+
+    def __init__(self, app: ASGIApp, browsers: BrowserRules, audit: AuditLog) -> None:
+        self._browsers = browsers
+        self._audit = audit
+        self._app = app
+        if browsers.cors_origins:
+            self._app = CORSMiddleware(
+                app,
+                allow_origins=browsers.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                allow_private_network=True,
+                expose_headers=(REQUEST_ID, "Retry-After"),
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def report(message: Message) -> None:
+            if message["type"] == "http.response.start" and is_refusal(message["status"]):
+                self._audit.refused("http", (scope["client"] or ("",))[0], str(message["status"]))
+            await send(message)
+
+        try:
+            self._browsers.check(Headers(scope=scope))
+        except TandemError as error:
+            response = error_response(error)
+            response.headers["Connection"] = "close"  # the body is not read
+            await response(scope, receive, report)
+        else:
+            await self._app(scope, receive, report)
+
+
 class _Server(uvicorn.Server):
     """Leaves the process's signals alone and sets `ready` when it listens."""
 
@@ -204,7 +246,9 @@ async def _respond(request: Request, answer: Callable[[bytes, str, RequestContex
                 is_resumable=resume is not None,
                 resume=resume or (),
             )
-            response = await answer(await _read(request), request_id, context)
+            body = await _read(request)
+            check_json(request.headers)
+            response = await answer(body, request_id, context)
     except TandemError as error:
         response = error_response(error)
     response.headers[REQUEST_ID] = request_id

@@ -18,6 +18,7 @@ INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 EXHAUSTED, UNIMPLEMENTED = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED
 GENERATE = "/tandem.v1.Inference/Generate"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": {"text": "hi"}, "stopping": {"max_tokens": 4}}
 
 
@@ -292,7 +293,7 @@ async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> No
     """No bad request breaks anything: each is answered for what it is, and a good one after it as one before it."""
     assert len(HTTP_CASES) >= 300
     good = text(seed=1)
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10, headers=JSON) as http:
         expected = (await http.post(TEXT, content=good)).json()["choices"]
         for path, body, status, param, said in HTTP_CASES:
             answer = await http.post(path, content=body if path.endswith("tokenize") else form(body))
@@ -311,7 +312,7 @@ def _names(found: str | None, field: str | None) -> bool:
 
 @pytest.mark.parametrize("header", ["", "x", "0", "-1", "nan", "inf", "86400.5", "1e999", "1 s"])
 async def test_timeouts_that_are_none(service: Service, header: str) -> None:
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as http:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10, headers=JSON) as http:
         answer = await http.post(TEXT, content=text(), headers={"x-request-timeout": header})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "x-request-timeout"

@@ -30,7 +30,10 @@ _model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512
 _server = HttpServer(GenerationService([_model], _source))
 _settings = {"generation": {"allow-x00": True, "max-examples": EXAMPLES}}
 schema = schemathesis.openapi.from_asgi(
-    "/openapi.json", _server._server.config.app, config=SchemathesisConfig.from_dict(_settings)
+    "/openapi.json",
+    _server._server.config.app,
+    headers={"host": "localhost"},
+    config=SchemathesisConfig.from_dict(_settings),
 )
 
 
