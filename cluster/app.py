@@ -260,6 +260,7 @@ def _worker_config(config: TandemConfig, role: PoolRole, folder: str, num_thread
         model=folder,
         dtype=config.dtype,
         device=config.device,
+        batch_invariant=config.numerics == "exact",
         block_size=pool.block_size,
         kv_cache_bytes=pool.kv_cache_bytes,
         context_tokens=config.context_tokens,

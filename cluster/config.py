@@ -115,6 +115,9 @@ class TandemConfig(BaseModel):
     name: str = Field(default="tandem", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
+    # exact: a token's logits do not depend on batch and chunks, so that a stream which is computed again after a fault
+    # goes on with the same tokens. CPUs always compute so where our kernels run; on GPUs it takes slower kernels.
+    numerics: Literal["exact", "fast"] = "fast"
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
     # Transports of KV cache between workers, preferred to gRPC in this order; each two take the first that both can

@@ -11,6 +11,7 @@ import torch
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.tests.workers.spans import span
 from tandem.workers.bench import __main__
@@ -183,6 +184,20 @@ def test_kv_slots_of_a_gpu_are_those_of_the_cpu(dtype: str) -> None:
             kv.write((4, 8, 6), part, data)
             kv.copy(((4, 1), (6, 5)))
         assert gpu.data.cpu().view(torch.uint8).equal(cpu.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
+    folder: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(folder, dtype="bfloat16", device="cuda", batch_invariant=True)
+    if captured:
+        runner.warmup()
+    decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
+    for seed, num_mates in enumerate((0, 3, 20)):
+        mixed = logits_by_position(runner, cut(NUM_TOKENS, random.Random(seed)), num_mates, monkeypatch)
+        for end, logits in mixed.items():
+            assert torch.equal(logits, decoded[end]), (seed, end)
 
 
 def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:

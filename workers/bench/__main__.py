@@ -72,6 +72,7 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
         num_blocks=num_blocks,
         chunk=options.chunk,
         exact=options.profile,
+        batch_invariant=options.batch_invariant,
     )
 
     def decode(batch: int, context: int) -> DecodeFigure:

@@ -57,12 +57,13 @@ class BenchRunner(Executor):
         num_blocks: int,
         chunk: int,
         exact: bool,
+        batch_invariant: bool = False,
     ) -> None:
         """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the parts are true then,
         but the steps slower, and they do not overlap."""
         self._chunk, self._exact, self._device = chunk, exact, device
         self._marks: dict[str, float] = {}
-        model = build_model(config, DTYPES[dtype])
+        model = build_model(config, DTYPES[dtype], batch_invariant=batch_invariant)
         load_weights(model, read, device)
         layout = KvLayout(layers=config.layers, dtype=dtype, model="")
         kv = PagedKv(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
@@ -73,7 +74,7 @@ class BenchRunner(Executor):
                     part.copy_(first)
                 else:
                     part.normal_(generator=generator)
-        self.runner = ModelRunner(config, model, kv, on_stage=self._mark)
+        self.runner = ModelRunner(config, model, kv, on_stage=self._mark, batch_invariant=batch_invariant)
         self.runner.warmup()
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks

@@ -28,11 +28,19 @@ _TORCH_DTYPES: Final = {
 _FLOATS: Final = ("F32", "BF16", "F16")  # converted into one another
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | None = None) -> CausalLM:
-    """Builds a rank's tree, its parameters on `meta`; without `tp` the whole model's.
+def build_model(
+    config: ModelConfig, dtype: torch.dtype, tp: TensorParallel | None = None, *, batch_invariant: bool = False
+) -> CausalLM:
+    """Builds a rank's tree, its parameters on `meta`; without `tp` the whole model's. `batch_invariant` as in
+    `ModelRunner.load`.
 
     Raises ValueError if the heads cannot be split over the ranks, CheckpointError if no family has the architecture."""
-    options = BuildOptions(dtype=dtype, tp=tp or TensorParallel(), linear_method=find_linear_method(config))
+    options = BuildOptions(
+        dtype=dtype,
+        tp=tp or TensorParallel(),
+        linear_method=find_linear_method(config, batch_invariant=batch_invariant),
+        batch_invariant=batch_invariant,
+    )
     return find_model(config.architecture).build(config, options)
 
 

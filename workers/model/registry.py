@@ -37,11 +37,12 @@ def find_model(architecture: str) -> ModelFamily:
     return family
 
 
-def find_linear_method(config: ModelConfig) -> LinearMethodOf:
-    """Returns what makes the linear method of each of a model's layers. Raises CheckpointError for an unknown
+def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) -> LinearMethodOf:
+    """Returns what makes the linear method of each of a model's layers; `batch_invariant` holds for unquantised ones.
+    Raises CheckpointError for an unknown
     quant_method."""
     if not config.quantization:
-        return lambda name: UnquantizedLinearMethod()
+        return lambda name: UnquantizedLinearMethod(batch_invariant=batch_invariant)
     format_name = config.quantization.get("quant_method")
     method = LINEAR_METHODS.get(str(format_name)) or _plugin("tandem.linear_methods", str(format_name))
     if method is None:

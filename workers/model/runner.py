@@ -50,6 +50,7 @@ class ModelRunner(Executor):
         on_stage: Callable[[str], None] | None = None,
         folder: Path | None = None,
         group: Group | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """`model` is loaded and this rank's, `config` the whole model's. `on_stage` is called with "model" and "sample"
         when a step comes to it, for benchmarks. `folder` is the model's, without which there are no grammars."""
@@ -59,7 +60,7 @@ class ModelRunner(Executor):
         self._on_stage = on_stage or (lambda stage: None)
         self._device = kv.device
         tp = TensorParallel(group)
-        self._attention = _attention_backend(kv, config, tp)
+        self._attention = _attention_backend(kv, config, tp, batch_invariant)
         self._graphs: DecodeGraphs | None = None
         self._decodes = self._tokens = None
         if group is None and isinstance(self._attention, TorchAttentionBackend):
@@ -90,15 +91,18 @@ class ModelRunner(Executor):
         block_size: int,
         shared: bool = False,
         group: Group | None = None,
+        batch_invariant: bool = False,
     ) -> "ModelRunner":
         """Loads a checked model folder; of a group's model only this rank's part is read.
 
         `dtype` is float32, bfloat16 or float16; `device` is what torch.device takes, and becomes the calling thread's;
-        `shared` as in `PagedKv`. Raises ValueError if the model's heads cannot be split over the group."""
+        `shared` as in `PagedKv`. `batch_invariant`: on GPUs a token's logits do not depend on batch and chunks, to the
+        bit, at some cost; on CPUs they do not in any case where the kernels of ours are used. Raises ValueError if the
+        model's heads cannot be split over the group."""
         enter_device(device)
         config, target = checkpoint.config, torch.device(device)
         tp = TensorParallel(group)
-        model = build_model(config, DTYPES[dtype], tp)
+        model = build_model(config, DTYPES[dtype], tp, batch_invariant=batch_invariant)
         load_weights(model, checkpoint_reader(checkpoint), target)
         kv = PagedKv(
             KvLayout(layers=config.layers, dtype=dtype, model=checkpoint.fingerprint()),
@@ -109,7 +113,7 @@ class ModelRunner(Executor):
             tp=tp.size,
             rank=tp.rank,
         )
-        return cls(config, model, kv, folder=checkpoint.folder, group=group)
+        return cls(config, model, kv, folder=checkpoint.folder, group=group, batch_invariant=batch_invariant)
 
     @property
     def launches_ahead(self) -> bool:
@@ -334,10 +338,10 @@ def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> 
     return StepPlan(sequences=(step,), dropped=())
 
 
-def _attention_backend(kv: PagedKv, config: ModelConfig, tp: TensorParallel) -> AttentionBackend:
+def _attention_backend(kv: PagedKv, config: ModelConfig, tp: TensorParallel, batch_invariant: bool) -> AttentionBackend:
     layers = [tp.local_geometry(layer) for layer in config.layers]
     if kernels.on_gpu(kv.layers[0][0]):
         from .attention.triton_backend import TritonAttentionBackend  # with Triton
 
-        return TritonAttentionBackend(kv, layers)
+        return TritonAttentionBackend(kv, layers, batch_invariant=batch_invariant)
     return TorchAttentionBackend(kv, layers)

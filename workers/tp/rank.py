@@ -28,6 +28,7 @@ class RankConfig:
     model: str  # folder
     dtype: str = "bfloat16"
     device: str = "cpu"
+    batch_invariant: bool = False  # see `ModelRunner.load`
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30  # of this rank
     context_tokens: int | None = None  # None takes the model's
@@ -90,6 +91,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         block_size=config.block_size,
         shared=not {"shared", "nixl"}.isdisjoint(config.transports),
         group=group,
+        batch_invariant=config.batch_invariant,
     )
     if group:
         group.connect()

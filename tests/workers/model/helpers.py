@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -135,11 +136,35 @@ def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tens
         yield recorded
 
 
+def multiply_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a product in Triton's interpreter, like one of a GPU's tensor cores, add in the same order for every row.
+    BLAS, which it calls, has other kernels for the rows at the edge."""
+    from triton.runtime import interpreter
+
+    def create_dot(self: object, a: Any, b: Any, sums: Any, *options: object) -> object:
+        product = np.einsum("ik,kj->ij", a.data, b.data, dtype=sums.data.dtype)
+        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 def load(
-    folder: Path, *, dtype: str = "float32", num_blocks: int = 128, block_size: int = 16, device: str = "cpu"
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    num_blocks: int = 128,
+    block_size: int = 16,
+    device: str = "cpu",
+    batch_invariant: bool = False,
 ) -> ModelRunner:
-    checkpoint = open_checkpoint(folder)
-    return ModelRunner.load(checkpoint, dtype=dtype, device=device, num_blocks=num_blocks, block_size=block_size)
+    return ModelRunner.load(
+        open_checkpoint(folder),
+        dtype=dtype,
+        device=device,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        batch_invariant=batch_invariant,
+    )
 
 
 def mixed_steps(runner: ModelRunner) -> list[list[int]]:

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from tandem.workers.model.kernels import gpu, gpu_chunk, gpu_decode
+from tandem.tests.workers.model.helpers import multiply_row_by_row
+from tandem.workers.model.kernels import gpu, gpu_chunk, gpu_decode, gpu_linear
 from tandem.workers.model.kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
 from tandem.workers.model.kernels.gpu_decode import SPLIT_TOKENS, DecodeWork, decode_attention, num_splits
 
@@ -297,6 +298,27 @@ def test_roundings_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("has_bias", "has_residual"), [(False, False), (True, True)])
+def test_a_row_of_a_product_is_the_same_bits_in_any_batch(
+    dtype: torch.dtype, has_bias: bool, has_residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_row_by_row(monkeypatch)
+    torch.manual_seed(0)
+    fused, weight = torch.randn(150, 3, 200).to(DEVICE, dtype), torch.randn(90, 200).to(DEVICE, dtype)
+    x, residual = fused[:, 1], torch.randn(150, 90).to(DEVICE, dtype) if has_residual else None
+    bias = torch.randn(90).to(DEVICE, dtype) if has_bias else None
+
+    def rows(chosen: slice) -> torch.Tensor:
+        return gpu_linear.linear(x[chosen], weight, bias, None if residual is None else residual[chosen])
+
+    whole = rows(slice(None))
+    expected = x.double() @ weight.double().t()
+    close(whole / 20, sum((each.double() for each in (bias, residual) if each is not None), expected) / 20)
+    for start, stop in [(0, 0), (0, 1), (149, 150), (63, 66), (70, 150), (5, 21)]:
+        assert torch.equal(rows(slice(start, stop)), whole[start:stop])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 80), (20, 16)])
 def test_rotate(dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
     torch.manual_seed(0)
@@ -339,7 +361,7 @@ def test_all_compile_for_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
-    modules = (vars(gpu), vars(gpu_chunk), vars(gpu_decode))
+    modules = (vars(gpu), vars(gpu_chunk), vars(gpu_decode), vars(gpu_linear))
     assert compiled == {name for names in modules for name in names if name.endswith("_kernel")}
     for line in done.stdout.splitlines():
         name, shared = line.split()
@@ -400,6 +422,7 @@ def compile_shape(shape: Shape) -> None:
     decode_attention(query, keys, values, decodes, shape.window, partial, out, 2)
     chunks = ChunkWork(**dict.fromkeys(ChunkWork._fields, array))
     chunk_attention(query, keys, values, chunks, shape.window, out)
+    gpu_linear.linear(out, zeros(80, out.shape[1]), zeros(80), zeros(4, 80))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The model on the kernels of the GPU path, which Triton interprets here: the same plans, the same tokens."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
-from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
+from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, multiply_row_by_row, prompt
+from tandem.tests.workers.model.test_exact import cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
 from tandem.workers.engine.plan import PENDING_TOKEN, Samples, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.model import graphs, kernels
@@ -117,3 +119,19 @@ def test_every_feature_gives_the_tokens_of_the_cpu(
         for place in (1, 2):
             values = [one.logprob for one in theirs[place]]
             assert [one.logprob for one in ours[place]] == pytest.approx(values, abs=1e-3)
+
+
+def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
+    tmp_path: Path, on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In replayed steps and in others. Otherwise single tokens differ from chunks."""
+    multiply_row_by_row(monkeypatch)
+    folder = make_tiny_model(tmp_path, num_hidden_layers=1)
+    are_equal = []
+    for batch_invariant in (True, False):
+        runner = load(folder, batch_invariant=batch_invariant)
+        runner.capture_graphs(record, (2,))
+        decoded = logits_by_position(runner, list(range(41)), 0, monkeypatch)
+        mixed = logits_by_position(runner, cut(40, random.Random(1)), 2, monkeypatch)
+        are_equal.append(all(torch.equal(logits, decoded[end]) for end, logits in mixed.items()))
+    assert are_equal == [True, False]

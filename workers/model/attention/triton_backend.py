@@ -27,9 +27,11 @@ class TritonAttentionBackend:
 
     reads_whole_blocks = False
 
-    def __init__(self, kv: PagedKv, layers: Sequence[LayerGeometry]) -> None:
-        """`layers` have this rank's head counts."""
+    def __init__(self, kv: PagedKv, layers: Sequence[LayerGeometry], *, batch_invariant: bool = False) -> None:
+        """`layers` have this rank's head counts. `batch_invariant`: single tokens take the kernel of chunks, too, which
+        adds in another order than that of decodes."""
         self.kv = kv
+        self.batch_invariant = batch_invariant
         self.device = kv.device
         is_cuda = kv.device.type == "cuda"
         processors = torch.cuda.get_device_properties(kv.device).multi_processor_count if is_cuda else 1
@@ -39,7 +41,7 @@ class TritonAttentionBackend:
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """See `AttentionBackend.plan`."""
-        arrays = _Arrays(spans, self.kv.block_size)
+        arrays = _Arrays(spans, self.kv.block_size, least_chunk=1 if self.batch_invariant else 2)
         tile_sizes = sorted(set(self.tile_tokens))
         tiles = [array for size in tile_sizes for array in arrays.tiles(size)]
         slots, tables, *rest = copy_to_device([*arrays.slots_and_tables(), *arrays.decodes(), *tiles], self.device)
@@ -84,7 +86,7 @@ class StaticDecodes:
     def __init__(self, backend: TritonAttentionBackend, max_batch: int) -> None:
         self._backend = backend
         self._max_batch = max_batch
-        self._lengths = [max_batch] * 5 + [1, _MAX_GRAPH_ITEMS, _MAX_GRAPH_ITEMS, _MAX_GRAPH_BLOCKS]
+        self._lengths = [max_batch] * 6 + [1, _MAX_GRAPH_ITEMS, _MAX_GRAPH_ITEMS, _MAX_GRAPH_BLOCKS]
         self._ints = torch.full((sum(self._lengths),), -1, dtype=torch.int32, device=backend.device)
         self._ints[-_MAX_GRAPH_BLOCKS:] = 0
         self._partials = backend.make_partials(_MAX_GRAPH_ITEMS)
@@ -92,7 +94,12 @@ class StaticDecodes:
     def step(self, batch: int) -> tuple[torch.Tensor, StepAttention]:
         """Returns positions, int32 [batch], and the attention of the first `batch` rows, of which `fill` may leave some
         empty."""
-        slots, *of_sequences, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
+        slots, counts, *of_sequences, num_items, sequences, splits, tables = torch.split(self._ints, self._lengths)
+        if self._backend.batch_invariant:
+            _, rows, last_keys, offsets = (part[:batch] for part in of_sequences)
+            work = ChunkWork(rows, counts[:batch], last_keys, offsets, tables)
+            chunks = dict.fromkeys(self._backend.tile_tokens, work)
+            return last_keys, self._backend.step(slots[:batch], None, chunks, {})
         decode = DecodeWork._make([*(part[:batch] for part in of_sequences), num_items, sequences, splits, tables])
         return decode.last_keys, self._backend.step(slots[:batch], decode, {}, self._partials)
 
@@ -106,7 +113,7 @@ class StaticDecodes:
             return False
         ints = np.full(len(self._ints) - _MAX_GRAPH_BLOCKS + len(tables), -1, np.int32)
         begin = 0
-        for part, length in zip((slots, *decodes, tables), self._lengths, strict=True):
+        for part, length in zip((slots, arrays.counts, *decodes, tables), self._lengths, strict=True):
             ints[begin : begin + len(part)] = part
             begin += length
         host = torch.from_numpy(ints)
@@ -117,8 +124,10 @@ class StaticDecodes:
 class _Arrays:
     """Computes on the host where the tokens and blocks of one step's sequences are."""
 
-    def __init__(self, spans: Sequence[SequenceSpan], block_size: int) -> None:
+    def __init__(self, spans: Sequence[SequenceSpan], block_size: int, least_chunk: int = 2) -> None:
+        """Sequences with `least_chunk` tokens or more are chunks, the others decodes."""
         self._block_size = block_size
+        self._least_chunk = least_chunk
         self.counts = np.array([span.num_tokens for span in spans])
         self._starts = np.array([span.start for span in spans])
         self._first_rows = self.counts.cumsum() - self.counts
@@ -134,8 +143,8 @@ class _Arrays:
         return blocks * self._block_size + positions % self._block_size, self._tables
 
     def decodes(self) -> tuple[Ints, ...]:
-        """Returns the fields of `DecodeWork` but tables, of the sequences with one token."""
-        which = np.flatnonzero(self.counts == 1)
+        """Returns the fields of `DecodeWork` but tables, of the decodes."""
+        which = np.flatnonzero(self.counts < self._least_chunk)
         last_keys = self._starts[which]
         counts = num_splits(last_keys)
         first_items = counts.cumsum() - counts
@@ -145,8 +154,8 @@ class _Arrays:
         return first_items, rows, last_keys, offsets, np.array([len(splits)]), sequences, splits
 
     def tiles(self, size: int) -> tuple[Ints, ...]:
-        """Returns the fields of `ChunkWork` but tables, of the sequences with several tokens."""
-        which = np.flatnonzero(self.counts > 1)
+        """Returns the fields of `ChunkWork` but tables, of the chunks."""
+        which = np.flatnonzero(self.counts >= self._least_chunk)
         counts = self.counts[which]
         num_tiles = -(-counts // size)
         sequences = np.repeat(np.arange(len(which)), num_tiles)

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch.nn import functional
 
+from .. import kernels
 from ..kernels import cpu
 from ..module import Parameter
 from .base import LinearMethod, LinearPartition
@@ -15,7 +16,10 @@ class UnquantizedLinearMethod(LinearMethod):
     """Computes y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel where the processor
     suits it, else in oneDNN's blocked form."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        """`batch_invariant`: on GPUs a row's result does not depend on the number of rows; on CPUs it never does where
+        the kernel of ours is used."""
+        self._batch_invariant = batch_invariant
         self.weight: Parameter | None = None  # [outputs, inputs]; None once `process_after_load` has packed it
         self.bias: Parameter | None = None  # [outputs]
         self._gated = False
@@ -63,6 +67,10 @@ class UnquantizedLinearMethod(LinearMethod):
         """See `LinearMethod.apply`."""
         if self._uses_kernel:
             return cpu.linear(x, self._matrix, self._num_outputs, self._bias, residual)
+        if self._batch_invariant and kernels.on_gpu(x):
+            from ..kernels.gpu_linear import linear  # with Triton
+
+            return linear(x, self._matrix, self._bias, residual)
         if residual is not None and self._bias is None and not self._uses_onednn:
             return residual.addmm_(x, self._matrix.t())
         product = _onednn_linear if self._uses_onednn else functional.linear
