@@ -10,7 +10,7 @@ from tandem.workers.engine.plan import StepPlan
 
 NEVER: Final = 1 << 60
 _NUMBER: Final = struct.Struct("<q")
-_FIELDS: Final = ("hold_from", "is_held", "num_submits", "num_suspends", "refusals", "starves")
+_FIELDS: Final = ("hold_from", "is_held", "num_holds", "num_submits", "num_suspends", "refusals", "starves")
 _POLL_SECONDS: Final = 0.001
 
 
@@ -51,6 +51,11 @@ class Control:
         return bool(self._read("is_held"))
 
     @property
+    def num_holds(self) -> int:
+        """Returns how many steps have waited to start since `clear`."""
+        return self._read("num_holds")
+
+    @property
     def num_submits(self) -> int:
         """Returns how many submits the worker has got since `clear`."""
         return self._read("num_submits")
@@ -89,10 +94,12 @@ class Control:
     def wait(self, plan: StepPlan) -> None:
         """Blocks the engine's thread as long as a step of the plan is at `hold_from` or beyond."""
         furthest = max((step.start + len(step.token_ids) - 1 for step in plan.sequences), default=-1)
-        while plan.sequences and furthest >= self.hold_from:
+        if plan.sequences and furthest >= self.hold_from:
             self._write("is_held", 1)
-            time.sleep(_POLL_SECONDS)
-        self._write("is_held", 0)
+            self._write("num_holds", self.num_holds + 1)
+            while furthest >= self.hold_from:
+                time.sleep(_POLL_SECONDS)
+            self._write("is_held", 0)
 
     def _read(self, name: str) -> int:
         (value,) = _NUMBER.unpack_from(self._memory, 8 * _FIELDS.index(name))

@@ -107,7 +107,8 @@ def _install(control: Control) -> None:
         if not control.starves or sequence.reserved:
             return grow(self, sequence)
         control.starves = False
-        return [Preempted(id=number) for number in self._requests.abort(self._requests.running[-1])]
+        preempted = self._requests.abort(self._requests.running[-1])
+        return [*(Preempted(id=number) for number in preempted), *grow(self, sequence)]  # which may be another's
 
     WatchedExecutor.launch = held_launch  # type: ignore[method-assign]
     Scheduler._grow = starved_grow  # type: ignore[method-assign]

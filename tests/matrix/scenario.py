@@ -94,13 +94,11 @@ class Scenario:
                 node.control.refusals = int(is_full)
         if self.case.point == "queued" or (fills and self.victim is self.entry):
             return
-        num_bytes = self.entry.kv_link.num_bytes
+        num_bytes, num_holds = self.entry.kv_link.num_bytes, self.holder.control.num_holds
         self.holder.control.hold_from = self.hold_from
         if self.holder is not self.entry:
             self.entry.control.release()
-        else:  # the blocker's step still counts as held
-            await until(lambda: not self.entry.control.is_held, "the entry goes on")
-        await until(lambda: self.holder.control.is_held or asked.done(), "the point is reached")
+        await until(lambda: self.holder.control.num_holds > num_holds or asked.done(), "the point is reached")
         await until(lambda: self.victim.control.num_submits or asked.done(), "the victim has the request")
         if self.entry is not self.victim and self.case.point == "pull" and self.case.fault != "full":
             await until(lambda: self.entry.kv_link.num_bytes > num_bytes, "the victim fetches")
