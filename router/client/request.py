@@ -44,6 +44,8 @@ def chat_prompt(messages: Sequence[Message], options: TemplateOptions) -> infere
         chat.template_kwargs = _as_json("template_kwargs", kwargs)
     with _refusing("continue_final_message", "must be True or False"):
         chat.continue_final_message = options.get("continue_final_message") or False
+    with _refusing("parse_special", "must be True or False"):
+        chat.parse_special = options.get("parse_special") or False
     return inference_pb2.Prompt(chat=chat)
 
 

@@ -37,6 +37,7 @@ class TemplateOptions(TypedDict, total=False):
     tool_choice: str  # "auto", "none", "required" or a tool's name; absent: "auto"
     template_kwargs: Mapping[str, object]  # further variables of the chat template
     continue_final_message: bool  # goes on with the last message, the assistant's
+    parse_special: bool  # special tokens that messages spell are no text
 
 
 class Options(TypedDict, total=False):

@@ -7,8 +7,9 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -21,6 +22,7 @@ from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables
+from .spelled_tokens import Disguise, LiteralEncoder, Spellings
 from .template import TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
@@ -32,6 +34,10 @@ _RENDERER: Final = TemplateRenderer()
 
 CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
 """Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special tokens."""
+
+_TRUSTED_ROLES: Final = ("assistant", "system", "developer")
+"""Whose messages may have what is no special token, but which templates write, such as <think>: the model wrote them,
+or the service's operator."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # what SentencePiece writes for a space
@@ -127,13 +133,45 @@ class Tokenizer:
         return ids
 
     def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
-        return self._encode(self._render(chat), add_special_tokens=False)  # the template has written them
+        variables = template_variables(chat)
+        if chat.parse_special:
+            return self._encode(
+                self._render(chat, variables), add_special_tokens=False
+            )  # the template has written them
+        disguise = Disguise(json.dumps(variables, ensure_ascii=False))
+        special, control, encoder = self._spelled
+        (messages,) = variables.pop("conversations")
+        hidden = [disguise.put_on(each, special if each["role"] in _TRUSTED_ROLES else control) for each in messages]
+        variables = {name: disguise.put_on(value, special) for name, value in variables.items()}
+        rendered = self._render(chat, variables | {"conversations": [hidden]})
+        if disguise.is_worn or self._normalizes_special:
+            return encoder.encode(rendered, disguise)
+        return self._encode(rendered, add_special_tokens=False)
 
-    def _render(self, chat: inference_pb2.Chat) -> str:
+    @cached_property
+    def _spelled(self) -> tuple[Spellings, Spellings, LiteralEncoder]:
+        """Special tokens; these and whatever else the templates write as one token; the encoder of both."""
+        special = {token: text for token, text in self._added.items() if token in self.special_ids}
+        templates = self.chat_template(tools=False) + self.chat_template(tools=True)
+        written = {
+            token: text
+            for token, text in self._added.items()
+            if text.strip() and (text in templates or text in CALL_MARKUP)
+        }
+        control = special | written
+        return Spellings(special.values()), Spellings(control.values()), LiteralEncoder(self._backend, control)
+
+    @cached_property
+    def _normalizes_special(self) -> bool:
+        """Whether a text other than its name may become a special token."""
+        added = self._backend.get_added_tokens_decoder()
+        return self._backend.normalizer is not None and any(text.special and text.normalized for text in added.values())
+
+    def _render(self, chat: inference_pb2.Chat, variables: dict[str, Any]) -> str:
         source = self.chat_template(tools=bool(active_tools(chat)))
         if not source:
             raise InvalidArgument("the model has no chat template; send text or token ids", "prompt.chat")
-        variables = {**self._template.special_tokens_map, **template_variables(chat), "chat_template": source}
+        variables = {**self._template.special_tokens_map, **variables, "chat_template": source}
         return _RENDERER.render(variables, max_characters=MAX_PROMPT_CHARACTERS, seconds=_TEMPLATE_SECONDS)
 
 

@@ -229,6 +229,7 @@ class TemplateFields(OpenModel):
     tools: Annotated[list[ToolBody] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     continue_final_message: bool | None = Field(None, description="Goes on with the last message, the assistant's.")
+    parse_special: bool | None = Field(None, description="Special tokens that messages spell are no text.")
     add_generation_prompt: bool | None = Field(None, description="False goes with continue_final_message only.")
 
 

@@ -246,6 +246,7 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
         tools=[_tool(tool, f"tools[{i}].function.parameters") for i, tool in enumerate(body.tools or ())],
         template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
         continue_final_message=bool(body.continue_final_message),
+        parse_special=bool(body.parse_special),
     )
 
 

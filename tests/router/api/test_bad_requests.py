@@ -172,6 +172,7 @@ CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("tool_choice", "text object", ("x", "required", {"type": "function"}, {"type": "function", "function": FUNCTION})),
     ("chat_template_kwargs", "object", ({"messages": []}, {"x": "x" * 4_096}, {"raise_exception": 1}, {"x": math.nan})),
     ("continue_final_message", "flag", (True,)),
+    ("parse_special", "flag", ()),
     ("add_generation_prompt", "flag", (False,)),
     ("parallel_tool_calls", "flag", ()),
     ("modalities", "list", (["text", "audio"], [])),

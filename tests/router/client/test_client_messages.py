@@ -199,7 +199,11 @@ async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
     call = ToolCall(id="c1", name="weather", arguments='{"city": "Rome"}')
     openai_call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     options = TemplateOptions(
-        tools=[tool], tool_choice="weather", template_kwargs={"enable_thinking": False}, continue_final_message=True
+        tools=[tool],
+        tool_choice="weather",
+        template_kwargs={"enable_thinking": False},
+        continue_final_message=True,
+        parse_special=True,
     )
     for calls, content in ([call], ""), ([openai_call], None):
         messages: list[Message] = [
@@ -228,6 +232,7 @@ async def test_a_chat_with_tools(server: RecordingServer, tool: Any) -> None:
         assert (chat.tool_choice.mode, chat.tool_choice.name) == (inference_pb2.ToolChoice.MODE_NAMED, "weather")
         assert json.loads(chat.template_kwargs) == {"enable_thinking": False}
         assert chat.continue_final_message
+        assert chat.parse_special
 
 
 @pytest.mark.parametrize(

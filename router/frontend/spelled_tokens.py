@@ -1,0 +1,170 @@
+"""Keeps special tokens text where a caller spells them, so that no text of a chat becomes a role.
+
+A chat template writes special tokens around texts that callers send, and a tokenizer cannot tell who wrote them. So the
+callers' spellings are disguised before the template renders them: one character of each is replaced by a private-use
+character that occurs nowhere else, which leaves lengths, spaces and JSON as they are. What is then spelled in the
+rendered text are the template's own tokens. These are renamed, the disguise is taken off, and the whole text is encoded
+once, by a copy of the tokenizer that knows the special tokens by their new names only: pre-tokenization sees the very
+text, so a chat without such spellings has the same ids either way.
+
+Knows nothing of chats but that they are JSON.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+from tokenizers import Tokenizer as Backend
+
+from ...proto.errors import InvalidArgument
+
+_PRIVATE_USE: Final = range(0xE000, 0xF900)
+_RENAMED: Final = 0xF0000  # the first character of the private-use planes
+_OPEN, _CLOSE = "\U0010fffe", "\U0010ffff"  # around a new name; noncharacters
+_SOLID: Final = re.compile(r"\S")
+_FIELD: Final = "prompt.chat"
+
+
+class Spellings:
+    """Finds the tokens of a list in texts: whole ones, and at a text's ends parts that a neighbour may complete."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        found = sorted({token for token in tokens if token.strip()}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, found)) or r"(?!)")
+        self._begins = {token[:size] for token in found for size in range(1, len(token))}
+        self._ends = {token[size:] for token in found for size in range(1, len(token))}
+        self._longest = len(found[0]) if found else 0
+
+    def positions(self, text: str) -> set[int]:
+        """Returns one position in each spelling, also in overlapping ones."""
+        positions, begin = set(), 0
+        while match := self._pattern.search(text, begin):
+            positions.add(_solid(text, match.start()))
+            begin = match.start() + 1
+        end = len(text.rstrip())  # a template may trim
+        first = len(text) - len(text.lstrip())
+        for size in range(1, min(self._longest, end - first) + 1):
+            if text[end - size : end] in self._begins:
+                positions.add(_solid(text, end - size))
+            if text[first : first + size] in self._ends:
+                positions.add(first)
+        return positions
+
+
+class Disguise:
+    """Replaces a character of each spelling in the texts of one chat, and puts it back."""
+
+    def __init__(self, everything: str) -> None:
+        """`everything`: the chat as JSON, of which no character may stand for another."""
+        self._free = (chr(code) for code in _PRIVATE_USE if chr(code) not in everything)
+        self._of_character: dict[str, str] = {}
+
+    def put_on(self, value: Any, spellings: Spellings) -> Any:
+        """Returns a JSON value with all its texts and keys disguised. Raises InvalidArgument if characters run out."""
+        match value:
+            case str():
+                return self._text(value, spellings)
+            case list():
+                return [self.put_on(item, spellings) for item in value]
+            case dict():
+                return {self.put_on(key, spellings): self.put_on(item, spellings) for key, item in value.items()}
+        return value
+
+    def take_off(self, text: str) -> str:
+        """Returns the text as it was."""
+        return text.translate({ord(stand_in): character for character, stand_in in self._of_character.items()})
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether anything has been replaced."""
+        return bool(self._of_character)
+
+    def _text(self, text: str, spellings: Spellings) -> str:
+        positions = spellings.positions(text)
+        if not positions:
+            return text
+        characters = list(text)
+        for position in positions:
+            characters[position] = self._stand_in(characters[position])
+        return "".join(characters)
+
+    def _stand_in(self, character: str) -> str:
+        if character not in self._of_character:
+            stand_in = next(self._free, None)
+            if stand_in is None:
+                raise InvalidArgument("has every private-use character, beside the spelling of a special token", _FIELD)
+            self._of_character[character] = stand_in
+        return self._of_character[character]
+
+
+class LiteralEncoder:
+    """Encodes texts in which some tokens are structure and some only spelled. Immutable and thread-safe."""
+
+    def __init__(self, backend: Backend, tokens: Mapping[int, str]) -> None:
+        """`tokens`: by id, those that may only be structure."""
+        self._backend = backend
+        self._tokens = tokens
+        self._names = {token: f"{_OPEN}{chr(_RENAMED + i)}{_CLOSE}" for i, token in enumerate(tokens)}
+
+    def encode(self, rendered: str, disguise: Disguise) -> list[int]:
+        """Returns the ids of a rendered text: tokens that it spells are structure, those in disguise are text.
+
+        Raises InvalidArgument if the tokenizer has no other way to write one of them."""
+        found = self._backend.encode(rendered, add_special_tokens=False)
+        pieces, structure, end = [], [], 0
+        for token, (begin, until) in zip(found.ids, found.offsets, strict=True):
+            spelled = rendered[begin:until]
+            # Another text that a normalizer turns into a token, such as one in full-width letters, is only spelled.
+            if token in self._tokens and spelled.strip() == self._tokens[token].strip():
+                pieces += [disguise.take_off(rendered[end:begin]), spelled.replace(spelled.strip(), self._names[token])]
+                structure.append(token)
+                end = until
+        text = "".join([*pieces, disguise.take_off(rendered[end:])])
+        if text.count(_OPEN) != len(structure) or text.count(_CLOSE) != len(structure):
+            raise InvalidArgument("has a noncharacter beside the spelling of a special token", _FIELD)
+        ids = [self._ids.get(token, token) for token in self._copy.encode(text, add_special_tokens=False).ids]
+        if [token for token in ids if token in self._tokens] != structure:
+            raise InvalidArgument("spells a special token that the tokenizer cannot write as text", _FIELD)
+        return ids
+
+    @cached_property
+    def _copy(self) -> Backend:
+        """The tokenizer with other names for the tokens. Made when first needed: it takes as much memory again."""
+        tree = json.loads(self._backend.to_str())
+        tree["post_processor"] = None
+        names = {self._tokens[token]: name for token, name in self._names.items()}
+        for added in tree["added_tokens"]:
+            if added["content"] in names:
+                added |= {"content": names[added["content"]], "normalized": False, "single_word": False}
+        _rename(tree["model"], names)
+        return Backend.from_str(json.dumps(tree))
+
+    @cached_property
+    def _ids(self) -> dict[int, int]:
+        """The ids of the added tokens, by those that the copy gives them."""
+        added = {token: text.content for token, text in self._backend.get_added_tokens_decoder().items()} | self._names
+        copied = ((self._copy.token_to_id(name), token) for token, name in added.items())
+        return {copy: token for copy, token in copied if copy is not None}
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Renames tokens in a vocabulary, so that no text becomes one of them, but those that merges make."""
+    merges: Sequence[Any] = model.get("merges") or ()
+    pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges)
+    made = {part for left, right in pairs for part in (left, right, left + right) if part in names}
+    names = {old: new for old, new in names.items() if old not in made}
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): index for piece, index in vocab.items()}
+    elif isinstance(vocab, list):  # Unigram: pieces and scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+
+
+def _solid(text: str, begin: int) -> int:
+    """Returns the first position from `begin` that is no space, which a template could trim."""
+    match = _SOLID.search(text, begin)
+    return match.start() if match else begin
