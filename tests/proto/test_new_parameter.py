@@ -103,4 +103,4 @@ def test_a_parameter_is_a_row_a_field_and_the_code_that_uses_it(tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert (done.stdout, done.stderr[-2000:]) == ("found everywhere\n", "")
+    assert (done.returncode, done.stdout) == (0, "found everywhere\n"), done.stderr[-2000:]
