@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, Valid
 from pydantic_core import PydanticCustomError
 
 from ..proto.errors import InvalidArgument
+from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import default_chunk_tokens
 
@@ -71,6 +72,12 @@ class RouterConfig(BaseModel):
     host_names: HostNames = ()
     # Of pages that may use the HTTP server, such as https://chat.example.com; "*": any.
     cors_origins: CorsOrigins = ()
+    # After how long without progress a client that does not read its stream is cut.
+    stall_seconds: float = Field(default=STALL_SECONDS, ge=0.1, le=3600)
+    # Of the HTTP server; when there are too many, one without a request gives way to a new one. Clients behind a proxy
+    # have one address.
+    max_connections: int = Field(default=MAX_CONNECTIONS, ge=1, le=1_048_576)
+    max_connections_per_address: int = Field(default=MAX_CONNECTIONS_PER_ADDRESS, ge=1, le=1_048_576)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
 

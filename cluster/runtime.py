@@ -10,6 +10,7 @@ import grpc
 
 from ..proto import worker_pb2
 from ..router.api.browsers import BrowserRules
+from ..router.api.openai.connection import ConnectionBounds
 from ..router.api.servers import ApiServers
 from ..router.api.service import GenerationService
 from ..router.dispatch.dispatcher import Dispatcher
@@ -65,6 +66,11 @@ class RouterRuntime:
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
             browsers=BrowserRules(host_names=(host, *router.host_names), cors_origins=router.cors_origins),
+            bounds=ConnectionBounds(
+                stall_seconds=router.stall_seconds,
+                max_connections=router.max_connections,
+                max_per_address=router.max_connections_per_address,
+            ),
         )
         for grpc_address, http_address in _addresses(router, host, num_routers):
             try:

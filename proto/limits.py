@@ -38,3 +38,18 @@ MAX_NAME_CHARACTERS: Final = 64
 
 MAX_TEMPLATE_KWARGS_CHARACTERS: Final = 4_096
 MAX_CACHE_SALT_BYTES: Final = 64
+
+MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
+"""Of one stream, about: generated, and not taken by its client yet."""
+
+MAX_CONNECTIONS: Final = 4_096
+"""Of one HTTP server, and of one gRPC server."""
+
+MAX_CONNECTIONS_PER_ADDRESS: Final = 1_024
+"""Of one HTTP server."""
+
+MAX_HEAD_BYTES: Final = 65_536
+"""Of an HTTP request before its body."""
+
+STALL_SECONDS: Final = 30.0
+"""Without progress of a client that does not read its stream, after which it is cut, by default."""

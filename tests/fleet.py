@@ -27,15 +27,21 @@ from tandem.workers.worker import Worker
 VOCAB = 1000
 
 
-def fake_rank(num_blocks: int = 256, block_size: int = 16, context_tokens: int = 2048, **fake: object) -> Rank:
+def fake_rank(
+    num_blocks: int = 256,
+    block_size: int = 16,
+    context_tokens: int = 2048,
+    vocab_size: int = VOCAB,
+    **fake: object,
+) -> Rank:
     """A rank whose tokens are a function of all tokens before, and whose KV memory notices every misplaced byte."""
-    executor = FakeExecutor(num_blocks, block_size, vocab_size=VOCAB, **fake)  # type: ignore[arg-type]
+    executor = FakeExecutor(num_blocks, block_size, vocab_size=vocab_size, **fake)  # type: ignore[arg-type]
     return Rank(
         executor=executor,
         kv=executor.kv,
         num_blocks=num_blocks,
         block_size=block_size,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         context_tokens=context_tokens,
         eos_ids=frozenset(),
     )
@@ -153,8 +159,8 @@ class Unlimited(Admission):
     """Admits every request at once, so that workers get more than they can hold."""
 
     @asynccontextmanager
-    async def slot(self, request: TokenRequest) -> AsyncIterator[None]:
-        yield
+    async def slot(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
+        yield lambda: None
 
 
 @asynccontextmanager

@@ -17,11 +17,12 @@ from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument, TandemError
-from ...proto.limits import MAX_MESSAGE_BYTES
+from ...proto.limits import MAX_MESSAGE_BYTES, STALL_SECONDS
 from ..frontend.prepare import RequestContext
 from ..request import tenant_of
 from .audit import AuditLog, is_refusal
 from .service import GenerationService, tandem_errors_only
+from .stall import StallTimer
 
 SERVICE = "tandem.v1.Inference"
 TIMELINE_KEY = "tandem-timeline-bin"
@@ -55,11 +56,13 @@ class GrpcServer:
         reflection: bool,
         compression: grpc.Compression = grpc.Compression.NoCompression,
         audit: AuditLog | None = None,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
         size is that of the unpacked message."""
         self._service = service
         self._audit = audit or AuditLog()
+        self._stall_seconds = stall_seconds
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS, compression=compression)
         self._server.add_generic_rpc_handlers((self._handlers(),))
@@ -118,12 +121,13 @@ class GrpcServer:
                     RequestContext(arrived=arrived, deadline=deadline, tenant=_tenant(context), is_resumable=True),
                 )
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
-                async with aclosing(self._service.run(request, timeline)) as messages:
-                    async for message in messages:
-                        if len(message.prompt_logprobs) > _PROMPT_LOGPROBS_PER_MESSAGE:
+                with StallTimer(self._stall_seconds) as writes:
+                    async with aclosing(self._service.run(request, timeline)) as messages:
+                        async for message in messages:
                             for part in _split_prompt_logprobs(message):
+                                writes.begin()
                                 await context.write(part)
-                        await context.write(message)
+                                writes.end()
         except TandemError as error:
             await _abort(context, error, timeline, self._audit)
         context.set_trailing_metadata(_timeline_metadata(timeline))
@@ -182,8 +186,8 @@ def _peer_address(context: _Context) -> str:
 
 
 def _split_prompt_logprobs(message: inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
-    """Moves prompt log probabilities out of the message into messages that every client reads: the limit of gRPC's
-    clients is 4 MB."""
+    """Yields the message, after others into which most of its prompt log probabilities are moved if it has many: the
+    limit of gRPC's clients is 4 MB."""
     while len(message.prompt_logprobs) > _PROMPT_LOGPROBS_PER_MESSAGE:
         yield inference_pb2.GenerateResponse(
             request_id=message.request_id,
@@ -192,6 +196,7 @@ def _split_prompt_logprobs(message: inference_pb2.GenerateResponse) -> Iterator[
             prompt_logprobs=message.prompt_logprobs[:_PROMPT_LOGPROBS_PER_MESSAGE],
         )
         del message.prompt_logprobs[:_PROMPT_LOGPROBS_PER_MESSAGE]
+    yield message
 
 
 def _timeline_metadata(timeline: inference_pb2.Timeline) -> tuple[tuple[str, str | bytes], ...]:

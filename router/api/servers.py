@@ -7,6 +7,7 @@ import grpc
 from .audit import AuditLog
 from .browsers import BrowserRules
 from .grpc_server import GrpcServer
+from .openai.connection import ConnectionBounds
 from .openai.server import HttpServer
 from .service import GenerationService
 
@@ -30,14 +31,17 @@ class ApiServers:
         reflection: bool = False,
         compression: grpc.Compression = grpc.Compression.NoCompression,
         browsers: BrowserRules = BrowserRules(),
+        bounds: ConnectionBounds | None = None,
     ) -> "ApiServers":
         """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses,
-        `browsers` holds for HTTP.
+        `browsers` holds for HTTP, `bounds` are those of connections.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs."""
-        audit = AuditLog()
-        grpc_server = GrpcServer(service, reflection=reflection, compression=compression, audit=audit)
-        http_server = HttpServer(service, browsers, audit)
+        audit, bounds = AuditLog(), bounds or ConnectionBounds()
+        grpc_server = GrpcServer(
+            service, reflection=reflection, compression=compression, audit=audit, stall_seconds=bounds.stall_seconds
+        )
+        http_server = HttpServer(service, browsers, audit, bounds)
         bound_http = await http_server.start(http_address)
         try:
             bound_grpc = await grpc_server.start(grpc_address)

@@ -14,6 +14,7 @@ from ..scheduling.registry import WorkerRegistry
 from .execution import PARK_SECONDS, RequestExecution
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
+from .unread import Wake
 from .worker_client import WorkerClient, WorkerKey, WorkerStream
 
 _STOPPING: Final = "the service is stopping"
@@ -44,7 +45,7 @@ class Dispatcher:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full, InternalError when the
         request has cost MAX_WORKERS_LOST workers."""
-        wake, timer = asyncio.Event(), RequestTimer(request, timeline)
+        wake, timer = Wake(), RequestTimer(request, timeline)
         send = partial(self._send, wake)
         execution = RequestExecution(
             request,

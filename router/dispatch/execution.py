@@ -10,12 +10,13 @@ Knows token ids, not text. Only `run` awaits.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from ...proto.errors import InternalError, InvalidArgument, Overloaded, TandemError, Unavailable
+from ...proto.errors import Cancelled, InternalError, Overloaded, TandemError, Unavailable
 from ..deadline import before, deadline_passed
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
@@ -24,7 +25,8 @@ from ..scheduling.registry import WorkerRegistry
 from .attempt import Attempt, Cause, Interruption, Submitter
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
-from .submit import make_submit
+from .submit import make_submit, refusal, rest_of
+from .unread import Backlog, Wake
 from .worker_client import SuspendedChoice, WorkerKey
 
 logger = logging.getLogger(__name__)
@@ -42,9 +44,6 @@ AVOID_SECONDS: Final = 2.0
 """How long a request avoids a worker that failed it: by then it is gone from the registry, or has room again."""
 
 _GIVEN_UP: Final = "the request was given up after two workers were lost"
-
-_FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"}
-"""Fields of a submit by the names of the API. Every other refusal of a worker concerns the length of the prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +94,8 @@ class RequestExecution:
         self._num_attempts = 0
         self._parked: list[_Parked] = []
         self._unsubscribe: Callable[[], object] | None = None
-        self._error: TandemError | None = None
+        self._error: Exception | None = None  # for the caller
+        self._backlog = Backlog()
         self._avoided: dict[str, float] = {}  # worker ids, until when
         self._crashes: dict[int, set[WorkerKey]] = {}  # by choice, since its last token
         self._give_up: dict[int, float] = {}  # by choice that was interrupted since its last token, when
@@ -113,31 +113,53 @@ class RequestExecution:
         turn = self._quarantine.waits_until(self)
         return min([turn, *self._avoided.values(), *(each.until for each in self._parked)])
 
-    async def run(self, admission: Admission, wake: asyncio.Event) -> AsyncGenerator[TokenDelta, None]:
-        """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever something has come."""
+    async def run(self, admission: Admission, wake: Wake) -> AsyncGenerator[TokenDelta, None]:
+        """Waits for admission, then yields all deltas, see TokenSource. `wake` is set whenever something has come.
+
+        The request goes on while the caller does not take them: it ends, and gives back its slot, when its workers have
+        ended it."""
         deadline = self._request.deadline
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
             self._check_quarantine()
-            await before(deadline, scope.enter_async_context(admission.slot(self._request)))
+            release = await before(deadline, scope.enter_async_context(admission.slot(self._request)))
             scope.callback(self.end)
+            scope.callback(wake.close)
             if deadline is not None:  # one timer for a request costs less than one for each token
                 timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self.fail, deadline_passed())
                 scope.callback(timer.cancel)
             self.start()
+            wake.watch(partial(self._go_on, release))
             while True:
-                for delta in self.deltas():
-                    yield delta
-                if self.done:
-                    return
-                if self.wake_at is None:
-                    await wake.wait()
-                else:
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(wake.wait(), self.wake_at - self._clock())
-                wake.clear()
+                self._collect()
+                for delta in self._backlog.take():
+                    if delta.choice not in self._ended:
+                        yield delta
                 if self._error is not None:
                     raise self._error
+                if self.done:
+                    return
+                await wake.sleep(None if self.wake_at is None else self.wake_at - self._clock())
+
+    def _go_on(self, release: Callable[[], None]) -> None:
+        """Takes what has come in the place of a caller that does not; `release` gives back the slot."""
+        self._collect()
+        try:
+            self._backlog.check_size()
+        except Cancelled as error:
+            self._error = error
+        if self.done or self._error is not None:
+            self.end()
+            release()
+
+    def _collect(self) -> None:
+        """Moves what has come to the backlog; an error ends the request after it."""
+        try:
+            if self._error is None:
+                for delta in self.deltas():
+                    self._backlog.put(delta)
+        except Exception as error:  # a defect, too: it is the caller's, who may be away
+            self._error = error
 
     def fail(self, error: TandemError) -> None:
         """Ends `run` with an error, after what has come until now."""
@@ -190,24 +212,13 @@ class RequestExecution:
     def _start(self, choice: int | None) -> bool:
         """Starts an attempt, of one choice or, if None, of all. Returns False if no worker can take it."""
         emitted = [] if choice is None else self._emitted[choice]
-        part = self._request if choice is None else self._part(choice, emitted)
+        part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
         placement = self._registry.place(part, self._avoid(), whole=lost >= MAX_TRANSFERS_LOST)
         if placement is None:
             return False
         self._begin_attempt(part, choice or 0, len(emitted), placement)
         return True
-
-    def _part(self, choice: int, emitted: Sequence[int]) -> TokenRequest:
-        """Returns what is left of one choice after `emitted`, as a request of its own."""
-        request = self._request
-        return replace(
-            request,
-            request_id=f"{request.request_id}#{choice}",
-            prompt=(*request.prompt, *emitted),
-            max_tokens=request.max_tokens - len(emitted),
-            num_choices=1,
-        )
 
     def _begin_attempt(
         self,
@@ -266,7 +277,7 @@ class RequestExecution:
         cause, choices = interruption.cause, interruption.choices
         logger.warning("%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0])
         if cause is Cause.INVALID:
-            raise _refusal(interruption.message)
+            raise refusal(interruption.message)
         if cause.avoids_worker:
             self._avoided[interruption.worker[0]] = self._clock() + AVOID_SECONDS
         for choice in choices:
@@ -365,7 +376,7 @@ class RequestExecution:
         known = len(self._request.prompt) + len(emitted) - 1
         if suspended.failure is not None or not emitted or suspended.kv.num_tokens != known:
             return False
-        part = self._part(suspended.choice, emitted[:-1])
+        part = rest_of(self._request, suspended.choice, emitted[:-1])
         worker_id = suspended.worker[0]
         placement = self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)
         if placement is None:
@@ -386,9 +397,3 @@ class RequestExecution:
         elif not self._parked and self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
-
-
-def _refusal(message: str) -> InvalidArgument:
-    """Returns what a worker's refusal of a request means to the client."""
-    field, _, reason = message.partition(": ")
-    return InvalidArgument(reason if field in _FIELDS else message, _FIELDS.get(field, "prompt"))

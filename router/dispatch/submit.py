@@ -1,7 +1,15 @@
-"""Makes what a worker is sent for an attempt."""
+"""Makes what a worker is sent for an attempt, and reads its refusal."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 from ...proto import inference_pb2, worker_pb2
+from ...proto.errors import InvalidArgument
 from ..request import TokenRequest
+
+_FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"}
+"""Fields of a submit by the names of the API. Every other refusal of a worker concerns the length of the prompt."""
 
 
 def make_submit(
@@ -29,3 +37,20 @@ def make_submit(
         grammar=request.grammar,
         priority=request.priority,
     )
+
+
+def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> TokenRequest:
+    """Returns what is left of one choice after `emitted`, as a request of its own."""
+    return replace(
+        request,
+        request_id=f"{request.request_id}#{choice}",
+        prompt=(*request.prompt, *emitted),
+        max_tokens=request.max_tokens - len(emitted),
+        num_choices=1,
+    )
+
+
+def refusal(message: str) -> InvalidArgument:
+    """Returns what a worker's refusal of a request means to the client."""
+    field, _, reason = message.partition(": ")
+    return InvalidArgument(reason if field in _FIELDS else message, _FIELDS.get(field, "prompt"))

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,8 +77,8 @@ class Admission:
                 raise self._overloaded("the queue is full", entry)
 
     @asynccontextmanager
-    async def slot(self, request: TokenRequest) -> AsyncIterator[None]:
-        """Holds a slot while the request runs; waits for one if there is none.
+    async def slot(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
+        """Holds a slot while the request runs; waits for one if there is none. Yields what gives it back earlier.
 
         Raises InvalidArgument for more sequences than any worker runs at once, and Overloaded, with the time after
         which another try may be worth it: at once if the queue is full or the predicted wait too long, later if the
@@ -99,11 +99,10 @@ class Admission:
         else:
             self._take(request, required.kv_tokens)
         begun = self._clock()
-        try:
-            yield
-        finally:
-            self._drain.finish(required.kv_tokens, self._clock() - begun)
-            self._give_back(request)
+        with ExitStack() as scope:
+            scope.callback(self._give_back, request)
+            scope.callback(lambda: self._drain.finish(required.kv_tokens, self._clock() - begun))
+            yield scope.close
 
     async def _wait(self, entry: _Waiting) -> None:
         """Returns with a slot taken."""

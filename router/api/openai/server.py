@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -29,8 +29,10 @@ from ..audit import AuditLog, is_refusal
 from ..browsers import BrowserRules, check_json
 from ..service import GenerationService, tandem_errors_only
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .connection import ConnectionBounds, HttpConnection
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document, generation, request_body, responses
 from .parsing import parse
+from .refused_body import RefusedBody
 from .requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
 from .responses import error_response, plain_error
 from .resume import parse_resume
@@ -42,15 +44,19 @@ _VERSION = version("tandem-llm")
 _MAX_IDLE_SECONDS = 60  # a connection without a request
 _MAX_BODY_SECONDS = 60
 _THREAD_FROM_BYTES = 65_536
-_MAX_DROPPED_BYTES = 16 * MAX_MESSAGE_BYTES
 
 
 class HttpServer:
     """Serves a GenerationService over HTTP from `start` to `stop`, in the running event loop."""
 
     def __init__(
-        self, service: GenerationService, browsers: BrowserRules = BrowserRules(), audit: AuditLog | None = None
+        self,
+        service: GenerationService,
+        browsers: BrowserRules = BrowserRules(),
+        audit: AuditLog | None = None,
+        bounds: ConnectionBounds | None = None,
     ) -> None:
+        """`bounds`: of its connections; None: the default ones."""
         self._service = service
         self._serving = False
         self._started_at = int(time.time())
@@ -64,6 +70,8 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,  # X-Forwarded-For, by which a local client could give itself any address
             timeout_keep_alive=_MAX_IDLE_SECONDS,
+            http=cast(Any, partial(HttpConnection, bounds=bounds or ConnectionBounds())),
+            ws="none",
         )
         self._server = _Server(config)
 
@@ -249,6 +257,8 @@ async def _respond(request: Request, answer: Callable[[bytes, str, RequestContex
             body = await _read(request)
             check_json(request.headers)
             response = await answer(body, request_id, context)
+    except TooLarge as error:
+        response = RefusedBody(error_response(error))
     except TandemError as error:
         response = error_response(error)
     response.headers[REQUEST_ID] = request_id
@@ -266,28 +276,25 @@ def _timeout(header: str | None) -> float | None:
 
 
 async def _read(request: Request) -> bytes:
-    """Reads the body. Raises TooLarge, DeadlineExceeded, or Cancelled if the client has disconnected."""
-    body, size = bytearray(), 0
-    # A connection that is closed with bytes unread loses the response on its way, so up to 64 MiB of a body that is too
-    # large are read and dropped.
+    """Reads the body. Raises TooLarge, before anything is read if its length is announced, DeadlineExceeded, or
+    Cancelled if the client has disconnected."""
+    body, announced = bytearray(), request.headers.get("content-length", "")
+    has_room = not announced.isdecimal() or int(announced[:20]) <= MAX_MESSAGE_BYTES
     try:
         async with asyncio.timeout(_MAX_BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size <= MAX_MESSAGE_BYTES:
+            while has_room:
+                async for part in request.stream():
                     body += part
-                elif size > _MAX_DROPPED_BYTES:
-                    break
-            else:
-                if size <= MAX_MESSAGE_BYTES:
+                    has_room = len(body) <= MAX_MESSAGE_BYTES
+                    if not has_room:
+                        break
+                else:
                     return bytes(body)
     except TimeoutError:
-        pass
+        raise DeadlineExceeded(f"the body did not arrive within {_MAX_BODY_SECONDS} seconds") from None
     except ClientDisconnect:
         raise Cancelled("the client has disconnected") from None
-    if size > MAX_MESSAGE_BYTES:
-        raise TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
-    raise DeadlineExceeded(f"the body did not arrive within {_MAX_BODY_SECONDS} seconds")
+    raise TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
 
 
 async def _off_loop(body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:

@@ -117,17 +117,20 @@ class GenerationResponse(Response):
 async def _interleave(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
     """Runs the streams concurrently; yields (index of the stream, item) as they come.
 
-    Raises the first exception of a stream. Whichever way it ends, every stream is closed."""
+    Raises the first exception of a stream. Whichever way it ends, every stream is closed. As many items as there are
+    streams wait for a slow caller; then the streams wait, too."""
     if len(streams) == 1:  # without the cost of a task and a queue
         async with aclosing(streams[0]) as stream:
             async for item in stream:
                 yield 0, item
         return
     entries: asyncio.Queue[tuple[int, _T] | asyncio.Task[None]] = asyncio.Queue()
+    room = asyncio.Semaphore(len(streams))
 
     async def pump(index: int, stream: AsyncGenerator[_T, None]) -> None:
         async with aclosing(stream):
             async for item in stream:
+                await room.acquire()
                 entries.put_nowait((index, item))
 
     pumps = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
@@ -142,6 +145,7 @@ async def _interleave(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGener
                 running -= 1
             else:
                 yield entry
+                room.release()
     finally:
         for task in pumps:
             task.cancel()

@@ -105,6 +105,7 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
         def held() -> list[int]:
             counts = [
                 len(asyncio.all_tasks()),
+                len(asyncio.get_running_loop()._scheduled),  # type: ignore[attr-defined]
                 len(clients(running)),
                 sum(len(client._streams) for client in clients(running)),
             ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -186,12 +186,12 @@ class OneAtATime(Admission):
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def slot(self, request: TokenRequest) -> AsyncIterator[None]:
+    async def slot(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
         if request.tenant == "refused":
             raise Overloaded("not you", 7.0)
         self.waiting += 1
         async with self._turn:
-            yield
+            yield lambda: None
 
 
 async def test_admission_decides_when_a_request_starts() -> None:

@@ -1,0 +1,149 @@
+"""Bounds what an HTTP connection may take: time to send a request, time to read the answer, and their number.
+
+uvicorn bounds an idle connection only. What is here concerns bytes and time; the app sees whole requests.
+"""
+
+import asyncio
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ....proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_HEAD_BYTES, STALL_SECONDS
+
+_HEAD_SECONDS: Final = 10.0
+"""For the head of a request, from the begin of the connection or from its first byte."""
+
+_LEAST_PROGRESS_BYTES: Final = 4_096
+"""That a client takes of its answer in `stall_seconds`, or it is cut."""
+
+
+@dataclass(kw_only=True)
+class ConnectionBounds:
+    """Holds the bounds of a server, and its connections as far as the bounds need them."""
+
+    stall_seconds: float = STALL_SECONDS
+    head_seconds: float = _HEAD_SECONDS
+    request_seconds: float = 70.0  # for a whole request; the app answers one whose body takes a minute
+    max_connections: int = MAX_CONNECTIONS
+    max_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
+    per_address: Counter[str] = field(default_factory=Counter)
+    # Without a whole request: of all addresses (under ""), and of each; the one that has been so for longest first.
+    idle: "defaultdict[str, OrderedDict[HttpConnection, None]]" = field(
+        default_factory=lambda: defaultdict(OrderedDict)
+    )
+
+
+class HttpConnection(HttpToolsProtocol):
+    """Serves one connection. When there are too many, one without a request gives way to a new one."""
+
+    def __init__(self, *args: Any, bounds: ConnectionBounds, **kwargs: Any) -> None:
+        """Takes uvicorn's arguments, and the bounds that all connections of a server share."""
+        super().__init__(*args, **kwargs)
+        self._bounds = bounds
+        self._address = ""
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._num_unwritten = 0  # bytes, when the timer was set
+        self._has_resumed = False  # since then
+        self._head_bytes: int | None = 0  # of a head that is not complete; None elsewhere
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        bounds = self._bounds
+        self._address = self.client[0] if self.client else ""
+        bounds.per_address[self._address] += 1
+        if bounds.per_address[self._address] > bounds.max_per_address:
+            self._make_room(self._address)
+        elif len(self.connections) > bounds.max_connections:
+            self._make_room("")
+        self._set_idle(True)
+        self._time_request(bounds.head_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_idle(False)
+        self._bounds.per_address[self._address] -= 1
+        if not self._bounds.per_address[self._address]:
+            del self._bounds.per_address[self._address]
+        for timer in (self._request_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too large.")
+        # Bytes between two requests end uvicorn's timer of an idle connection.
+        if self in self._bounds.idle[""] and self._request_timer is None and self.timeout_keep_alive_task is None:
+            self._time_request(self._bounds.head_seconds)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = self._head_bytes or 0
+        self._time_request(self._bounds.head_seconds)
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        self._time_request(self._bounds.request_seconds)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._time_request(None)
+        self._set_idle(False)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._watch_writes()
+        if not self.pipeline:
+            self._set_idle(True)
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._has_resumed = True
+
+    def _set_idle(self, is_idle: bool) -> None:
+        for address in ("", self._address):
+            idle = self._bounds.idle[address]
+            idle.pop(self, None)
+            if is_idle:
+                idle[self] = None
+            elif not idle:
+                del self._bounds.idle[address]
+
+    def _make_room(self, address: str) -> None:
+        """Ends the connection of the address ("": of all) that has been idle for longest; without one, this."""
+        victim = next(iter(self._bounds.idle.get(address, ())), self)
+        victim.transport.abort()
+
+    def _time_request(self, seconds: float | None) -> None:
+        """Ends the connection after so long, unless it is called again."""
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+        self._request_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+    def _watch_writes(self) -> None:
+        """Looks from now on whether the client takes what is written, until it has taken all."""
+        if self._write_timer is None:
+            self._num_unwritten = self.transport.get_write_buffer_size()
+            self._has_resumed = False
+            self._write_timer = self.loop.call_later(self._bounds.stall_seconds, self._check_writes)
+
+    def _check_writes(self) -> None:
+        self._write_timer = None
+        num_bytes = self.transport.get_write_buffer_size()
+        if not num_bytes:
+            return
+        if not self._has_resumed and num_bytes > self._num_unwritten - _LEAST_PROGRESS_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_writes()

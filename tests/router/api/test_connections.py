@@ -1,0 +1,157 @@
+"""Connections that take what is not theirs: slow, large, idle, too many, or not read."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import grpc.aio
+import httpx
+import pytest
+
+from tandem.proto import inference_pb2, inference_pb2_grpc
+from tandem.proto.limits import MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
+from tandem.router.api.openai.connection import ConnectionBounds
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.api.http_bodies import TEXT, body
+from tandem.tests.router.api.test_unread import unread_grpc, unread_http
+from tandem.tests.router.fake_source import FakeTokenSource
+
+WAIT = 30.0
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def serving(model: ServedModel, bounds: ConnectionBounds) -> AsyncIterator[tuple[ApiServers, FakeTokenSource]]:
+    source = FakeTokenSource()
+    servers = await ApiServers.start(GenerationService([model], source), bounds=bounds)
+    await servers.set_serving(True)
+    try:
+        async with asyncio.timeout(WAIT):
+            yield servers, source
+    finally:
+        await servers.stop(0)
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Streams]:
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def drip(streams: Streams, data: bytes) -> None:
+    """Sends the same few bytes again and again, until the server ends the connection."""
+    reader, writer = streams
+    with suppress(ConnectionError):
+        while not reader.at_eof():
+            writer.write(data)
+            await writer.drain()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(65_536), 0.02)
+
+
+@pytest.mark.parametrize("api", ["http", "grpc"])
+async def test_a_stream_that_is_not_read_is_cut(model: ServedModel, api: str) -> None:
+    async with serving(model, ConnectionBounds(stall_seconds=0.3)) as (servers, source):
+        unread = unread_http(servers.http_address) if api == "http" else unread_grpc(servers.grpc_address)
+        async with unread:
+            await source.wait_running(1)
+            await source.wait_running(0)
+    assert source.cancelled == 1
+
+
+async def test_who_reads_a_cut_stream_later_learns_why(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds(stall_seconds=0.3)) as (servers, source):
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16_384)]
+        async with grpc.aio.insecure_channel(servers.grpc_address, options=options) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            stopping = inference_pb2.StoppingParams(max_tokens=200, ignore_eos=True)
+            request = inference_pb2.GenerateRequest(prompt={"text": "hi"}, n=32, logprobs=20, stopping=stopping)
+            call = stub.Generate(request)
+            await source.wait_running(1)
+            await source.wait_running(0)
+            with pytest.raises(grpc.aio.AioRpcError, match="the client has taken nothing for"):
+                _ = [message async for message in call]
+            assert await call.code() is grpc.StatusCode.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [
+        (b"", b"G"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"a"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b"a"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\r\n"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b"a"),
+    ],
+    ids=["no head", "a long head", "a body that nobody reads", "nothing after an answer", "a slow body"],
+)
+async def test_a_connection_that_sends_a_byte_now_and_then_is_ended(
+    model: ServedModel, first: bytes, more: bytes
+) -> None:
+    bounds = ConnectionBounds(head_seconds=0.3, request_seconds=0.3)
+    async with serving(model, bounds) as (servers, _), connected(servers.http_address) as streams:
+        streams[1].write(first)
+        await drip(streams, more)
+    assert not bounds.per_address
+    assert not bounds.idle
+
+
+async def test_a_head_without_end_is_refused(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds()) as (servers, _), connected(servers.http_address) as streams:
+        streams[1].write(b"GET /health HTTP/1.1\r\nA: ")
+        with suppress(ConnectionError):
+            for _ in range(MAX_HEAD_BYTES // 1_024 + 1):
+                streams[1].write(b"a" * 1_024)
+                await streams[1].drain()
+        assert (await streams[0].readline()).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("bounds", [ConnectionBounds(max_connections=8), ConnectionBounds(max_per_address=8)])
+async def test_slow_connections_give_way_to_a_good_client(model: ServedModel, bounds: ConnectionBounds) -> None:
+    async with serving(model, bounds) as (servers, _), AsyncExitStack() as scope:
+        for _ in range(8):
+            for _ in range(8):
+                _, writer = await scope.enter_async_context(connected(servers.http_address))
+                writer.write(b"GET /health HTT")
+            async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http:
+                assert (await http.post(TEXT, json=body(TEXT))).status_code == 200
+            assert bounds.per_address.total() <= 9
+
+
+async def test_connections_that_come_and_go_leave_nothing(model: ServedModel) -> None:
+    bounds = ConnectionBounds()
+    async with serving(model, bounds) as (servers, _):
+        for _ in range(500):
+            async with connected(servers.http_address):
+                pass
+        while bounds.per_address or bounds.idle:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_running_answer_does_not_give_way(model: ServedModel) -> None:
+    bounds = ConnectionBounds(max_connections=2)
+    async with serving(model, bounds) as (servers, source), AsyncExitStack() as scope:
+        source.stall_after = 1
+        streams = [await scope.enter_async_context(connected(servers.http_address)) for _ in range(2)]
+        text = b'{"prompt": "hi", "stream": true}'
+        for _, writer in streams:
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        await source.wait_running(2)
+        reader, _ = await scope.enter_async_context(connected(servers.http_address))
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        assert source.running == 2
+
+
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds()) as (servers, _), connected(servers.http_address) as (reader, writer):
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_MESSAGE_BYTES + 1}\r\n\r\n"
+        writer.write(head.encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
