@@ -4,10 +4,11 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 BIN := .venv/bin
+PRODUCT := proto router workers cluster __init__.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo quick test soak matrix check breaking format proto clean
+.PHONY: help venv demo quick test soak matrix check audit breaking format proto clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -30,13 +31,17 @@ soak: .venv/.installed  ## run the long soaks alone
 matrix: .venv/.installed  ## run the whole fault matrix alone, of which `make test` runs each pair of factors
 	$(BIN)/pytest -m matrix
 
-check: .venv/.installed  ## lint, format, types, architecture, generated code, protobuf style
+check: .venv/.installed  ## lint, format, types, security rules, architecture, generated code, protobuf style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.venv/typing $(BIN)/mypy -p tandem
-	$(BIN)/pytest -q tests/test_architecture.py tests/test_names.py
+	$(BIN)/bandit -q -r -c pyproject.toml $(PRODUCT)
+	$(BIN)/pytest -q tests/test_architecture.py tests/test_names.py tests/test_security_rules.py
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/buf lint
+
+audit: .venv/.installed  ## look up each pinned version in PyPI's list of known vulnerabilities, which needs PyPI itself
+	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 breaking: .venv/.installed  ## that the .proto files still fit those of the branch BASE (main)
 	$(BIN)/buf breaking --against '.git#ref=$(or $(BASE),main)'

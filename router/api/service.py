@@ -9,6 +9,8 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from typing import Final
 
 from ...proto import inference_pb2, limits
@@ -31,13 +33,15 @@ _TYPICAL_TOKENS: Final = 256
 
 @contextmanager
 def tandem_errors_only() -> Iterator[None]:
-    """Turns an exception that is no TandemError, a defect, into InternalError with a fixed text; logs it."""
+    """Turns an exception that is no TandemError, a defect, into InternalError with a fixed text; logs where it was
+    raised, without its own text, which may hold a prompt or a key."""
     try:
         yield
     except TandemError:
         raise
     except Exception as error:
-        _log.exception("a request failed by a defect of the service")
+        places = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in extract_tb(error.__traceback__)]
+        _log.error("a request failed by a defect of the service: %s at %s", type(error).__name__, " > ".join(places))
         raise InternalError("the service failed at this request") from error
 
 

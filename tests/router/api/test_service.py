@@ -259,4 +259,6 @@ def test_a_defect_becomes_an_internal_error_with_a_fixed_text(caplog: pytest.Log
     with pytest.raises(InternalError) as caught, tandem_errors_only():
         raise KeyError("/secret/path")
     assert "secret" not in caught.value.message
-    assert "/secret/path" in caplog.text
+    assert "KeyError at service.py" in caplog.text
+    assert "test_service.py" in caplog.text
+    assert "secret" not in caplog.text
