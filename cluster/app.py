@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse
 
 from ..proto import worker_pb2
 from ..proto.errors import PermissionDenied, Unavailable
+from ..proto.identity import PeerIdentity
 from ..router.api.browsers import BrowserRules
 from ..workers.engine.config import Budgets
 from ..workers.tp.rank import RankConfig
@@ -96,11 +97,13 @@ class WorkerPool(Replica):
 
     _worker: Worker | None = None  # until the start has succeeded
 
-    async def __init__(self, config: TandemConfig, folder: str, role: PoolRole, ranks_per_node: int) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: TandemConfig, folder: str, role: PoolRole, ranks_per_node: int, identity: PeerIdentity
+    ) -> None:
         super().__init__(config, role)
         pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
-        worker_config = _worker_config(config, role, folder, threads())
+        worker_config = _worker_config(config, role, folder, threads(), identity)
         self._ranks = start_ranks(
             worker_config.rank,
             pool.tp,
@@ -144,16 +147,25 @@ class Router(Replica):
     """Runs one router, and answers the status page behind Serve's HTTP proxy."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: TandemConfig, folder: str, replicas: int, resume_key: bytes, *pools: object
+        self,
+        config: TandemConfig,
+        folder: str,
+        replicas: int,
+        identity: PeerIdentity,
+        resume_key: bytes,
+        *pools: object,
     ) -> None:
         from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
 
         super().__init__(config, "router")
+        self._identity = identity
         self._workers: list[worker_pb2.WorkerInfo] = []
         self._routers: tuple[RouterInfo, ...] = ()
         self._changed = asyncio.Condition()
         host = node_host(config.host)
-        runtime = await RouterRuntime.start(config, Path(folder), host, resume_key=resume_key, num_routers=replicas)
+        runtime = await RouterRuntime.start(
+            config, Path(folder), host, identity=identity, resume_key=resume_key, num_routers=replicas
+        )
         self._run(runtime.stop, self._watch(runtime))
 
     async def __call__(self, request: Request) -> JSONResponse:
@@ -176,7 +188,7 @@ class Router(Replica):
             "routers": [
                 {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address} for each in self._routers
             ],
-            "workers": await describe_workers(self._workers),
+            "workers": await describe_workers(self._workers, self._identity),
         }
 
     async def wait_for_members(
@@ -218,19 +230,23 @@ class Router(Replica):
 
 
 def build_app(
-    config: TandemConfig, folder: str, nodes: Sequence[Mapping[str, float]], num_routers: int
+    config: TandemConfig,
+    folder: str,
+    nodes: Sequence[Mapping[str, float]],
+    num_routers: int,
+    identity: PeerIdentity,
 ) -> serve.Application:
     """Returns the application that serves the model in `folder`, which every node must have at that path.
 
     `nodes`: the resources that each node of the cluster offers. Workers without a thread count of their own share the
     cores of their nodes."""
-    pools = [_bind_pool(role, config, folder, nodes) for role, pool in config.pools.items() if pool.replicas]
+    pools = [_bind_pool(role, config, folder, nodes, identity) for role, pool in config.pools.items() if pool.replicas]
     environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     options = _options(config, num_routers, config.router.num_cpus, config.router.resources, environment)
     if config.router.replicas is None and num_routers > 1:
         options["max_replicas_per_node"] = 1
     router: Any = serve.deployment(Router, **options)
-    return cast(serve.Application, router.bind(config, folder, num_routers, secrets.token_bytes(32), *pools))
+    return cast(serve.Application, router.bind(config, folder, num_routers, identity, secrets.token_bytes(32), *pools))
 
 
 def count_routers(config: TandemConfig, nodes: Sequence[Mapping[str, float]]) -> int:
@@ -239,7 +255,11 @@ def count_routers(config: TandemConfig, nodes: Sequence[Mapping[str, float]]) ->
 
 
 def _bind_pool(
-    role: PoolRole, config: TandemConfig, folder: str, nodes: Sequence[Mapping[str, float]]
+    role: PoolRole,
+    config: TandemConfig,
+    folder: str,
+    nodes: Sequence[Mapping[str, float]],
+    identity: PeerIdentity,
 ) -> serve.Application:
     pool = config.pools[role]
     options = _options(config, pool.replicas, pool.num_cpus, pool.resources, _environment(pool))
@@ -251,13 +271,16 @@ def _bind_pool(
         options["placement_group_bundles"] = [bundle] * pool.tp
         options["placement_group_strategy"] = pool.placement
     deployment: Any = serve.deployment(WorkerPool, name=f"{role.title()}Pool", **options)
-    return cast(serve.Application, deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes)))
+    return cast(serve.Application, deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity))
 
 
-def _worker_config(config: TandemConfig, role: PoolRole, folder: str, num_threads: int) -> WorkerConfig:
+def _worker_config(
+    config: TandemConfig, role: PoolRole, folder: str, num_threads: int, identity: PeerIdentity
+) -> WorkerConfig:
     pool = config.pools[role]
     rank = RankConfig(
         model=folder,
+        identity=identity,
         dtype=config.dtype,
         device=config.device,
         batch_invariant=config.numerics == "exact",

@@ -23,10 +23,12 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
 from ..proto.errors import TandemError, Unavailable
+from ..proto.identity import PeerIdentity
 from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app, count_routers
 from .config import TandemConfig
 from .directory import close_directory
+from .identity_file import kept_identity
 
 log = logging.getLogger(__name__)
 
@@ -88,16 +90,18 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
         with _in_one_line("Ray Serve"):
             status_url = _start_serve(config, local=local)
+        identity = PeerIdentity.generate()
         try:
             with _in_one_line("the service"):
-                grpc_addresses, http_addresses = _deploy(config, folder)
-            yield Service(
-                config=config,
-                grpc_addresses=grpc_addresses,
-                http_addresses=http_addresses,
-                status_url=status_url,
-                ray_processes=ray_processes,
-            )
+                grpc_addresses, http_addresses = _deploy(config, folder, identity)
+            with kept_identity(identity, status_url):
+                yield Service(
+                    config=config,
+                    grpc_addresses=grpc_addresses,
+                    http_addresses=http_addresses,
+                    status_url=status_url,
+                    ray_processes=ray_processes,
+                )
         finally:
             in_order = _stop_service(config)
             if not in_order and not any(map(_has_ended, ray_processes)):
@@ -225,13 +229,13 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     return f"http://{host}:{port}/{config.name}"
 
 
-def _deploy(config: TandemConfig, folder: str) -> tuple[list[str], list[str]]:
+def _deploy(config: TandemConfig, folder: str, identity: PeerIdentity) -> tuple[list[str], list[str]]:
     """Deploys and waits until every router answers; returns their gRPC and HTTP addresses."""
     deadline = time.monotonic() + config.start_seconds
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes = [resources for resources in alive if resources.get("CPU")]
     num_routers = count_routers(config, nodes)
-    app = build_app(config, folder, nodes, num_routers)
+    app = build_app(config, folder, nodes, num_routers, identity)
     target = serve.RunTarget(target=app, name=config.name, route_prefix=f"/{config.name}")
     (router,) = serve.run_many([target], wait_for_applications_running=False)
     grpc_addresses, http_addresses = _wait(config, router, num_routers, deadline)

@@ -9,6 +9,7 @@ from typing import Final, Self
 import grpc
 
 from ..proto import worker_pb2
+from ..proto.identity import PeerIdentity
 from ..router.api.browsers import BrowserRules
 from ..router.api.openai.connection import ConnectionBounds
 from ..router.api.servers import ApiServers
@@ -38,7 +39,14 @@ class RouterRuntime:
 
     @classmethod
     async def start(
-        cls, config: TandemConfig, folder: Path, host: str, *, resume_key: bytes, num_routers: int = 1
+        cls,
+        config: TandemConfig,
+        folder: Path,
+        host: str,
+        *,
+        identity: PeerIdentity,
+        resume_key: bytes,
+        num_routers: int = 1,
     ) -> Self:
         """Binds both API servers on `host`; their health is NOT_SERVING until there is a decode worker.
 
@@ -53,7 +61,7 @@ class RouterRuntime:
             max_queued_requests=router.max_queued_requests,
             max_queue_seconds=router.max_queue_seconds,
         )
-        dispatcher = Dispatcher(registry, admission, park_seconds=router.park_seconds)
+        dispatcher = Dispatcher(registry, admission, identity=identity, park_seconds=router.park_seconds)
         longest = read_context_tokens(folder)
         model = ServedModel(
             name=config.served_name,

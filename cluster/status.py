@@ -8,23 +8,24 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from ..proto import worker_pb2, worker_pb2_grpc
-from ..proto.channel import peer_channel
+from ..proto.channel import PeerChannel
+from ..proto.identity import PeerIdentity
 
 STATUS_SECONDS: Final = 1.0
 
 
-async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo]) -> list[dict[str, Any]]:
+async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo], identity: PeerIdentity) -> list[dict[str, Any]]:
     """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and WorkerInfo by their names,
     `id`, `role`, `state` (ready, draining, or silent for one that does not answer within a second), and `transports` by
     the endpoint of each rank from which it has pulled KV cache."""
     ordered = sorted(workers, key=lambda worker: worker.worker_id)
-    return list(await asyncio.gather(*(_describe(worker) for worker in ordered)))
+    return list(await asyncio.gather(*(_describe(worker, identity) for worker in ordered)))
 
 
-async def _describe(worker: worker_pb2.WorkerInfo) -> dict[str, Any]:
+async def _describe(worker: worker_pb2.WorkerInfo, identity: PeerIdentity) -> dict[str, Any]:
     status = worker_pb2.GetStatusResponse(info=worker)
     state = "silent"
-    async with peer_channel(worker.address) as channel:
+    async with PeerChannel(worker.address, identity) as channel:
         try:
             stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)

@@ -1,8 +1,17 @@
-"""How Tandem's processes hold gRPC connections to each other."""
+"""How Tandem's processes hold gRPC connections to each other, and refuse those of anybody else.
 
-from typing import Final
+A call costs each side two hashes of some bytes, a message of a stream nothing (`python -m tandem.proto.identity` tells
+how much that is).
+"""
 
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Generic, Self, TypeAlias, TypeVar
+
+import grpc
 import grpc.aio
+
+from .identity import PeerIdentity
 
 SILENCE_SECONDS: Final = 2.5
 """After so long without a word a worker is taken for frozen or cut off: its streams then go on within three seconds."""
@@ -26,16 +35,145 @@ PEER_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
 )
 
+PROOF_SECONDS: Final = 10.0
+"""How long a peer may take to prove itself; one whose process stands still is noticed earlier, by its silence."""
 
-def peer_channel(address: str, silence_seconds: float = SILENCE_SECONDS) -> grpc.aio.Channel:
-    """A channel to a worker at HOST:PORT; the caller closes it. A peer that is frozen or cut off is noticed after at
-    most so long; a dead one at once, by its socket."""
-    return grpc.aio.insecure_channel(address, options=PEER_OPTIONS + _keepalive(silence_seconds))
+_PROOF: Final = "tandem-proof-bin"  # metadata of a call, and of its answer
+_NOT_OURS: Final = "not a peer of this service"
+
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # grpc knows no types when it runs
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 
-def patient_channel(address: str) -> grpc.aio.Channel:
-    """A channel like `peer_channel`, to a peer whose silence is noticed by the streams themselves."""
-    return peer_channel(address, _PATIENT_SECONDS)
+class PeerChannel:
+    """A channel to the process of this service at HOST:PORT, for stubs; who has made it closes it.
+
+    Proves with every call that this process is of the service. What another one answers is never seen: the call raises
+    an AioRpcError UNAUTHENTICATED."""
+
+    def __init__(self, address: str, identity: PeerIdentity, silence_seconds: float = SILENCE_SECONDS) -> None:
+        """A peer that is frozen or cut off is noticed after at most so long; a dead one at once, by its socket."""
+        self._address = address
+        self._identity = identity
+        self._channel = grpc.aio.insecure_channel(address, options=PEER_OPTIONS + _keepalive(silence_seconds))
+
+    async def close(self) -> None:
+        """Ends all calls. Idempotent."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Callable[[Request], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Response] | None = None,
+        **_: object,
+    ) -> "Callable[..., PeerStream[Request, Response]]":
+        """Returns what opens streams of a method, as stubs expect it."""
+        opens = self._channel.stream_stream(method, request_serializer, response_deserializer)
+
+        def call(requests: AsyncIterable[Request] | None = None) -> PeerStream[Request, Response]:
+            proof = self._identity.make_proof(method, self._address)
+            return PeerStream(opens, requests, proof, self._identity)
+
+        return call
+
+    def unary_unary(
+        self,
+        method: str,
+        request_serializer: Callable[[Request], bytes] | None = None,
+        response_deserializer: Callable[[bytes], Response] | None = None,
+        **_: object,
+    ) -> Callable[..., Awaitable[Response]]:
+        """Returns what calls a method, as stubs expect it."""
+        calls = self._channel.unary_unary(method, request_serializer, response_deserializer)
+
+        async def call(request: Request, timeout: float | None = None) -> Response:
+            proof = self._identity.make_proof(method, self._address)
+            made = calls(request, timeout=timeout, metadata=grpc.aio.Metadata((_PROOF, proof)))
+            response = await made
+            if not _is_answered(await made.initial_metadata(), proof, self._identity):
+                raise _not_ours()
+            return response
+
+        return call
+
+
+class PeerStream(Generic[Request, Response]):
+    """One call with streams both ways, as grpc.aio has it, but that it sends nothing and returns nothing before the
+    peer has proved itself. From then on it adds nothing to a message."""
+
+    def __init__(
+        self,
+        opens: "grpc.aio.StreamStreamMultiCallable[Request, Response]",
+        requests: AsyncIterable[Request] | None,
+        proof: bytes,
+        identity: PeerIdentity,
+    ) -> None:
+        """See `PeerChannel.stream_stream`."""
+        self.read: Callable[[], Awaitable[Response | object]] = self._read_first
+        self.write: Callable[[Request], Awaitable[None]] = self._write_first
+        sent = None if requests is None else self._send_later(requests)
+        self._call = opens(sent, metadata=grpc.aio.Metadata((_PROOF, proof)))
+        self._proof, self._identity = proof, identity
+        self._proved = asyncio.ensure_future(self._prove())
+        self._proved.add_done_callback(lambda proved: proved.cancelled() or proved.exception())
+
+    async def done_writing(self) -> None:
+        """Tells the peer that nothing more will be written. Idempotent."""
+        await self._call.done_writing()
+
+    async def code(self) -> grpc.StatusCode:
+        """Returns how the call has ended, as soon as it has."""
+        return await self._call.code()
+
+    async def details(self) -> str:
+        """Returns the text with which the call has ended, as soon as it has."""
+        return await self._call.details()
+
+    def cancel(self) -> None:
+        """Ends the call. Idempotent."""
+        self._call.cancel()
+
+    async def _prove(self) -> None:
+        """Raises AioRpcError unless the peer proves to be of this service."""
+        try:
+            async with asyncio.timeout(PROOF_SECONDS):
+                if not _is_answered(await self._call.initial_metadata(), self._proof, self._identity):
+                    await self._call.read()  # raises what has ended the call, if it has failed
+                    raise _not_ours()
+        except TimeoutError as error:
+            raise _not_ours() from error
+        except BaseException:
+            self._call.cancel()
+            raise
+        self.read, self.write = self._call.read, self._call.write
+
+    async def _read_first(self) -> Response | object:
+        await asyncio.shield(self._proved)
+        return await self._call.read()
+
+    async def _write_first(self, request: Request) -> None:
+        await asyncio.shield(self._proved)
+        await self._call.write(request)
+
+    async def _send_later(self, requests: AsyncIterable[Request]) -> AsyncIterator[Request]:
+        await asyncio.wait([self._proved])
+        if not self._proved.cancelled() and not self._proved.exception():  # else whoever reads is told
+            async for request in requests:
+                yield request
+
+
+def patient_channel(address: str, identity: PeerIdentity) -> PeerChannel:
+    """Returns a channel to a peer whose silence is noticed by the streams themselves."""
+    return PeerChannel(address, identity, _PATIENT_SECONDS)
 
 
 def is_silence(error: grpc.aio.AioRpcError) -> bool:
@@ -43,9 +181,92 @@ def is_silence(error: grpc.aio.AioRpcError) -> bool:
     return "ping timeout" in (error.details() or "")
 
 
-def peer_server() -> grpc.aio.Server:
-    """A server for routers and workers; the caller adds services and a port, starts and stops it."""
-    return grpc.aio.server(options=PEER_OPTIONS + _keepalive(_PATIENT_SECONDS))
+class PeerServer:
+    """A server for other processes of the service, and for no one else: whoever does not prove that it is one of them
+    gets UNAUTHENTICATED before a byte of a message is read. The owner adds services and a port, starts and stops it."""
+
+    def __init__(self, identity: PeerIdentity) -> None:
+        self._guard = _Guard(identity)
+        self._server = grpc.aio.server(options=PEER_OPTIONS + _keepalive(_PATIENT_SECONDS), interceptors=(self._guard,))
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Adds services, as generated code does."""
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, _Handler]) -> None:
+        """Adds the methods of a service, as generated code does."""
+        self._server.add_registered_method_handlers(service, handlers)
+
+    def bind(self, host: str, port: int) -> str:
+        """Gives the server its one interface and port, 0 for a free one; returns HOST:PORT, where callers must call it.
+        Raises OSError if it is taken."""
+        try:
+            address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
+        except RuntimeError as error:
+            raise OSError(f"cannot bind {host}:{port}") from error
+        self.answer_to(address)
+        return address
+
+    def answer_to(self, address: str) -> None:
+        """Takes calls that were meant for this HOST:PORT, too: of a proxy that forwards them here."""
+        self._guard.targets.append(address)
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        await self._server.start()
+
+    async def stop(self, grace: float) -> None:
+        """Ends all calls, after `grace` seconds at most."""
+        await self._server.stop(grace)
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+    """Lets in who proves to be of the service, and answers with a proof."""
+
+    def __init__(self, identity: PeerIdentity) -> None:
+        self.targets: list[str] = []
+        self._identity = identity
+
+    async def intercept_service(
+        self, continuation: Any, handler_call_details: grpc.HandlerCallDetails
+    ) -> "_Handler | None":
+        proof = next((value for key, value in handler_call_details.invocation_metadata if key == _PROOF), b"")
+        if not isinstance(proof, bytes):
+            return _REFUSE
+        if not self._identity.accepts(proof, handler_call_details.method, self.targets):
+            return _REFUSE
+        handler: _Handler | None = await continuation(handler_call_details)
+        return handler and _answering(handler, ((_PROOF, self._identity.answer(proof)),))
+
+
+async def _refuse(requests: object, context: _Context) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, _NOT_OURS)
+
+
+# Of a stream nothing is read before it is asked for.
+_REFUSE: "Final[_Handler]" = grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+def _answering(handler: _Handler, answer: tuple[tuple[str, bytes]]) -> _Handler:
+    """Returns a handler, a coroutine function, that sends the metadata first."""
+    behave: Any = handler.stream_stream or handler.unary_unary
+    make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_unary_rpc_method_handler
+
+    async def answer_first(request: Any, context: _Context) -> Any:
+        await context.send_initial_metadata(answer)
+        return await behave(request, context)
+
+    return make(answer_first, handler.request_deserializer, handler.response_serializer)
+
+
+def _is_answered(metadata: "grpc.aio.Metadata | None", proof: bytes, identity: PeerIdentity) -> bool:
+    answer = metadata.get(_PROOF) if metadata else None
+    return isinstance(answer, bytes) and identity.is_answer(answer, proof)
+
+
+def _not_ours() -> grpc.aio.AioRpcError:
+    none = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAUTHENTICATED, none, none, _NOT_OURS)
 
 
 def _keepalive(seconds: float) -> tuple[tuple[str, int], ...]:
@@ -56,11 +277,3 @@ def _keepalive(seconds: float) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", timeout),
         ("grpc.http2.ping_timeout_ms", timeout),  # in place of the other, which has no effect while this is a minute
     )
-
-
-def bind(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Gives a server its one interface and port, 0 for a free one; returns HOST:PORT. Raises OSError if it is taken."""
-    try:
-        return f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
-    except RuntimeError as error:
-        raise OSError(f"cannot bind {host}:{port}") from error

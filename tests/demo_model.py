@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.cluster.store.store import get_model
+from tandem.tests.peers import IDENTITY
 from tandem.workers.tp.rank import Rank, RankConfig, load_rank
 
 NAME = "smollm2-135m-instruct"
@@ -41,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def rank(**config: Any) -> Rank:
     """Returns a loaded rank in float32, with fields of RankConfig as given. Threads are the process's: give each of two
     workers one of two cores."""
-    return load_rank(RankConfig(**({"model": str(folder()), "dtype": "float32"} | config)))
+    return load_rank(RankConfig(model=str(folder()), identity=IDENTITY, **({"dtype": "float32"} | config)))
 
 
 def prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.proto.channel import peer_channel
+from tandem.proto.channel import PeerChannel
 from tandem.proto.worker_pb2_grpc import WorkerStub
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.peers import IDENTITY, peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.tp.rank import Rank
@@ -96,7 +95,7 @@ class Fleet:
             await asyncio.sleep(0.01)
 
 
-def worker_stub(channel: grpc.aio.Channel) -> WorkerStub:
+def worker_stub(channel: PeerChannel) -> WorkerStub:
     """A client of one worker."""
     return WorkerStub(channel)  # type: ignore[no-untyped-call]
 
@@ -167,7 +166,7 @@ class Unlimited(Admission):
 async def _running(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
     registry = WorkerRegistry()
     registry.update(worker.info() for worker in workers)
-    running = Fleet(list(workers), registry, Dispatcher(registry, Unlimited(registry)), list(ranks))
+    running = Fleet(list(workers), registry, Dispatcher(registry, Unlimited(registry), identity=IDENTITY), list(ranks))
     try:
         yield running
         await running.check_idle()

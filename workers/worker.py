@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
-from ..proto.channel import bind, peer_server
+from ..proto.channel import PeerServer
 from .engine.block_pool import BlockState
 from .engine.config import Budgets
 from .engine.engine import Engine
@@ -82,7 +82,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             on_release=lambda sequence_id: self._requests.release(sequence_id),
             frame_hook=frame_hook,
         )
-        self._endpoint = KvEndpoint(sender)
+        self._endpoint = KvEndpoint(sender, config.rank.identity)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
         self._requests = RequestManager(
             thread=self._thread,
@@ -100,7 +100,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
         self._last_load = worker_pb2.WorkerLoad()
         self._failure: BaseException | None = None
-        self._server = peer_server()
+        self._server = PeerServer(config.rank.identity)
 
     @classmethod
     async def start(
@@ -138,7 +138,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         worker = cls(rank, config, coordinator, worker_id=worker_id, role=role, frame_hook=frame_hook)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
         worker._endpoint.serve_on(worker._server)
-        worker.address = bind(worker._server, config.rank.host, config.rank.port)
+        worker.address = worker._server.bind(config.rank.host, config.rank.port)
         await worker._server.start()
         worker._thread.start(worker._requests.deliver)
         coordinator.lost.add_done_callback(lambda lost: worker._fail(lost.result()))

@@ -18,7 +18,8 @@ import psutil
 import typer
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import peer_channel
+from ...proto.channel import PeerChannel
+from ...proto.identity import PeerIdentity
 from ...router.api.servers import ApiServers
 from ...router.api.service import GenerationService
 from ...router.dispatch.dispatcher import Dispatcher
@@ -59,7 +60,11 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the router: tokens/s and CPU time of a token, over gRPC and HTTP."""
-    with _child("serve-worker", str(step_ms)) as worker, _child("serve-router", worker[1]) as router:
+    identity = PeerIdentity.generate()
+    with (
+        _child(identity, "serve-worker", str(step_ms)) as worker,
+        _child(identity, "serve-router", worker[1]) as router,
+    ):
         costs = [
             max(
                 (asyncio.run(_measure(api, router, worker, number, tokens)) for _ in range(rounds)),
@@ -81,13 +86,13 @@ def main(
 
 @app.command(hidden=True)
 def serve_worker(step_ms: float) -> None:
-    """Runs the worker: prints its address, ends with its stdin."""
+    """Runs the worker: reads its identity from stdin, prints its address, ends with its stdin."""
     asyncio.run(_serve_worker(step_ms / 1e3))
 
 
 @app.command(hidden=True)
 def serve_router(worker: str) -> None:
-    """Runs the router: prints its gRPC and HTTP addresses, ends with its stdin."""
+    """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with its stdin."""
     asyncio.run(_serve_router(worker))
 
 
@@ -96,11 +101,12 @@ ChildProcess = tuple[psutil.Process, str]
 
 
 @contextmanager
-def _child(*command: str) -> Iterator[ChildProcess]:
+def _child(identity: PeerIdentity, *command: str) -> Iterator[ChildProcess]:
     arguments = [sys.executable, "-m", __spec__.name, *command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
+        print(identity.to_text(), file=process.stdin, flush=True)
         try:
             yield psutil.Process(process.pid), process.stdout.readline().strip()
         finally:
@@ -109,6 +115,7 @@ def _child(*command: str) -> Iterator[ChildProcess]:
 
 
 async def _serve_worker(step_seconds: float) -> None:
+    identity = PeerIdentity.from_text(sys.stdin.readline())
     executor = NullExecutor(vocab_size=_VOCAB_SIZE, step_seconds=step_seconds)
     rank = Rank(
         executor=executor,
@@ -120,19 +127,20 @@ async def _serve_worker(step_seconds: float) -> None:
         eos_ids=frozenset(),
     )
     budgets = Budgets(max_sequences=_MAX_STREAMS, max_waiting=_MAX_STREAMS)
-    config = WorkerConfig(rank=RankConfig(model="", transports=()), budgets=budgets)
+    config = WorkerConfig(rank=RankConfig(model="", identity=identity, transports=()), budgets=budgets)
     worker = await Worker.serve(rank, config, worker_id="null", role="decode")
     await _until_stdin_ends(worker.address)
     await worker.stop()
 
 
 async def _serve_router(worker: str) -> None:
-    async with peer_channel(worker) as channel:
+    identity = PeerIdentity.from_text(sys.stdin.readline())
+    async with PeerChannel(worker, identity) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_START_SECONDS)
     registry = WorkerRegistry()
     registry.update([status.info])
-    dispatcher = Dispatcher(registry)
+    dispatcher = Dispatcher(registry, identity=identity)
     model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
     server = await ApiServers.start(GenerationService([model], dispatcher))
     await server.set_serving(True)

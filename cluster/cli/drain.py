@@ -1,14 +1,17 @@
 """`tandem drain`: takes workers out of service."""
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Any
 
 import grpc.aio
 import typer
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import peer_channel
+from ...proto.channel import PeerChannel
 from ...proto.errors import NotFound, Unavailable
+from ...proto.identity import PeerIdentity
+from ..identity_file import read_identity
 from .client import DEFAULT_STATUS_URL, STATUS_SECONDS, fetch_status
 
 
@@ -16,6 +19,9 @@ def drain(
     target: Annotated[str, typer.Argument(help="A worker's id, a host for all workers with its address, or all.")],
     url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the requests of the workers.")] = 30.0,
+    identity: Annotated[
+        Path | None, typer.Option(help="The service's identity; by default, where `tandem serve` has left it.")
+    ] = None,
 ) -> None:
     """Have workers refuse new requests, and wait until they have none.
 
@@ -24,7 +30,7 @@ def drain(
     workers = [worker for worker in fetch_status(url)["workers"] if target in _names(worker)]
     if not workers:
         raise NotFound(f"no worker is {target}")
-    counts = asyncio.run(_drain_all([worker["address"] for worker in workers], timeout))
+    counts = asyncio.run(_drain_all([worker["address"] for worker in workers], timeout, read_identity(url, identity)))
     for worker, count in zip(workers, counts, strict=True):
         typer.echo(f"{worker['id']}: {'no answer' if count is None else f'{count} requests left'}")
     if any(count != 0 for count in counts):
@@ -35,13 +41,13 @@ def _names(worker: dict[str, Any]) -> tuple[str, ...]:
     return worker["id"], worker["address"].rpartition(":")[0], "all"
 
 
-async def _drain_all(addresses: list[str], timeout: float) -> list[int | None]:
+async def _drain_all(addresses: list[str], timeout: float, identity: PeerIdentity) -> list[int | None]:
     """Returns how many requests each worker has left; None for one that does not answer."""
-    return await asyncio.gather(*(_drain(address, timeout) for address in addresses))
+    return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
 
 
-async def _drain(address: str, timeout: float) -> int | None:
-    async with peer_channel(address) as channel:
+async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | None:
+    async with PeerChannel(address, identity) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         try:
             request = worker_pb2.DrainRequest(timeout_seconds=timeout)

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import Unavailable
+from ...proto.identity import PeerIdentity
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
@@ -28,12 +29,18 @@ class Dispatcher:
     """
 
     def __init__(
-        self, registry: WorkerRegistry, admission: Admission | None = None, *, park_seconds: float = PARK_SECONDS
+        self,
+        registry: WorkerRegistry,
+        admission: Admission | None = None,
+        *,
+        identity: PeerIdentity,
+        park_seconds: float = PARK_SECONDS,
     ) -> None:
         """`admission` decides when a request may start; None: one with the default bounds. An interrupted request waits
         `park_seconds` for a worker that can take it."""
         self._registry = registry
         self._admission = admission or Admission(registry)
+        self._identity = identity
         self._park_seconds = park_seconds
         self._quarantine = Quarantine()
         self._running: WeakSet[RequestExecution] = WeakSet()
@@ -89,6 +96,7 @@ class Dispatcher:
             client = self._clients[key] = WorkerClient(
                 key,
                 info.address,
+                self._identity,
                 on_message=partial(self._registry.report, *key),
                 on_break=partial(self._registry.session_lost, *key),
                 can_move=partial(self._registry.has_other, worker_id),

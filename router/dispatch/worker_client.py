@@ -9,7 +9,8 @@ import grpc
 import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import is_silence, peer_channel
+from ...proto.channel import PeerChannel, PeerStream, is_silence
+from ...proto.identity import PeerIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ _LOST: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="
 _SILENT: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker silent")
 """It is frozen or cut off, which no request can cause; what it says later comes over no session."""
 
-_Call = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
+_Call = PeerStream[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
 class WorkerStream:
@@ -156,6 +157,7 @@ class WorkerClient:
         self,
         worker: WorkerKey,
         address: str,
+        identity: PeerIdentity,
         on_message: Callable[[worker_pb2.SessionResponse], None],
         on_break: Callable[[], None] = lambda: None,
         can_move: Callable[[], bool] = lambda: False,
@@ -171,7 +173,7 @@ class WorkerClient:
         self._told: set[AttemptKey] = set()  # submits that the worker was told to suspend
         self._streams: dict[AttemptKey, WorkerStream] = {}
         self._commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
-        self._channel = peer_channel(address)
+        self._channel = PeerChannel(address, identity)
         self._task = asyncio.create_task(self._run())
 
     def submit(self, submit: worker_pb2.Submit, wake: asyncio.Event) -> WorkerStream:

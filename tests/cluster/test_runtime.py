@@ -8,6 +8,7 @@ import pytest
 
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.runtime import RouterRuntime
+from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 HOST = "127.0.0.1"
@@ -38,7 +39,9 @@ def is_free(port: int) -> bool:
 
 
 async def start(config: TandemConfig, folder: Path, num_routers: int) -> RouterRuntime:
-    return await RouterRuntime.start(config, folder, HOST, resume_key=b"k" * 32, num_routers=num_routers)
+    return await RouterRuntime.start(
+        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32, num_routers=num_routers
+    )
 
 
 async def test_a_router_in_place_of_another_has_its_addresses(config: TandemConfig, folder: Path) -> None:

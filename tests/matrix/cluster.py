@@ -17,6 +17,7 @@ from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.fleet import Unlimited, is_idle
 from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT, REQUESTS
 from tandem.tests.matrix.nodes import Launcher, Node, launched, make_node
+from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 
@@ -121,7 +122,7 @@ class Cluster:
     num_requests: int = 0
 
     def __post_init__(self) -> None:
-        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry))
+        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry), identity=IDENTITY)
 
     async def node(self, worker_id: str, **fields: Any) -> Node:
         """Returns a node that runs, started if it does not."""
@@ -192,7 +193,7 @@ class Cluster:
     async def renew(self) -> None:
         """Takes a new dispatcher, which holds nothing against any request."""
         await self.dispatcher.close()
-        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry))
+        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry), identity=IDENTITY)
 
     async def close(self) -> None:
         """Ends everything."""

@@ -16,10 +16,10 @@ from typing import Any, Final
 import psutil
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import peer_channel
 from tandem.tests.fleet import worker_stub
 from tandem.tests.matrix.control import Control
 from tandem.tests.matrix.proxy import Proxy
+from tandem.tests.peers import peer_channel
 
 START_SECONDS: Final = 120.0
 BLOCK_SIZE: Final = 16
@@ -128,6 +128,7 @@ class Node:
             ranks=[rank["address"] for rank in others],
             control=str(self.control_path),
             kv_address=self.kv_link.address,
+            router_address=self.router_link.address,
             hooks=list(self.hooks),
         )
         self.pids = [worker["pid"], *(rank["pid"] for rank in others)]

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tandem.proto.channel import peer_channel
 from tandem.tests.matrix.cases import NUM_TOKENS, PROMPT_LENGTH, Case
 from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request, stop_of
 from tandem.tests.matrix.nodes import Node
+from tandem.tests.peers import peer_channel
 from tandem.tests.workers.raw_session import RawSession, submit
 
 REACH_SECONDS: Final = 30.0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import peer_channel
 from tandem.proto.errors import InternalError, InvalidArgument
 from tandem.router.dispatch import execution
 from tandem.router.dispatch.attempt import Cause
@@ -19,6 +18,7 @@ from tandem.tests.matrix.cases import Case
 from tandem.tests.matrix.cluster import Choice, Cluster, collect, make_request
 from tandem.tests.matrix.nodes import Node
 from tandem.tests.matrix.scenario import check, until
+from tandem.tests.peers import peer_channel
 from tandem.tests.workers.raw_session import RawSession, submit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,6 +13,7 @@ from tandem.tests.matrix.cases import PROMPT_LENGTH
 from tandem.tests.matrix.cluster import Choice, Cluster, Result, collect, make_request
 from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.matrix.scenario import until
+from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
 
 LIMIT_SECONDS = 3.0
@@ -25,7 +26,8 @@ async def test_a_session_over_which_nothing_comes_breaks_and_blames_no_request()
     await worker.server.start()
     await proxy.start()
     proxy.target = worker.address
-    client = WorkerClient(("d0", 1), proxy.address, lambda message: None)
+    worker.server.answer_to(proxy.address)
+    client = WorkerClient(("d0", 1), proxy.address, IDENTITY, lambda message: None)
     try:
         stream = client.submit(worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event())
         await worker.commands.get()
@@ -50,7 +52,7 @@ async def test_a_session_over_which_nothing_comes_breaks_and_blames_no_request()
 async def test_an_idle_session_stays() -> None:
     worker = FakeWorker()
     await worker.server.start()
-    client = WorkerClient(("d0", 1), worker.address, lambda message: None)
+    client = WorkerClient(("d0", 1), worker.address, IDENTITY, lambda message: None)
     try:
         stream = client.submit(worker_pb2.Submit(request_id="a", attempt=1), asyncio.Event())
         await worker.commands.get()

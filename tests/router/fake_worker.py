@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import grpc.aio
+
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from tandem.proto.channel import peer_server
+from tandem.tests.peers import peer_server
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -15,15 +17,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.answers: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
         self.server = peer_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.address = self.server.bind("127.0.0.1", 0)
 
     async def Session(
-        self, requests: AsyncIterator[worker_pb2.SessionRequest], context: object
-    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        self,
+        requests: AsyncIterator[worker_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
+    ) -> None:
         reader = asyncio.create_task(self._read(requests))
         try:
             while (answer := await self.answers.get()) is not None:
-                yield answer
+                await context.write(answer)
         finally:
             reader.cancel()
 

@@ -5,11 +5,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc.aio
-
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.proto.channel import peer_channel
+from tandem.proto.channel import PeerChannel
 from tandem.tests.fleet import is_idle, worker_stub
+from tandem.tests.peers import peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor
 from tandem.workers.tp.rank import Rank
@@ -33,7 +32,7 @@ def submit(request_id: str = "a", **fields: Any) -> worker_pb2.Submit:
 class RawSession:
     """A Session stream driven by the test."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: PeerChannel) -> None:
         self._call = worker_stub(channel).Session()
         self.messages: list[worker_pb2.SessionResponse] = []
 

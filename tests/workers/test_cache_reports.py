@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tandem.proto.channel import peer_channel
 from tandem.proto.hashing import hash_chain
 from tandem.tests.fleet import VOCAB, fake_rank
+from tandem.tests.peers import peer_channel
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
 from tandem.workers.worker import Worker

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import peer_channel
 from tandem.tests.fleet import VOCAB, fake_rank, worker_stub
+from tandem.tests.peers import peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import peer_channel
 from tandem.tests.fleet import VOCAB, fake_rank, worker_stub
+from tandem.tests.peers import peer_channel
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_choices, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit

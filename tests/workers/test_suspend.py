@@ -13,8 +13,8 @@ import torch
 from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.proto.channel import peer_channel
 from tandem.tests.fleet import VOCAB, fake_rank, split_fleet
+from tandem.tests.peers import peer_channel
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.engine.fake import expected_choices, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, executor_of, idle, submit, worker_of

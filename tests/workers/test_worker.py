@@ -15,9 +15,10 @@ import grpc.aio
 import pytest
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import peer_channel
+from tandem.proto.channel import PeerChannel, PeerStream
 from tandem.proto.errors import TandemError
 from tandem.tests.fleet import VOCAB, fake_rank, fleet, worker_stub
+from tandem.tests.peers import peer_channel
 from tandem.tests.token_request import token_request
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import expected_tokens
@@ -268,10 +269,10 @@ async def test_a_port_that_is_taken_is_an_os_error() -> None:
 # --- leases --------------------------------------------------------------------------------------------------------
 
 
-async def pull(channel: grpc.aio.Channel, handle: worker_pb2.KvHandle, epoch: int, rank: Rank) -> str:
+async def pull(channel: PeerChannel, handle: worker_pb2.KvHandle, epoch: int, rank: Rank) -> str:
     """Asks for the cache of a handle; returns how the worker refuses."""
     key = TransferKey(transfer_id=handle.transfer_id, epoch=epoch)
-    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(PULL_METHOD)()
+    call: PeerStream[bytes, bytes] = channel.stream_stream(PULL_METHOD)()
     try:
         await call.write(encode(key, Open(layout=rank.kv.layout.digest)))
         await call.write(encode(key, Pull(first_token=0, group=0, first_slot=0, num_slots=2)))

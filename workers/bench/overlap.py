@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import grpc.aio
-
 from ...proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from ...proto.channel import peer_channel
+from ...proto.channel import PeerChannel, PeerStream
+from ...proto.identity import PeerIdentity
 from ..engine.config import Budgets
 from ..model.config import CheckpointError
 from ..model.loader import check_checkpoint
@@ -29,13 +28,13 @@ from ..worker import Worker, WorkerConfig
 
 _WAIT_SECONDS = 120.0
 
-SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
+SessionCall = PeerStream[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
 class WorkerSession:
     """A session with one worker, as a router has it."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: PeerChannel) -> None:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         self._call: SessionCall = stub.Session()
         self._outputs: deque[worker_pb2.Output] = deque()
@@ -98,7 +97,8 @@ async def compare(options: argparse.Namespace) -> str:
     """Runs both kinds in turn; returns the lines to print."""
     vocab_size = check_checkpoint(options.model).vocab_size
     waits: dict[bool, list[float]] = {True: [], False: []}
-    async with _worker("prefill", options) as source, _worker("decode", options) as target:
+    identity = PeerIdentity.generate()
+    async with _worker("prefill", options, identity) as source, _worker("decode", options, identity) as target:
         for turn in range(-1, options.repeat):
             for early, seconds in waits.items():
                 name = f"{turn} {early}"
@@ -117,16 +117,19 @@ async def compare(options: argparse.Namespace) -> str:
 
 
 @asynccontextmanager
-async def _worker(role: str, options: argparse.Namespace) -> AsyncIterator[WorkerSession]:
+async def _worker(role: str, options: argparse.Namespace, identity: PeerIdentity) -> AsyncIterator[WorkerSession]:
     command = [sys.executable, "-m", __spec__.name, *options.arguments, "--serve", role]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "3000"}
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
     try:
+        assert process.stdin is not None
         assert process.stdout is not None
+        process.stdin.write(f"{identity.to_text()}\n".encode())
         address = (await process.stdout.readline()).decode().strip()
         if not address:
             raise RuntimeError("a worker did not start")
-        async with peer_channel(address) as channel:
+        async with PeerChannel(address, identity) as channel:
             yield WorkerSession(channel)
     finally:
         process.kill()
@@ -136,6 +139,7 @@ async def _worker(role: str, options: argparse.Namespace) -> AsyncIterator[Worke
 async def _serve(role: str, options: argparse.Namespace) -> None:
     rank = RankConfig(
         model=str(options.model),
+        identity=PeerIdentity.from_text(sys.stdin.readline()),
         kv_cache_bytes=2**30,
         nice=10 if role == "prefill" else 0,
         transports=tuple(options.transports),

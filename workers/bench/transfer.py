@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ...proto import worker_pb2
-from ...proto.channel import bind, peer_channel, peer_server
+from ...proto.channel import PeerChannel, PeerServer, PeerStream
+from ...proto.identity import PeerIdentity
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvLayout
 from ..malloc import keep_freed_memory
@@ -48,7 +49,7 @@ Rates = dict[int, float]
 """GB/s by size in MB."""
 
 
-def make_endpoint(transport: str, num_tokens: int) -> KvEndpoint:
+def make_endpoint(transport: str, num_tokens: int, identity: PeerIdentity) -> KvEndpoint:
     """Returns an endpoint with random KV cache of one long sequence, in blocks 0, 1, 2, ..."""
     kv = PagedKv(
         LAYOUT,
@@ -65,16 +66,19 @@ def make_endpoint(transport: str, num_tokens: int) -> KvEndpoint:
             lease_seconds=_WAIT_SECONDS,
             stall_seconds=_WAIT_SECONDS,
             on_release=lambda sequence_id: None,
-        )
+        ),
+        identity,
     )
 
 
 async def serve(transport: str, num_tokens: int) -> None:
-    """Runs the sender's process: for every number of tokens on stdin it makes an offer, whose id goes to stdout."""
-    endpoint, server = make_endpoint(transport, num_tokens), peer_server()
+    """Runs the sender's process: after the identity, for every number of tokens on stdin it makes an offer, whose id
+    goes to stdout."""
+    identity = PeerIdentity.from_text(sys.stdin.readline())
+    endpoint, server = make_endpoint(transport, num_tokens, identity), PeerServer(identity)
     endpoint.serve_on(server)
     add_bytes_method(server, _BYTES_METHOD, _send_bytes)
-    print(bind(server, "127.0.0.1", 0), flush=True)
+    print(server.bind("127.0.0.1", 0), flush=True)
     await server.start()
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -102,13 +106,20 @@ async def _send_bytes(requests: AsyncIterator[bytes], context: grpc.aio.Servicer
 class TransferBench:
     """Measures one transport from the receiver's side of two processes."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, endpoint: KvEndpoint, address: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        endpoint: KvEndpoint,
+        address: str,
+        identity: PeerIdentity,
+    ) -> None:
         self._name = name
         self._process = process
         self._endpoint = endpoint
         self._address = address
-        self._channel = peer_channel(address)
-        self._bare: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(_BYTES_METHOD)()
+        self._channel = PeerChannel(address, identity)
+        self._bare: PeerStream[bytes, bytes] = self._channel.stream_stream(_BYTES_METHOD)()
 
     async def warm_up(self, num_tokens: int) -> None:
         """Connects, and touches all memory. Raises RuntimeError if the transport cannot be used."""
@@ -165,9 +176,12 @@ async def _started(name: str, num_tokens: int) -> AsyncIterator[TransferBench]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     try:
+        assert process.stdin is not None
         assert process.stdout is not None
+        identity = PeerIdentity.generate()
+        process.stdin.write(f"{identity.to_text()}\n".encode())
         address = (await process.stdout.readline()).decode().strip()
-        bench = TransferBench(name, process, make_endpoint(name, num_tokens), address)
+        bench = TransferBench(name, process, make_endpoint(name, num_tokens, identity), address, identity)
         await bench.warm_up(num_tokens)
         yield bench
         await bench.close()

@@ -42,7 +42,9 @@ class TpCoordinator:
         bound."""
         coordinator = cls()
         silence = config.silence_seconds
-        coordinator.clients = [RankClient(address, coordinator._lose, silence_seconds=silence) for address in addresses]
+        coordinator.clients = [
+            RankClient(address, config.identity, coordinator._lose, silence_seconds=silence) for address in addresses
+        ]
         try:
             return coordinator, await coordinator._load(config)
         except BaseException:

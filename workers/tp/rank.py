@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ...proto.identity import PeerIdentity
 from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
@@ -26,6 +27,7 @@ class RankConfig:
     """Holds what one rank loads, where it computes and how it is reached."""
 
     model: str  # folder
+    identity: PeerIdentity  # of the service
     dtype: str = "bfloat16"
     device: str = "cpu"
     batch_invariant: bool = False  # see `ModelRunner.load`

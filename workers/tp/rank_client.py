@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-import grpc.aio
-
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import patient_channel
+from ...proto.channel import PeerStream, patient_channel
+from ...proto.identity import PeerIdentity
 from ..threads import settle
 from ..transfer.frames import TransferError
 
@@ -51,7 +50,9 @@ async def unless_silent(message: Awaitable[T], silence_seconds: float) -> T:
 class RankClient:
     """Holds the stream to one other rank. Once lost it stays lost, and every pending answer raises RankLost."""
 
-    def __init__(self, address: str, on_lost: Callable[[RankLost], None], *, silence_seconds: float) -> None:
+    def __init__(
+        self, address: str, identity: PeerIdentity, on_lost: Callable[[RankLost], None], *, silence_seconds: float
+    ) -> None:
         """`on_lost` is called once, unless `close` comes first."""
         self._silence_seconds = silence_seconds
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the rank's KV endpoint
@@ -59,7 +60,7 @@ class RankClient:
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
         self._answers: dict[tuple[str, int], asyncio.Future[Any]] = {}  # by kind and sequence id
         self._lost = False
-        self._channel = patient_channel(address)
+        self._channel = patient_channel(address, identity)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -86,7 +87,7 @@ class RankClient:
 
     async def _run(self) -> None:
         stub = worker_pb2_grpc.RankStub(self._channel)  # type: ignore[no-untyped-call]
-        call: grpc.aio.StreamStreamCall[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse]
+        call: PeerStream[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse]
         call = stub.Control(self._outgoing())
         try:
             while True:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import bind, peer_server
+from ...proto.channel import PeerServer
 from ..engine.plan import FirstTokens
 from ..malloc import keep_freed_memory
 from ..model.device import enter_device
@@ -43,8 +43,8 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._events: asyncio.Queue[worker_pb2.RankControlResponse] = asyncio.Queue()
         self._kv: KvGroup | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._server = peer_server()
-        self._kv_server = peer_server()
+        self._server = PeerServer(config.identity)
+        self._kv_server = PeerServer(config.identity)
 
     @classmethod
     async def start(cls, config: RankConfig) -> Self:
@@ -53,7 +53,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         enter_device(config.device)  # this thread reads and writes KV cache
         server = cls(config)
         worker_pb2_grpc.add_RankServicer_to_server(server, server._server)  # type: ignore[no-untyped-call]
-        server.address = bind(server._server, config.host, config.port)
+        server.address = server._server.bind(config.host, config.port)
         await server._server.start()
         return server
 
@@ -129,10 +129,11 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 lease_seconds=None,
                 stall_seconds=self._config.stall_seconds,
                 on_release=lambda sequence_id: None,
-            )
+            ),
+            self._config.identity,
         )
         kv_endpoint.serve_on(self._kv_server)
-        address = bind(self._kv_server, self._config.host, 0)
+        address = self._kv_server.bind(self._config.host, 0)
         await self._kv_server.start()
         self._kv = KvGroup(kv_endpoint)
         self._events.put_nowait(worker_pb2.RankControlResponse(ready=address))

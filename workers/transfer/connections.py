@@ -16,6 +16,7 @@ from typing import Final
 
 import grpc.aio
 
+from ...proto.channel import PeerChannel, PeerStream
 from .connector import CONNECT_SECONDS, KvConnector, TransferContext
 from .frames import (
     CONNECT_METHOD,
@@ -37,7 +38,7 @@ CONNECT_WAIT_SECONDS: Final = 0.5  # how long transfers wait for a first connect
 RETRY_SECONDS: Final = 10.0  # how long gRPC is taken after a transport has failed
 _FORGET_SECONDS: Final = 600.0  # how long a failure is remembered
 
-KvCall = grpc.aio.StreamStreamCall[bytes, bytes]
+KvCall = PeerStream[bytes, bytes]
 
 
 class Connection:
@@ -113,7 +114,7 @@ class Connection:
 class ReceiverConnections:
     """Holds the connections of this rank to those from which it pulls, by endpoint."""
 
-    def __init__(self, context: TransferContext, channel: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(self, context: TransferContext, channel: Callable[[str], PeerChannel]) -> None:
         self.channel = channel  # to an endpoint
         self._context = context
         self._open: dict[str, Connection] = {}

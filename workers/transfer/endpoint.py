@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ...proto.channel import peer_channel
+from ...proto.channel import PeerChannel, PeerServer
+from ...proto.identity import PeerIdentity
 from .frames import CONNECT_METHOD, PULL_METHOD, TransferError
 from .receiver import KvReceiver
 from .sender import KvSender
@@ -20,13 +21,14 @@ _Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
 class KvEndpoint:
     """Serves and fetches KV cache for one rank. Lives in one event loop."""
 
-    def __init__(self, sender: KvSender) -> None:
+    def __init__(self, sender: KvSender, identity: PeerIdentity) -> None:
         """The receiver has the sender's context and its `stall_seconds`."""
         self.sender = sender
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._identity = identity
+        self._channels: dict[str, PeerChannel] = {}
         self.receiver = KvReceiver(sender.context, stall_seconds=sender.stall_seconds, channel=self._channel)
 
-    def serve_on(self, server: grpc.aio.Server) -> None:
+    def serve_on(self, server: PeerServer) -> None:
         """Adds the KV endpoint to a server that has not started yet."""
         add_bytes_method(server, PULL_METHOD, _answering(self.sender.serve))
         add_bytes_method(server, CONNECT_METHOD, _answering(self.sender.connections.serve))
@@ -41,13 +43,13 @@ class KvEndpoint:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         await self.sender.context.close()
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+    def _channel(self, endpoint: str) -> PeerChannel:
         if endpoint not in self._channels:
-            self._channels[endpoint] = peer_channel(endpoint)
+            self._channels[endpoint] = PeerChannel(endpoint, self._identity)
         return self._channels[endpoint]
 
 
-def add_bytes_method(server: grpc.aio.Server, name: str, handle: _Handle) -> None:
+def add_bytes_method(server: PeerServer, name: str, handle: _Handle) -> None:
     """Adds a method of streams both ways, without serializers; `name` is /SERVICE/METHOD."""
     service, method = name.strip("/").split("/")
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(handle)

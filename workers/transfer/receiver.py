@@ -17,6 +17,7 @@ import grpc.aio
 import numpy as np
 
 from ...proto import worker_pb2
+from ...proto.channel import PeerChannel
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.reshard import Piece, plan_layout
@@ -267,7 +268,7 @@ class KvReceiver:
     """Fetches this rank's part of KV caches from other workers, over channels that the caller owns."""
 
     def __init__(
-        self, context: TransferContext, *, stall_seconds: float, channel: Callable[[str], grpc.aio.Channel]
+        self, context: TransferContext, *, stall_seconds: float, channel: Callable[[str], PeerChannel]
     ) -> None:
         self.connections = ReceiverConnections(context, channel)
         self._context = context

@@ -10,6 +10,7 @@ from tandem.cluster.cli import drain
 from tandem.cluster.cli.main import app
 from tandem.proto.errors import NotFound, Unavailable
 from tandem.tests.fleet import fake_rank
+from tandem.tests.peers import IDENTITY
 from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.raw_session import submit, worker_of
 from tandem.workers.worker import Worker
@@ -21,6 +22,7 @@ async def run(monkeypatch: pytest.MonkeyPatch, workers: dict[str, str], *args: s
     """Runs the command on a service that has these workers, by id; returns what it printed and what it raised."""
     service = {"workers": [{"id": name, "address": address} for name, address in workers.items()]}
     monkeypatch.setattr(drain, "fetch_status", lambda url: service)
+    monkeypatch.setattr(drain, "read_identity", lambda *args: IDENTITY)
     result = await asyncio.to_thread(CliRunner().invoke, app, ["drain", *args])
     return result.output, result.exception
 

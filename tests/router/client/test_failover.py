@@ -21,6 +21,7 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.fleet import Fleet, fake_rank, fleet
+from tandem.tests.peers import IDENTITY
 from tandem.tests.router.client.recording_server import LAST, RecordingServer
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import byte_tokenizer
@@ -50,7 +51,7 @@ class Router:
     async def start(self, scope: AsyncExitStack) -> None:
         registry = WorkerRegistry()
         registry.update(worker.info() for worker in self.workers.workers)
-        self._dispatcher = Dispatcher(registry)
+        self._dispatcher = Dispatcher(registry, identity=IDENTITY)
         scope.push_async_callback(self._dispatcher.close)
         model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=2_048)
         self._server = GrpcServer(GenerationService([model], self, resume_key=KEY), reflection=False)

@@ -15,6 +15,7 @@ from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet
+from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
 
@@ -197,7 +198,7 @@ class OneAtATime(Admission):
 async def test_admission_decides_when_a_request_starts() -> None:
     async with fleet(0, 1) as running:
         admission = OneAtATime()
-        running.dispatcher = Dispatcher(running.registry, admission)
+        running.dispatcher = Dispatcher(running.registry, admission, identity=IDENTITY)
         with pytest.raises(Overloaded, match="not you"):
             await running.generate(token_request(range(20), 4, tenant="refused"))
         first = running.dispatcher.generate(token_request(range(20), 4, name="first"), inference_pb2.Timeline())
@@ -274,4 +275,4 @@ async def test_routers_share_workers_without_knowing_of_each_other() -> None:
 def add_router(running: Fleet) -> Fleet:
     registry = WorkerRegistry()
     registry.update(worker.info() for worker in running.workers)
-    return replace(running, registry=registry, dispatcher=Dispatcher(registry, Admission(registry)))
+    return replace(running, registry=registry, dispatcher=Dispatcher(registry, Admission(registry), identity=IDENTITY))

@@ -8,6 +8,7 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
+from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices
 from tandem.workers.engine.engine import Engine
@@ -93,7 +94,7 @@ async def test_streams_end_where_they_are_if_there_is_no_other_worker() -> None:
 
 async def test_a_stream_that_is_lost_while_it_is_suspended_is_computed_again() -> None:
     async with fleet(0, 2, rank=lambda role: fake_rank(step_seconds=0.002)) as running:
-        running.dispatcher = Dispatcher(running.registry, Unlimited(running.registry))
+        running.dispatcher = Dispatcher(running.registry, Unlimited(running.registry), identity=IDENTITY)
         request = asyncio.create_task(running.choices(token_request(range(40), 200)))
         await until_running(running, 1)
         worker = max(running.workers, key=lambda each: each.load().num_running)

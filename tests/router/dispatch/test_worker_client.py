@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.proto import worker_pb2
 from tandem.router.dispatch.worker_client import WorkerClient, WorkerStream
+from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
 
 WORKER = ("d0", 1)
@@ -42,7 +43,7 @@ async def connected() -> AsyncIterator[tuple[FakeWorker, WorkerClient, list[int]
     worker = FakeWorker()
     await worker.server.start()
     loads: list[int] = []
-    client = WorkerClient(WORKER, worker.address, lambda message: loads.append(message.load.num_waiting))
+    client = WorkerClient(WORKER, worker.address, IDENTITY, lambda message: loads.append(message.load.num_waiting))
     try:
         async with asyncio.timeout(20):
             yield worker, client, loads
@@ -246,7 +247,7 @@ async def test_a_submit_at_the_moment_of_the_break_fails() -> None:
 
 async def test_a_client_closed_before_its_session_began_breaks_too() -> None:
     breaks: list[bool] = []
-    client = WorkerClient(WORKER, "127.0.0.1:1", lambda message: None, lambda: breaks.append(True))
+    client = WorkerClient(WORKER, "127.0.0.1:1", IDENTITY, lambda message: None, lambda: breaks.append(True))
     reader = Reader(client, "a")
     async with asyncio.timeout(5):
         await client.close()

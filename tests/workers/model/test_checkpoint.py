@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers.model import checkpoint, loader
@@ -245,7 +246,7 @@ def test_a_start_checks_a_checkpoint_once_and_maps_each_file_once(
 
     monkeypatch.setattr(checkpoint, "_read_header", counted_header)
     monkeypatch.setattr(loader, "mmap", SimpleNamespace(**vars(mmap) | {"mmap": counted_map}))
-    load_rank(RankConfig(model=str(folder), dtype="float32", kv_cache_bytes=1 << 20))
+    load_rank(RankConfig(model=str(folder), identity=IDENTITY, dtype="float32", kv_cache_bytes=1 << 20))
     assert sorted(headers) == ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
     assert len(maps) == 2
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import GREEDY, Driver, load, prompt
 from tandem.tests.workers.spans import span
@@ -164,7 +165,7 @@ def test_each_thread_that_uses_a_gpu_makes_it_its_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "set_device", entered.append)
     for name in ("cpu", "cuda", "cuda:1"):
         enter_device(name)
-        enter_engine_thread(RankConfig(model="m", device=name))
+        enter_engine_thread(RankConfig(model="m", identity=IDENTITY, device=name))
     assert entered == [torch.device("cuda:1")] * 2
 
 

@@ -19,9 +19,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.proto.channel import peer_channel
 from tandem.proto.errors import Unavailable
 from tandem.tests.fleet import Fleet, split_fleet
+from tandem.tests.peers import peer_channel
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
@@ -202,11 +202,13 @@ async def test_a_lost_rank_takes_its_worker_down_within_a_second_and_no_other(
 
 RANK = """
 import asyncio, sys
+from tandem.tests.peers import IDENTITY
 from tandem.workers.tp.rank import RankConfig
 from tandem.workers.tp.rank_server import RankServer
 
 async def main():
-    config = RankConfig(model=sys.argv[1], dtype="float32", kv_cache_bytes=2**22, silence_seconds=float(sys.argv[2]))
+    limits = {"kv_cache_bytes": 2**22, "silence_seconds": float(sys.argv[2])}
+    config = RankConfig(model=sys.argv[1], identity=IDENTITY, dtype="float32", **limits)
     server = await RankServer.start(config)
     print(server.address, flush=True)
     await server.ended.wait()

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from tandem.proto import worker_pb2
+from tandem.proto.channel import PeerChannel
 from tandem.workers.kv_cache.layout import KvLayout
 from tandem.workers.kv_cache.store import KvStore
 from tandem.workers.transfer.connector import TransferContext
@@ -122,8 +123,8 @@ class Calls:
         """Returns when no sender serves a connection any more."""
         await asyncio.gather(*(call.serving for _, call in self.connects), return_exceptions=True)
 
-    def channel(self, endpoint: str) -> grpc.aio.Channel:
-        return cast(grpc.aio.Channel, _Channel(lambda method: self._open(endpoint, method)))
+    def channel(self, endpoint: str) -> PeerChannel:
+        return cast(PeerChannel, _Channel(lambda method: self._open(endpoint, method)))
 
     def _open(self, endpoint: str, method: str) -> Call:
         sender = self._senders[endpoint]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import bind, peer_server
 from tandem.tests.fleet import fleet
+from tandem.tests.peers import IDENTITY, peer_server
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
@@ -72,10 +72,10 @@ class Two:
         self.sender, self.receiver = self.sending.sender, self.receiving.receiver
         self.server = peer_server()
         self.sending.serve_on(self.server)
-        self.address = bind(self.server, "127.0.0.1", 0)
+        self.address = self.server.bind("127.0.0.1", 0)
 
     def _endpoint(self, kv: PagedKv, transports: tuple[str, ...]) -> KvEndpoint:
-        return KvEndpoint(sender_of(kv, transports, stall_seconds=self.stall_seconds))
+        return KvEndpoint(sender_of(kv, transports, stall_seconds=self.stall_seconds), IDENTITY)
 
     def blocks(self, number: int) -> tuple[int, ...]:
         return tuple(range(number * 16 + 15, number * 16, -1))
@@ -526,7 +526,7 @@ async def test_a_sender_that_breaks_the_order_is_left_alone(
         monkeypatch.setattr(pair.sender.connections, "serve", serve)
         other = peer_server()
         pair.sending.serve_on(other)
-        pair.address = bind(other, "127.0.0.1", 0)
+        pair.address = other.bind("127.0.0.1", 0)
         await other.start()
         assert (await pair.move()).transport == "grpc"
         await until(lambda: not pair.receiver.connections._open)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tandem.proto import worker_pb2
-from tandem.proto.channel import bind, peer_server
+from tandem.tests.peers import IDENTITY, peer_server
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer import fake_nixl
 from tandem.tests.workers.transfer.played import EPOCH, handle, placed, sender_of
@@ -342,7 +342,7 @@ BLOCKS = ((5, 1, 3), (0, 7, 2))  # of each transfer, on both sides
 def endpoint_of(seed: int) -> KvEndpoint:
     kv = PagedKv(LAYOUT, num_blocks=8, block_size=16, device=torch.device("cpu"), shared=True)
     kv.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return KvEndpoint(sender_of(kv, ("nixl",), stall_seconds=20))
+    return KvEndpoint(sender_of(kv, ("nixl",), stall_seconds=20), IDENTITY)
 
 
 async def serve() -> None:
@@ -354,9 +354,9 @@ async def serve() -> None:
     there.sender.progress(0, NUM_TOKENS)
     there.sender.complete(0, FirstTokens(tokens=(42,)))
     there.sender.progress(1, NUM_TOKENS // 2)
-    print(bind(server, "127.0.0.1", 0), flush=True)
+    print(server.bind("127.0.0.1", 0), flush=True)
     await server.start()
-    await server.wait_for_termination()
+    await asyncio.Event().wait()
 
 
 async def fetch(here: KvEndpoint, address: str, number: int) -> worker_pb2.KvReceived:

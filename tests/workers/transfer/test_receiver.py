@@ -8,6 +8,7 @@ from typing import cast
 import grpc.aio
 import pytest
 
+from tandem.proto.channel import PeerChannel
 from tandem.tests.workers.engine.fake import FakeKv
 from tandem.tests.workers.spans import span
 from tandem.tests.workers.transfer.played import LAYOUT, handle
@@ -112,8 +113,8 @@ class Side:
             self.leave.set_result(None)
         self.fetch = asyncio.create_task(self._fetch(layout))
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
-        return cast(grpc.aio.Channel, PlayedChannel(self.calls[endpoint]))
+    def _channel(self, endpoint: str) -> PeerChannel:
+        return cast(PeerChannel, PlayedChannel(self.calls[endpoint]))
 
     async def _fetch(self, layout: KvLayout) -> FetchResult:
         async with self.receiver.fetch(handle(KEY, self.calls, layout, 2), b"hash", self.target) as fetched:

@@ -1,0 +1,43 @@
+"""Keeps the identity of a service in a file of the user who has launched it, for the commands that talk to workers."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from platformdirs import user_cache_path
+
+from ..proto.errors import NotFound
+from ..proto.identity import PeerIdentity
+
+
+def identity_path(status_url: str) -> Path:
+    """Returns the file of the service with this status page: in `$TANDEM_HOME/services`, else in `services` of the
+    user's cache folder."""
+    home = os.environ.get("TANDEM_HOME")
+    folder = Path(home).expanduser() if home else user_cache_path("tandem")
+    return folder / "services" / quote(status_url, safe="")
+
+
+@contextmanager
+def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
+    """Has the file there for as long as the context lasts, readable by this user alone."""
+    path = identity_path(status_url)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # of a launcher that was killed
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(identity.to_text())
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_identity(status_url: str, path: Path | None = None) -> PeerIdentity:
+    """Returns the identity of the service with this status page, from `path` if it is given. Raises NotFound."""
+    try:
+        return PeerIdentity.from_text((path or identity_path(status_url)).read_text())
+    except (OSError, ValueError):
+        where = f"in {path}" if path else f"of this user for a service at {status_url}"
+        raise NotFound(f"identity: none {where}; it is kept where `tandem serve` runs") from None
