@@ -210,7 +210,8 @@ class RankServicer:
 
     def Control(self, request_iterator, context):
         """Connects rank 0 for the rank's life: however the stream ends, the rank ends with it. Both sides send a message, if
-        only an empty one, every fraction of a second; a side that falls silent is taken for lost.
+        only an empty one, every fraction of a second; a side that falls silent is taken for lost. A second stream is refused,
+        and changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -19,6 +19,8 @@ AttemptKey = tuple[str, int]  # request id, number of the attempt
 _LOST: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_WORKER, message="worker lost")
 _SILENT: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker silent")
 """It is frozen or cut off, which no request can cause; what it says later comes over no session."""
+_REPLACED: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message="worker gone")
+"""Somebody else answers at its address, who has got nothing of any request."""
 
 _Call = PeerStream[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
@@ -215,7 +217,7 @@ class WorkerClient:
         try:
             await self._receive(call)
         except grpc.aio.AioRpcError as error:
-            self._end = _SILENT if is_silence(error) else _LOST
+            self._end = _end_of(error)
             logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:
             self._break()  # before the first await: a submit that comes now must not wait for ever
@@ -250,6 +252,13 @@ class WorkerClient:
             self._on_break()
         for stream in self._streams.values():
             stream.fail(self._end)
+
+
+def _end_of(error: grpc.aio.AioRpcError) -> worker_pb2.Failure:
+    """Returns what fails the streams of a session that has broken so."""
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return _REPLACED
+    return _SILENT if is_silence(error) else _LOST
 
 
 def _merge(waiting: worker_pb2.Tokens, more: worker_pb2.Tokens) -> bool:

@@ -41,6 +41,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self.ended = asyncio.Event()
         self._config = config
         self._events: asyncio.Queue[worker_pb2.RankControlResponse] = asyncio.Queue()
+        self._is_led = False
         self._kv: KvGroup | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server = PeerServer(config.identity)
@@ -76,6 +77,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
         context: grpc.aio.ServicerContext[worker_pb2.RankControlRequest, worker_pb2.RankControlResponse],
     ) -> None:
         """Serves rank 0, see the proto; there is one such stream in the life of a rank."""
+        if self._is_led:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "the rank has a leader")
+        self._is_led = True
         requests = aiter(request_iterator)
         joined: asyncio.Future[worker_pb2.JoinGroup] = asyncio.get_running_loop().create_future()
         # Each ends only when the rank has to end, so the first one to end ends all.

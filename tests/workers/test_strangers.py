@@ -1,0 +1,180 @@
+"""Whoever is not of the service gets nothing from a worker, does nothing to it, and is believed nothing."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from tandem.proto import worker_pb2
+from tandem.proto.channel import PeerChannel, PeerServer
+from tandem.proto.hashing import hash_prompt
+from tandem.proto.identity import MAX_SKEW_SECONDS
+from tandem.router.dispatch.worker_client import WorkerClient
+from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, worker_stub
+from tandem.tests.peers import IDENTITY, STRANGER
+from tandem.tests.token_request import token_request
+from tandem.tests.workers.engine.fake import expected_tokens
+from tandem.tests.workers.raw_session import ended, executor_of, submit, worker_of
+from tandem.tests.workers.transfer.played import EPOCH, handle, sender_of
+from tandem.workers.engine.plan import FirstTokens
+from tandem.workers.transfer.endpoint import KvEndpoint
+from tandem.workers.transfer.frames import CONNECT_METHOD, PULL_METHOD, TransferKey
+
+WORKER_METHODS = tuple(f"/tandem.v1.Worker/{name}" for name in ("Session", "GetStatus", "Drain"))
+METHODS = (*WORKER_METHODS, PULL_METHOD, CONNECT_METHOD, "/tandem.v1.Rank/Control", "/tandem.v1.Worker/None")
+PROMPT = range(100)
+KEY = "tandem-proof-bin"
+RawCall = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+def proofs(method: str, address: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, str | bytes], ...]]:
+    """Returns metadata of strangers: with nothing, noise, another secret, and real proofs for something else."""
+    good = IDENTITY.make_proof(method, address)
+    with monkeypatch.context() as context:
+        before = time.time() - 2 * MAX_SKEW_SECONDS
+        context.setattr("tandem.proto.identity.time.time", lambda: before)
+        old = IDENTITY.make_proof(method, address)
+    others = [b"", bytes(56), good[:-1], good + b"\0", good[:-1] + bytes([good[-1] ^ 1]), IDENTITY.secret, old]
+    others.append(STRANGER.make_proof(method, address))
+    others.append(IDENTITY.make_proof("/tandem.v1.Worker/Other", address))
+    others.append(IDENTITY.make_proof(method, "127.0.0.2:50051"))  # which a stranger may have got in another's place
+    return [(), (("authorization", "Bearer key"),), (("tandem-proof", "text"),), *(((KEY, each),) for each in others)]
+
+
+async def call(address: str, method: str, metadata: tuple[tuple[str, str | bytes], ...]) -> grpc.aio.AioRpcError:
+    """Opens a call, sends bytes that are no message, and returns how it is refused."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        opened: RawCall = channel.stream_stream(method)(metadata=grpc.aio.Metadata(*metadata), timeout=20)
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it may be refused already
+            await opened.write(b"\xff" * 100)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await opened.read()
+    return refused.value
+
+
+async def check_whole(running: Fleet) -> None:
+    """Fails unless the workers answer as ever, and hold nothing."""
+    tokens, _ = await running.generate(token_request(PROMPT, 5))
+    assert tokens == expected_tokens(PROMPT, 5, VOCAB)
+    await running.check_idle()
+    assert not any(status.info.draining for status in await running.statuses())
+
+
+async def test_a_stranger_gets_nothing_from_a_worker_and_does_nothing_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over every method, refused before a byte of the message is read: it would not parse."""
+    async with fleet() as running:
+        for worker in running.workers:
+            tries = [(method, one) for method in METHODS for one in proofs(method, worker.address, monkeypatch)]
+            for refused in await asyncio.gather(*(call(worker.address, *each) for each in tries)):
+                assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert refused.details() == "not a peer of this service"
+                assert not refused.initial_metadata()
+        await check_whole(running)
+        assert sum(status.num_sessions for status in await running.statuses()) == 2, "those of the one router"
+
+
+async def test_streams_that_a_stranger_opens_and_cancels_kill_nothing() -> None:
+    async with fleet() as running:
+        for worker in running.workers:
+            async with grpc.aio.insecure_channel(worker.address) as channel:
+                for method in METHODS:
+                    opened: RawCall = channel.stream_stream(method)()
+                    await opened.wait_for_connection()
+                    opened.cancel()
+        await check_whole(running)
+
+
+async def test_a_peer_with_another_secret_cannot_drain_a_worker_or_read_its_status() -> None:
+    async with fleet() as running:
+        for worker in running.workers:
+            async with PeerChannel(worker.address, STRANGER) as channel:
+                stub = worker_stub(channel)
+                for ask, request in (
+                    (stub.Drain, worker_pb2.DrainRequest()),
+                    (stub.GetStatus, worker_pb2.GetStatusRequest()),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await ask(request, timeout=20)
+                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await check_whole(running)
+
+
+@asynccontextmanager
+async def stranger_with_kv_cache() -> AsyncIterator[tuple[worker_pb2.KvHandle, list[str]]]:
+    """Runs an endpoint of a stranger who knows all of the protocol but the secret, and offers the KV cache of another
+    text under the prompt's name; and lists the calls that come."""
+    calls: list[str] = []
+
+    class Listening(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+            calls.append(handler_call_details.method)
+            return await continuation(handler_call_details)
+
+    rank = fake_rank()
+    kv, blocks = executor_of(rank).kv, tuple(range(7))
+    kv.compute(blocks, 0, [token + 1 for token in PROMPT], b"")
+    sender = sender_of(kv, ())
+    key = TransferKey(transfer_id=b"0123456789abcdef", epoch=EPOCH)
+    sender.offer(1, key.transfer_id, blocks, len(PROMPT), hash_prompt(PROMPT))
+    sender.progress(1, len(PROMPT))
+    sender.complete(1, FirstTokens(tokens=(7,)))
+    server = grpc.aio.server(interceptors=(Listening(),))
+    endpoint = KvEndpoint(sender, STRANGER)
+    endpoint.serve_on(cast(PeerServer, server))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield handle(key, [address], kv.layout, len(PROMPT)), calls
+    finally:
+        await server.stop(0)
+        await endpoint.close()
+
+
+async def test_a_submit_with_a_foreign_kv_endpoint_fails_and_poisons_no_cache() -> None:
+    """Not even who may submit can have a worker take KV cache from elsewhere."""
+    async with worker_of(fake_rank()) as (_, session), stranger_with_kv_cache() as (foreign, calls):
+        await session.send(submit(task=worker_pb2.TASK_DECODE, token_ids=PROMPT, kv=foreign))
+        failure = await session.failure()
+        assert failure.kind == worker_pb2.FAILURE_KIND_TRANSFER
+        assert PULL_METHOD in calls, "it was asked, but could not answer"
+        await session.send(submit("public", token_ids=PROMPT))
+        await session.until(ended)
+        assert session.tokens("public") == expected_tokens(PROMPT, 5, VOCAB)
+        (admitted,) = (each.admitted for each in session.outputs("public") if each.HasField("admitted"))
+        assert admitted.cached_tokens == 0
+        await session.half_close()
+
+
+async def test_a_stranger_at_the_address_of_a_worker_that_is_gone_gets_no_prompt() -> None:
+    """And no request is blamed for what it answers."""
+    heard: list[object] = []
+
+    async def listen(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await context.send_initial_metadata((("tandem-proof-bin", bytes(32)),))
+        await context.write(worker_pb2.SessionResponse().SerializeToString())
+        heard.extend([each async for each in requests])
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"Session": grpc.stream_stream_rpc_method_handler(listen)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.Worker", handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    wake, messages = asyncio.Event(), list[object]()
+    client = WorkerClient(("worker", 1), address, IDENTITY, messages.append)
+    try:
+        stream = client.submit(submit(token_ids=PROMPT), wake)
+        async with asyncio.timeout(20):
+            while stream.failure is None:
+                await wake.wait()
+                wake.clear()
+    finally:
+        await client.close()
+        await server.stop(0)
+    assert stream.failure.kind == worker_pb2.FAILURE_KIND_GONE
+    assert not heard
+    assert not messages
