@@ -1,7 +1,7 @@
 """How Tandem's processes hold gRPC connections to each other, and refuse those of anybody else.
 
-A call costs each side two hashes of some bytes, a message of a stream nothing (`python -m tandem.proto.identity` tells
-how much that is).
+A call costs each side two hashes of some bytes (`python -m tandem.workers.bench.identity`), a message of a stream
+nothing.
 """
 
 import asyncio

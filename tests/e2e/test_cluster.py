@@ -1,10 +1,15 @@
 """Tests a service whose router, prefill and decode workers are on different nodes of a Ray cluster."""
 
 import asyncio
+import base64
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+import psutil
 import pytest
 
 from tandem.tests.service import NODES, expected_tokens, wait_until_idle, workers
@@ -71,6 +76,38 @@ async def test_sixteen_mixed_requests_cross_the_nodes(service: Any, model: Path)
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in answers[:4])
     assert len({answer.timeline.prefill_worker for answer in answers}) == 2
     assert len({answer.timeline.decode_worker for answer in answers}) == 2
+    wait_until_idle(service.status_url)
+
+
+def test_the_secret_of_a_running_service_is_in_no_log_argument_or_environment(service: Any, cluster: Any) -> None:
+    from tandem.cluster.identity_file import identity_path, read_identity
+
+    secret = read_identity(service.status_url).secret
+    assert stat.S_IMODE(identity_path(service.status_url).stat().st_mode) == 0o600
+    spellings = [secret, secret.hex().encode(), secret.hex().upper().encode(), repr(secret)[2:-1].encode()]
+    spellings += [base64.b64encode(secret), base64.urlsafe_b64encode(secret)]
+    texts: dict[str, bytes] = {}
+    for process in psutil.process_iter():
+        for name in ("cmdline", "environ"):
+            with suppress(OSError):  # it has ended, or is another user's
+                texts[f"{process.pid} {name}"] = Path(f"/proc/{process.pid}/{name}").read_bytes()
+    for path in Path(cluster.head_node.get_session_dir_path()).rglob("*"):
+        if path.is_file():
+            texts[str(path)] = path.read_bytes()
+    assert any(name.endswith(".log") for name in texts)
+    assert any(b"DecodePool" in text for text in texts.values())
+    assert not [name for name, text in texts.items() if any(spelling in text for spelling in spellings)]
+
+
+async def test_a_stranger_at_the_port_of_a_running_worker_gets_nothing(service: Any) -> None:
+    for worker in workers(service.status_url):
+        async with grpc.aio.insecure_channel(worker["address"]) as channel:
+            for method in ("Worker/Session", "Worker/GetStatus", "Worker/Drain", "KvTransfer/Pull"):
+                call: Any = channel.stream_stream(f"/tandem.v1.{method}")()
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call.read()
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert {worker["state"] for worker in workers(service.status_url)} == {"ready"}
     wait_until_idle(service.status_url)
 
 

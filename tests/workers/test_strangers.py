@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,7 +13,7 @@ import pytest
 from tandem.proto import worker_pb2
 from tandem.proto.channel import PeerChannel, PeerServer
 from tandem.proto.hashing import hash_prompt
-from tandem.proto.identity import MAX_SKEW_SECONDS
+from tandem.proto.identity import MAX_SKEW_SECONDS, PeerIdentity
 from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet, worker_stub
 from tandem.tests.peers import IDENTITY, STRANGER
@@ -110,10 +110,10 @@ async def stranger_with_kv_cache() -> AsyncIterator[tuple[worker_pb2.KvHandle, l
     text under the prompt's name; and lists the calls that come."""
     calls: list[str] = []
 
-    class Listening(grpc.aio.ServerInterceptor):
-        async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-            calls.append(handler_call_details.method)
-            return await continuation(handler_call_details)
+    class Impostor(PeerIdentity):
+        def accepts(self, proof: bytes, method: str, targets: Iterable[str]) -> bool:
+            calls.append(method)
+            return True
 
     rank = fake_rank()
     kv, blocks = executor_of(rank).kv, tuple(range(7))
@@ -123,10 +123,10 @@ async def stranger_with_kv_cache() -> AsyncIterator[tuple[worker_pb2.KvHandle, l
     sender.offer(1, key.transfer_id, blocks, len(PROMPT), hash_prompt(PROMPT))
     sender.progress(1, len(PROMPT))
     sender.complete(1, FirstTokens(tokens=(7,)))
-    server = grpc.aio.server(interceptors=(Listening(),))
-    endpoint = KvEndpoint(sender, STRANGER)
-    endpoint.serve_on(cast(PeerServer, server))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    impostor = Impostor(STRANGER.secret)
+    server, endpoint = PeerServer(impostor), KvEndpoint(sender, impostor)
+    endpoint.serve_on(server)
+    address = server.bind("127.0.0.1", 0)
     await server.start()
     try:
         yield handle(key, [address], kv.layout, len(PROMPT)), calls

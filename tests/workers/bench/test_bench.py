@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
-from tandem.workers.bench import __main__, options, report, steps
+from tandem.workers.bench import __main__, identity, options, report, steps
 from tandem.workers.bench.floor import Floors
 from tandem.workers.bench.options import parse
 from tandem.workers.bench.report import DecodeFigure
@@ -281,3 +281,8 @@ def test_the_plot_is_a_picture_of_the_sweeps(tmp_path: Path, monkeypatch: pytest
     assert file.read_bytes().startswith(b"\x89PNG")
     assert [(figure.batch, figure.context) for figure in plotted[0]] == [(1, 40), (2, 40)]
     assert [(figure.batch, figure.context) for figure in plotted[1]] == [(8, 128), (8, 256)]
+
+
+def test_the_cost_of_proofs_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert identity.main(["--repeat", "10"]) == 0
+    assert capsys.readouterr().out.count("us a call") == 4
