@@ -1,4 +1,4 @@
-"""`python -m tandem.workers.bench.identity`: states what the proofs of peers cost a call. A message of a stream costs nothing."""
+"""`python -m tandem.workers.bench.identity`: states what proofs of peers cost a call; a message of a stream is free."""
 
 import argparse
 import sys
