@@ -37,7 +37,12 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
 
 
 @pytest.mark.parametrize(
-    ("deployment", "args"), [(app.WorkerPool, ("prefill", 1)), (app.WorkerPool, ("decode", 1)), (app.Router, (1, b""))]
+    ("deployment", "args"),
+    [
+        (app.WorkerPool, ("prefill", 1, IDENTITY)),
+        (app.WorkerPool, ("decode", 1, IDENTITY)),
+        (app.Router, (1, IDENTITY, b"")),
+    ],
 )
 async def test_a_start_that_fails_can_be_stopped_like_any_other(
     deployment: Any, args: tuple[object, ...], config: TandemConfig
@@ -124,7 +129,7 @@ async def test_pages_in_browsers_do_not_read_the_status_page(
 ) -> None:
     names = {"host_names": ("models.example.com",), "cors_origins": ("https://evil.example",)}  # of the API alone
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
-    router: Any = SimpleNamespace(_config=config, _workers=[], _routers=())
+    router: Any = SimpleNamespace(_config=config, _identity=IDENTITY, _workers=[], _routers=())
     router.status = partial(app.Router.status, router)
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     answer = await app.Router.__call__(router, Request({"type": "http", "method": method, "headers": raw}))
