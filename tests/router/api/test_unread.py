@@ -19,6 +19,7 @@ from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.router.scheduling.admission import Admission
 from tandem.tests.fleet import Fleet, fake_rank, fleet
+from tandem.tests.peers import IDENTITY
 from tandem.tests.router.api.http_bodies import TEXT
 from tandem.workers.tp.rank import Rank
 
@@ -46,7 +47,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[Running]:
 
     async with fleet(rank=rank, max_sequences=64) as workers:
         admission = Admission(workers.registry)
-        dispatcher = Dispatcher(workers.registry, admission)
+        dispatcher = Dispatcher(workers.registry, admission, identity=IDENTITY)
         servers = await ApiServers.start(GenerationService([model], dispatcher, admission))
         try:
             yield Running(fleet=workers, admission=admission, servers=servers)
