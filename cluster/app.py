@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from ..proto import worker_pb2
-from ..proto.errors import PermissionDenied, Unavailable
+from ..proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ..proto.identity import PeerIdentity
 from ..router.api.browsers import BrowserRules
 from ..workers.engine.config import Budgets
@@ -166,18 +166,23 @@ class Router(Replica):
         runtime = await RouterRuntime.start(
             config, Path(folder), host, identity=identity, resume_key=resume_key, num_routers=replicas
         )
-        self._run(runtime.stop, self._watch(runtime))
+        self._authenticator = runtime.authenticator
+        self._run(runtime.stop, self._watch(runtime), *(watch.run() for watch in runtime.watches))
 
     async def __call__(self, request: Request) -> JSONResponse:
-        """Answers the status page, which only tells; not to pages in browsers."""
+        """Answers the status page, which only tells, to callers with a key if the service has keys; not to pages in
+        browsers."""
         if request.method not in ("GET", "HEAD"):
             return JSONResponse({"error": "only GET is answered"}, 405)
         try:
             BrowserRules(host_names=(node_host(self._config.host), *self._config.router.host_names)).check(
                 request.headers
             )
+            self._authenticator.caller(request.headers.get("authorization"), "")
         except PermissionDenied as error:
             return JSONResponse({"error": error.message}, error.http_status)
+        except Unauthenticated as error:
+            return JSONResponse({"error": error.message}, error.http_status, {"WWW-Authenticate": "Bearer"})
         return JSONResponse(await self.status())
 
     async def status(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) r
 """
 
 import difflib
+import ipaddress
+import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
@@ -38,11 +40,30 @@ _Name = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-zA-Z0-9._-]+)$")]
 _Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/ ]+)$")]
 HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
+AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)]
 PoolRole = Literal["prefill", "decode"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 
 
 _SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class AuthConfig(BaseModel):
+    """Configures who may call the routers. Without keys everyone may, but on loopback only unless it says otherwise."""
+
+    model_config = _SECTION
+
+    keys_file: AbsolutePath | None = None  # as `tandem key` makes it; at this path on every node of a router
+    allow_anonymous: bool = False  # serve without keys on any interface
+    # Whether callers without a key share cached prefixes with all others; if not, only within one connection: whether a
+    # prompt is cached says that another has sent it. None: on loopback.
+    share_anonymous_prefixes: bool | None = None
+
+    @model_validator(mode="after")
+    def _needs_keys_or_not(self) -> Self:
+        if self.keys_file is not None and self.allow_anonymous:
+            raise ValueError("auth.allow_anonymous: does not go with auth.keys_file")
+        return self
 
 
 class RouterConfig(BaseModel):
@@ -146,6 +167,7 @@ class TandemConfig(BaseModel):
     # is taken.
     status_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     dashboard: bool = False
+    auth: AuthConfig = AuthConfig()
     router: RouterConfig = RouterConfig()
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
@@ -200,6 +222,23 @@ def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[Mappi
 def nodes_offering(nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float]) -> list[int]:
     """Returns the indices of the nodes that offer at least these resources."""
     return [i for i, node in enumerate(nodes) if all(node.get(name, 0) >= resources[name] for name in resources)]
+
+
+def check_interface(auth: AuthConfig, host: str) -> None:
+    """Raises InvalidArgument if routers may not listen on this interface: without keys only loopback is safe."""
+    if auth.keys_file is None and not auth.allow_anonymous and not is_loopback(host):
+        raise InvalidArgument(
+            f"{host} is not loopback, and whoever reaches it could use the service without a key; "
+            "set auth.keys_file (--api-keys), or else auth.allow_anonymous (--allow-anonymous)",
+            "host",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load_config(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> TandemConfig:

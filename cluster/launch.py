@@ -26,7 +26,7 @@ from ..proto.errors import TandemError, Unavailable
 from ..proto.identity import PeerIdentity
 from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app, count_routers
-from .config import TandemConfig
+from .config import TandemConfig, check_interface, nodes_offering
 from .directory import close_directory
 from .identity_file import kept_identity
 
@@ -85,6 +85,7 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     local = address is None
     if local:
         host = config.host or "127.0.0.1"
+        check_interface(config.auth, host)
         config = config.model_copy(update={"host": host})
         _check_free(config, host)
     with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
@@ -234,6 +235,7 @@ def _deploy(config: TandemConfig, folder: str, identity: PeerIdentity) -> tuple[
     deadline = time.monotonic() + config.start_seconds
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes = [resources for resources in alive if resources.get("CPU")]
+    _check_interfaces(config)
     num_routers = count_routers(config, nodes)
     app = build_app(config, folder, nodes, num_routers, identity)
     target = serve.RunTarget(target=app, name=config.name, route_prefix=f"/{config.name}")
@@ -244,6 +246,13 @@ def _deploy(config: TandemConfig, folder: str, identity: PeerIdentity) -> tuple[
             if not client.health(timeout=HEALTH_SECONDS):
                 raise Unavailable(f"the service has started, but does not answer at {address}")
     return grpc_addresses, http_addresses
+
+
+def _check_interfaces(config: TandemConfig) -> None:
+    """Raises InvalidArgument if a router could be placed where it may not listen."""
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"] and nodes_offering([node["Resources"]], config.router.resources):
+            check_interface(config.auth, config.host or node["NodeManagerAddress"])
 
 
 def _wait(

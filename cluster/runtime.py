@@ -1,10 +1,10 @@
 """Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does not import Ray."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import grpc
 
@@ -14,13 +14,16 @@ from ..router.api.browsers import BrowserRules
 from ..router.api.openai.connection import ConnectionBounds
 from ..router.api.servers import ApiServers
 from ..router.api.service import GenerationService
+from ..router.auth.authenticator import Authenticator
+from ..router.auth.keys import load_keys
+from ..router.auth.watch import FileWatch
 from ..router.dispatch.dispatcher import Dispatcher
 from ..router.frontend.prepare import ServedModel
 from ..router.frontend.tokenizer import Tokenizer
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
-from .config import RouterConfig, TandemConfig
+from .config import AuthConfig, RouterConfig, TandemConfig, check_interface, is_loopback
 
 _MAX_PORT: Final = 65_535
 
@@ -30,7 +33,16 @@ _LAST_ANSWER_SECONDS: Final = 0.5  # for the errors of requests that did not end
 class RouterRuntime:
     """Runs one router: started by `start`, gets the list of workers by `update`, ended by `stop`."""
 
-    def __init__(self, registry: WorkerRegistry, dispatcher: Dispatcher, servers: ApiServers) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        dispatcher: Dispatcher,
+        servers: ApiServers,
+        authenticator: Authenticator,
+        watches: Sequence[FileWatch[Any]],
+    ) -> None:
+        self.authenticator = authenticator
+        self.watches = watches  # whose `run` takes keys as their file changes
         self._registry = registry
         self._dispatcher = dispatcher
         self._servers = servers
@@ -50,10 +62,13 @@ class RouterRuntime:
     ) -> Self:
         """Binds both API servers on `host`; their health is NOT_SERVING until there is a decode worker.
 
-        `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests.
-        `num_routers`: of the service, which may all share a host; see `_addresses`. Raises OSError or RuntimeError if
-        all ports that it may bind are taken."""
+        `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests and
+        knows the prefix caches of tenants. `num_routers`: of the service, which may all share a host; see `_addresses`.
+        Raises OSError or RuntimeError if all ports that it may bind are taken, InvalidArgument if the interface needs
+        keys, or their file is wrong."""
+        check_interface(config.auth, host)
         router = config.router
+        authenticator, watches = _authenticator(config.auth, host, resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         admission = Admission(
             registry,
@@ -62,15 +77,9 @@ class RouterRuntime:
             max_queue_seconds=router.max_queue_seconds,
         )
         dispatcher = Dispatcher(registry, admission, identity=identity, park_seconds=router.park_seconds)
-        longest = read_context_tokens(folder)
-        model = ServedModel(
-            name=config.served_name,
-            tokenizer=Tokenizer.load(folder),
-            context_tokens=min(config.context_tokens or longest, longest),
-        )
         start_servers = partial(
             ApiServers.start,
-            GenerationService([model], dispatcher, admission, resume_key),
+            GenerationService([_served_model(config, folder)], dispatcher, admission, resume_key),
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
             browsers=BrowserRules(host_names=(host, *router.host_names), cors_origins=router.cors_origins),
@@ -79,6 +88,7 @@ class RouterRuntime:
                 max_connections=router.max_connections,
                 max_per_address=router.max_connections_per_address,
             ),
+            authenticator=authenticator,
         )
         for grpc_address, http_address in _addresses(router, host, num_routers):
             try:
@@ -86,7 +96,7 @@ class RouterRuntime:
             except (OSError, RuntimeError) as error:
                 taken = error
             else:
-                return cls(registry, dispatcher, servers)
+                return cls(registry, dispatcher, servers, authenticator, watches)
         raise taken
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
@@ -101,6 +111,23 @@ class RouterRuntime:
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
         await self._servers.stop(grace + _LAST_ANSWER_SECONDS)
         await self._dispatcher.close()
+
+
+def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
+    longest = read_context_tokens(folder)
+    return ServedModel(
+        name=config.served_name,
+        tokenizer=Tokenizer.load(folder),
+        context_tokens=min(config.context_tokens or longest, longest),
+    )
+
+
+def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenticator, list[FileWatch[Any]]]:
+    if auth.keys_file is None:
+        share = auth.share_anonymous_prefixes
+        return Authenticator(secret=secret, share_anonymous_prefixes=is_loopback(host) if share is None else share), []
+    authenticator = Authenticator((), secret=secret)
+    return authenticator, [FileWatch([Path(auth.keys_file)], partial(load_keys, auth.keys_file), authenticator.replace)]
 
 
 def _addresses(router: RouterConfig, host: str, num_routers: int) -> Iterator[tuple[str, str]]:

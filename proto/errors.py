@@ -4,7 +4,7 @@
     ├── InvalidArgument      INVALID_ARGUMENT     400   a field is wrong; `field` names it
     ├── TooLarge             RESOURCE_EXHAUSTED   413   the message itself is too large
     ├── NotFound             NOT_FOUND            404   unknown model
-    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue or KV budget full; `retry_after` seconds
+    ├── Overloaded           RESOURCE_EXHAUSTED   429   queue, KV budget or a key's limits; `retry_after`
     ├── Unavailable          UNAVAILABLE          503   no healthy worker, draining; `retry_after` seconds
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    504
     ├── Cancelled            CANCELLED            499
@@ -56,7 +56,7 @@ class NotFound(TandemError, code="NOT_FOUND", http_status=404):
 
 
 class Overloaded(TandemError, code="RESOURCE_EXHAUSTED", http_status=429, retry_after=1.0):
-    """Reports that the queue or the KV budget is full."""
+    """Reports that the queue or the KV budget is full, or the limits of a key are reached."""
 
     retry_after: float  # seconds
 
@@ -76,11 +76,11 @@ class Cancelled(TandemError, code="CANCELLED", http_status=499):
 
 
 class Unauthenticated(TandemError, code="UNAUTHENTICATED", http_status=401):
-    """Reports missing credentials."""
+    """Reports credentials that are missing or wrong."""
 
 
 class PermissionDenied(TandemError, code="PERMISSION_DENIED", http_status=403):
-    """Reports wrong credentials."""
+    """Reports what the caller may not do."""
 
 
 class InternalError(TandemError):

@@ -1,6 +1,5 @@
 """Defines a generation request as the dispatcher takes it: token ids in, token ids out."""
 
-import hashlib
 from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,11 +59,3 @@ class TokenSource(Protocol):
         workers. When it has ended, whichever way, the caller's `timeline` is filled in. Raises a TandemError if the
         request cannot be continued, DeadlineExceeded at its deadline."""
         ...
-
-
-def tenant_of(authorization: str | None) -> str:
-    """Returns the tenant of an `Authorization: Bearer KEY` header: a digest of the key; "" without a key."""
-    scheme, _, key = (authorization or "").strip().partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        return ""
-    return hashlib.blake2b(key.strip().encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

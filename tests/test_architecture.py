@@ -56,14 +56,17 @@ ARROWS: dict[str, set[str]] = {
     "workers.malloc": set(),
     "workers.memory": {"workers.threads"},
     "router.request": set(),
+    "router.auth": set(),
     "router.deadline": set(),
     "router.client": set(),
     "router.scheduling": {"router.request"},
     "router.dispatch": {"router.scheduling", "router.request", "router.deadline"},
-    "router.frontend": {"router.request"},
+    "router.frontend": {"router.request", "router.auth"},
     "router.output": {"router.frontend", "router.request"},
-    "router.api": {"router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"},
-    "router.api.openai": {"router.api", "router.frontend", "router.output", "router.request"},
+    "router.api": {
+        *("router.auth", "router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"),
+    },
+    "router.api.openai": {"router.api", "router.auth", "router.frontend", "router.output", "router.request"},
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
     "cluster.store": set(),
@@ -73,7 +76,7 @@ ARROWS: dict[str, set[str]] = {
     "cluster.eval": {"router.client", "cluster.text_files"},
     "cluster.bench": {"router.client", "cluster.tables", "cluster.text_files"},
 }
-ARROWS["router.api.servers"] = {"router.api", "router.api.openai"}
+ARROWS["router.api.servers"] = {"router.api", "router.api.openai", "router.auth"}
 MODEL = {name for name in ARROWS if name.startswith("workers.model.")}
 ARROWS["workers.model"] = {"workers.engine", "workers.kv_cache", *MODEL}
 ARROWS["workers.tp"] = {

@@ -24,6 +24,7 @@ class ServerAddress:
 
     url: str  # grpc://HOST:PORT, or http(s)://HOST:PORT without /v1
     model: str = ""  # empty: the first one it serves
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

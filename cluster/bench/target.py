@@ -28,11 +28,13 @@ of prompt tokens and output tokens as the server counts them. Raises RequestFail
 async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncIterator[StreamCompletion]:
     """Connects to a server. Raises Unavailable if it must be asked for its model and does not answer."""
     if address.url.startswith("grpc://"):
-        async with AsyncClient(address.url.removeprefix("grpc://"), max_retries=0) as client:
+        async with AsyncClient(address.url.removeprefix("grpc://"), api_key=address.api_key, max_retries=0) as client:
             yield _stream_over_grpc(client, address.model, ignore_eos)
         return
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout()) as session:
+    headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
+    timeout = aiohttp.ClientTimeout()
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         model = address.model or await _first_model(session, address.url)
         yield _stream_over_http(session, f"{address.url}/v1/completions", model, ignore_eos)
 

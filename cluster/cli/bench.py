@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,6 +21,7 @@ from ..bench.options import (
 )
 from ..tables import table_console
 from ..text_files import write_text
+from . import options as o
 
 if TYPE_CHECKING:
     from ..bench.metrics import Summary
@@ -52,6 +54,9 @@ ends early, has no token or takes longer than --timeout. Prompts are sent with t
 def bench(
     url: Annotated[str, typer.Option(help="grpc://HOST:PORT of a Tandem service or http://HOST:PORT of OpenAI's API.")],
     model: Annotated[str, typer.Option(help="The model's name; otherwise the first one served.")] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the API key for --url; else TANDEM_API_KEY. A peer gets none.")
+    ] = None,
     peer: Annotated[str, typer.Option(help="URL[=MODEL] of a second server: rounds in turn, ratios of medians.")] = "",
     rounds: Annotated[int | None, typer.Option(help="Rounds of each server; with a peer 3, else 1.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Closed loop: requests under way at any time.")] = None,
@@ -75,7 +80,8 @@ def bench(
     json_to: Annotated[str, typer.Option("--json", help="Write all results to this file; - is stdout.")] = "",
 ) -> None:
     """Measure a running service under load."""
-    addresses = [parse_address(url, "--url", model), *([parse_address(peer, "--peer")] if peer else [])]
+    server = replace(parse_address(url, "--url", model), api_key=o.read_api_key(api_key_file))
+    addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
     prompts = Workload(kind=workload, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed, **lengths)
     if num_prompts is None and seconds is None and file is None:

@@ -38,7 +38,7 @@ SETTABLE: Final = (
 def chat(
     context: typer.Context,
     target: o.Target = o.DEFAULT_TARGET,
-    api_key: o.ApiKey = "",
+    api_key_file: o.ApiKeyFile = None,
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     timeline: o.ShowTimeline = False,
 ) -> None:
@@ -47,7 +47,7 @@ def chat(
     options = cast(ChatOptions, o.given_options(context.params))
     console = table_console(stderr=True)
     interactive = sys.stdin.isatty()
-    with Client(target, api_key=api_key) as client, open_keyboard() as read_line:
+    with Client(target, api_key=o.read_api_key(api_key_file)) as client, open_keyboard() as read_line:
         session = ChatSession(client, options, console, Conversation(system), always_timeline=timeline)
         if interactive:
             console.print("/help lists the commands, Ctrl-D ends the chat", style="dim")

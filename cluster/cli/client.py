@@ -2,6 +2,7 @@
 
 import json
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.errors import InvalidArgument, Unauthenticated, Unavailable
 from ...router.client.client import Client
 from ..tables import make_table
 from ..text_files import read_text
@@ -29,7 +30,7 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Continue the text of this file.")] = None,
     target: o.Target = o.DEFAULT_TARGET,
-    api_key: o.ApiKey = "",
+    api_key_file: o.ApiKeyFile = None,
     timeout: o.Timeout = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     timeline: o.ShowTimeline = False,
@@ -42,7 +43,10 @@ def generate(
     if not options.keys() & {"n", "best_of", "beam_width"}:
         options.setdefault("temperature", 0.0)
     text = _prompt(prompt, file)
-    with Client(target, api_key=api_key) as client, client.stream(text, timeout=timeout, **options) as stream:
+    with (
+        Client(target, api_key=o.read_api_key(api_key_file)) as client,
+        client.stream(text, timeout=timeout, **options) as stream,
+    ):
         if as_json:
             typer.echo(json.dumps(completion_json(stream.completion()), ensure_ascii=False))
         elif options.get("n", 1) > 1:
@@ -57,10 +61,11 @@ def generate(
 
 def status(
     url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
+    api_key_file: o.ApiKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a running service: routers, pools, workers, their blocks and load, the transports between them."""
-    service = fetch_status(url)
+    service = fetch_status(url, o.read_api_key(api_key_file))
     if as_json:
         typer.echo(json.dumps(service, indent=2))
         return
@@ -84,12 +89,17 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read() if prompt in (None, "-") else prompt
 
 
-def fetch_status(url: str) -> Any:
-    """Returns what the status page says. Raises Unavailable."""
+def fetch_status(url: str, api_key: str = "") -> Any:
+    """Returns what the status page says. Raises Unauthenticated or Unavailable."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=STATUS_SECONDS) as answer:
+        with opener.open(request, timeout=STATUS_SECONDS) as answer:
             return json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == Unauthenticated.http_status:
+            raise Unauthenticated("the status page needs an API key: TANDEM_API_KEY or --api-key-file") from None
+        raise Unavailable(f"no service answers at {url}: {error.reason}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise Unavailable(f"no service answers at {url}: {reason}") from None

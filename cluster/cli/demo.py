@@ -19,8 +19,8 @@ from ..environment import prepare_ray_environment
 from ..eval.gather import map_concurrently
 from ..store.store import resolve_model
 from ..tables import table_console
+from .answers import timeline_table, total_of_parts
 from .serve import stopped_by_signals
-from .timeline import timeline_table, total_of_parts
 
 MODEL: Final = "smollm2-135m-instruct"
 PROMPTS: Final = (

@@ -12,12 +12,14 @@ from ...proto.channel import PeerChannel
 from ...proto.errors import NotFound, Unavailable
 from ...proto.identity import PeerIdentity
 from ..identity_file import read_identity
+from . import options as o
 from .client import DEFAULT_STATUS_URL, STATUS_SECONDS, fetch_status
 
 
 def drain(
     target: Annotated[str, typer.Argument(help="A worker's id, a host for all workers with its address, or all.")],
     url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
+    api_key_file: o.ApiKeyFile = None,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the requests of the workers.")] = 30.0,
     identity: Annotated[
         Path | None, typer.Option(help="The service's identity; by default, where `tandem serve` has left it.")
@@ -27,7 +29,9 @@ def drain(
 
     The routers hand running requests to other workers, or let them end where no other has room. A drained worker
     stays up and refuses until it is stopped. Exit code 1: a worker has requests left, or does not answer."""
-    workers = [worker for worker in fetch_status(url)["workers"] if target in _names(worker)]
+    workers = [
+        worker for worker in fetch_status(url, o.read_api_key(api_key_file))["workers"] if target in _names(worker)
+    ]
     if not workers:
         raise NotFound(f"no worker is {target}")
     counts = asyncio.run(_drain_all([worker["address"] for worker in workers], timeout, read_identity(url, identity)))

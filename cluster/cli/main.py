@@ -15,6 +15,7 @@ from .chat import chat
 from .client import generate, status
 from .drain import drain
 from .eval import eval_app
+from .key import key_app
 from .model import model_app
 from .plan import plan_app
 from .serve import check_config, serve
@@ -27,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(model_app, name="model")
+app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
 for command in (generate, chat, status, drain, serve, check_config):

@@ -1,6 +1,7 @@
 """Makes the options of `tandem generate`, `chat` and `eval`, those of requests from the table of parameters."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -11,12 +12,15 @@ import typer
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
+from ...router.client.wire import API_KEY_VARIABLE
 from ..text_files import read_text
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 Target = Annotated[str, typer.Option(help="HOST:PORT of the service's gRPC server.")]
-ApiKey = Annotated[str, typer.Option(envvar="TANDEM_API_KEY", show_default=False, help="The API key of the tenant.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(help="A file that holds the API key; otherwise TANDEM_API_KEY.", show_default=False)
+]
 Model = Annotated[str | None, typer.Option(help="One of the served names; may be absent if only one is served.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.")]
 ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Print on stderr where the time went.")]
@@ -65,6 +69,14 @@ def _parameter(row: RequestParameter, defaults: Mapping[str, object]) -> inspect
     kind: Any = _TYPES[row.kind]
     annotation = Annotated[kind, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def read_api_key(file: Path | None) -> str:
+    """Returns the API key: of the file, or else of the environment. Other users see a command's arguments, so no
+    option takes the key itself. Raises InvalidArgument."""
+    if file is None:
+        return os.environ.get(API_KEY_VARIABLE, "")
+    return read_text(file, "api-key-file").strip()
 
 
 def given_options(params: Mapping[str, Any]) -> Options:

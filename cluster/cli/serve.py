@@ -2,23 +2,33 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
 from ...proto.errors import InvalidArgument
+from ...router.auth.keys import load_keys
 from ...workers.model.footprint import check_config_split
 from ..config import TandemConfig, load_config
 from ..environment import prepare_ray_environment
 from ..store.store import resolve_model
 
+_KEYS: Final = {
+    **{"prefill": "prefill.replicas", "decode": "decode.replicas", "routers": "router.replicas"},
+    **{"prefill_tp": "prefill.tp", "decode_tp": "decode.tp"},
+    **{"grpc_port": "router.grpc_port", "http_port": "router.http_port", "reflection": "router.reflection"},
+    **{"api_keys": "auth.keys_file", "allow_anonymous": "auth.allow_anonymous"},
+}
+"""The keys of the configuration that are not called as their flags are."""
+
 
 def serve(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="A built-in model's name, a local folder or a Hugging Face hub id.")
     ] = None,
@@ -37,6 +47,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="The interface that all servers bind.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     http_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="The file of API keys, made by `tandem key create`.")] = None,
+    allow_anonymous: Annotated[
+        bool | None, typer.Option("--allow-anonymous", help="Serve without keys on any interface.", show_default=False)
+    ] = None,
     reflection: Annotated[bool | None, typer.Option(help="Serve gRPC reflection.")] = None,
     dashboard: Annotated[bool | None, typer.Option(help="Start Ray's dashboard with a local Ray.")] = None,
     address: Annotated[str | None, typer.Option(help="A Ray cluster to join, else RAY_ADDRESS.")] = None,
@@ -46,26 +60,22 @@ def serve(
     Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT http=HOST:PORT
     With several routers, the addresses of each kind are separated by commas.
     """
-    overrides = {
-        "model": model,
-        "prefill.replicas": prefill,
-        "decode.replicas": decode,
-        "router.replicas": routers,
-        "prefill.tp": tp if prefill_tp is None else prefill_tp,
-        "decode.tp": tp if decode_tp is None else decode_tp,
-        "dtype": dtype,
-        "device": device,
-        "context_tokens": context_tokens,
-        "served_model_name": served_model_name,
-        "name": name,
-        "host": host,
-        "router.grpc_port": grpc_port,
-        "router.http_port": http_port,
-        "router.reflection": reflection,
-        "dashboard": dashboard,
-    }
-    checked = load_config(config, overrides)
+    checked = load_config(config, _overrides(context.params))
+    if checked.auth.keys_file is not None:
+        load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
     serve_in_foreground(checked, checked_folder(checked), address)
+
+
+def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
+    """Returns the keys of the configuration that the command's flags set; None leaves the file's value."""
+    values = dict(flags)
+    del values["config"], values["address"]
+    tp = values.pop("tp")
+    for pool in ("prefill", "decode"):
+        values[f"{pool}_tp"] = tp if values[f"{pool}_tp"] is None else values[f"{pool}_tp"]
+    if values["api_keys"] is not None:
+        values["api_keys"] = str(values["api_keys"])
+    return {_KEYS.get(flag, flag): value for flag, value in values.items()}
 
 
 def check_config(file: Annotated[Path, typer.Argument(help="A YAML file for `tandem serve --config`.")]) -> None:

@@ -1,7 +1,7 @@
 """Serves tandem.v1.Inference, grpc.health.v1 and optionally reflection over gRPC."""
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 from operator import methodcaller
 from typing import Any, NoReturn, TypeVar
@@ -16,10 +16,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
-from ...proto.errors import InvalidArgument, TandemError
+from ...proto.errors import InvalidArgument, TandemError, Unauthenticated
 from ...proto.limits import MAX_MESSAGE_BYTES, STALL_SECONDS
+from ..auth.authenticator import Authenticator, Caller
 from ..frontend.prepare import RequestContext
-from ..request import tenant_of
 from .audit import AuditLog, is_refusal
 from .service import GenerationService, tandem_errors_only
 from .stall import StallTimer
@@ -29,6 +29,7 @@ TIMELINE_KEY = "tandem-timeline-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 DETAILS_KEY = "grpc-status-details-bin"
 AUTHORIZATION_KEY = "authorization"
+_HEALTH = f"/{health.SERVICE_NAME}/"
 
 _PROMPT_LOGPROBS_PER_MESSAGE = 2_048  # with 20 alternatives each 1 MB
 
@@ -57,14 +58,18 @@ class GrpcServer:
         compression: grpc.Compression = grpc.Compression.NoCompression,
         audit: AuditLog | None = None,
         stall_seconds: float = STALL_SECONDS,
+        authenticator: Authenticator | None = None,
     ) -> None:
         """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
-        size is that of the unpacked message."""
+        size is that of the unpacked message. Without an `authenticator` everyone is let in."""
         self._service = service
         self._audit = audit or AuditLog()
         self._stall_seconds = stall_seconds
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS, compression=compression)
+        self._authenticator = authenticator or Authenticator()
+        self._server = grpc.aio.server(
+            interceptors=[_KeyInterceptor(self._authenticator, self._audit)], options=_OPTIONS, compression=compression
+        )
         self._server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if reflection:
@@ -98,14 +103,14 @@ class GrpcServer:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT.
-        service = self._service
+        service, unary = self._service, self._unary
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Generate": grpc.unary_stream_rpc_method_handler(self._generate, None, _serialize),
-                "Detokenize": _unary(inference_pb2.DetokenizeRequest, service.detokenize, self._audit),
-                "Tokenize": _unary(inference_pb2.TokenizeRequest, service.tokenize, self._audit),
-                "ListModels": _unary(inference_pb2.ListModelsRequest, service.list_models, self._audit),
+                "Detokenize": unary(inference_pb2.DetokenizeRequest, service.detokenize),
+                "Tokenize": unary(inference_pb2.TokenizeRequest, service.tokenize),
+                "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
             },
         )
 
@@ -115,10 +120,10 @@ class GrpcServer:
         deadline = None if remaining is None else arrived + remaining
         timeline = inference_pb2.Timeline()
         try:
-            with tandem_errors_only():
+            with tandem_errors_only(), (caller := self._caller(context)).quota.call():
                 request = await self._service.accept(
                     _parse(inference_pb2.GenerateRequest, body),
-                    RequestContext(arrived=arrived, deadline=deadline, tenant=_tenant(context), is_resumable=True),
+                    RequestContext(arrived=arrived, deadline=deadline, caller=caller, is_resumable=True),
                 )
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
                 with StallTimer(self._stall_seconds) as writes:
@@ -132,20 +137,51 @@ class GrpcServer:
             await _abort(context, error, timeline, self._audit)
         context.set_trailing_metadata(_timeline_metadata(timeline))
 
+    def _unary(
+        self, kind: type[_M], method: Callable[[_M], Awaitable[Message]]
+    ) -> "grpc.RpcMethodHandler[bytes, Message]":
+        """Makes the handler of an RPC with one request of this kind and one response."""
 
-def _unary(
-    kind: type[_M], method: Callable[[_M], Awaitable[Message]], audit: AuditLog
-) -> "grpc.RpcMethodHandler[bytes, Message]":
-    """Makes the handler of an RPC with one request of this kind and one response."""
+        async def respond(body: bytes, context: _Context) -> Message:
+            try:
+                with tandem_errors_only(), self._caller(context).quota.call():
+                    return await method(_parse(kind, body))
+            except TandemError as error:
+                await _abort(context, error, inference_pb2.Timeline(), self._audit)
 
-    async def respond(body: bytes, context: _Context) -> Message:
-        try:
-            with tandem_errors_only():
-                return await method(_parse(kind, body))
-        except TandemError as error:
-            await _abort(context, error, inference_pb2.Timeline(), audit)
+        return grpc.unary_unary_rpc_method_handler(respond, None, _serialize)
 
-    return grpc.unary_unary_rpc_method_handler(respond, None, _serialize)
+    def _caller(self, context: _Context) -> Caller:
+        return self._authenticator.caller(_authorization(context.invocation_metadata()), context.peer())
+
+
+class _KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid key before their body is read. Health checks need none."""
+
+    def __init__(self, authenticator: Authenticator, audit: AuditLog) -> None:
+        self._authenticator = authenticator
+        self._audit = audit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """See grpc.aio.ServerInterceptor."""
+        if not handler_call_details.method.startswith(_HEALTH):
+            try:
+                self._authenticator.caller(_authorization(handler_call_details.invocation_metadata), "")
+            except Unauthenticated as error:
+                return _refusal(error, self._audit)
+        return await continuation(handler_call_details)
+
+
+def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any, Any]":
+    async def refuse(_messages: object, context: _Context) -> None:
+        await _abort(context, error, inference_pb2.Timeline(), audit)
+
+    # Of this kind because grpc reads no message for it; it fits every call.
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def _abort(context: _Context, error: TandemError, timeline: inference_pb2.Timeline, audit: AuditLog) -> NoReturn:
@@ -173,11 +209,11 @@ def _status(code: grpc.StatusCode, error: TandemError) -> status_pb2.Status:
     return status
 
 
-def _tenant(context: _Context) -> str:
-    for key, value in context.invocation_metadata() or ():
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    for key, value in metadata or ():
         if key == AUTHORIZATION_KEY:
-            return tenant_of(value if isinstance(value, str) else value.decode("latin-1"))
-    return ""
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return None
 
 
 def _peer_address(context: _Context) -> str:

@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 
+from ..auth.authenticator import Authenticator
 from .audit import AuditLog
 from .browsers import BrowserRules
 from .grpc_server import GrpcServer
@@ -32,16 +33,22 @@ class ApiServers:
         compression: grpc.Compression = grpc.Compression.NoCompression,
         browsers: BrowserRules = BrowserRules(),
         bounds: ConnectionBounds | None = None,
+        authenticator: Authenticator | None = None,
     ) -> "ApiServers":
         """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses,
-        `browsers` holds for HTTP, `bounds` are those of connections.
+        `browsers` holds for HTTP, `bounds` are those of connections. Without an `authenticator` everyone is let in.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs."""
-        audit, bounds = AuditLog(), bounds or ConnectionBounds()
+        audit, bounds, authenticator = AuditLog(), bounds or ConnectionBounds(), authenticator or Authenticator()
         grpc_server = GrpcServer(
-            service, reflection=reflection, compression=compression, audit=audit, stall_seconds=bounds.stall_seconds
+            service,
+            reflection=reflection,
+            compression=compression,
+            audit=audit,
+            stall_seconds=bounds.stall_seconds,
+            authenticator=authenticator,
         )
-        http_server = HttpServer(service, browsers, audit, bounds)
+        http_server = HttpServer(service, browsers, audit, bounds, authenticator)
         bound_http = await http_server.start(http_address)
         try:
             bound_grpc = await grpc_server.start(grpc_address)

@@ -72,14 +72,15 @@ class GenerationService:
         default_max_tokens: int | None = None,
     ) -> PreparedRequest:
         """Checks and tokenizes `request`. Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
-        model = self.model(request.model)
+        model, caller = self.model(request.model), context.caller
 
         def admit() -> None:
+            caller.quota.check_tokens()
             if context.deadline is not None and time.monotonic() >= context.deadline:
                 raise deadline_passed()
             if self._admission is not None:
-                tokens = _estimated_tokens(request)
-                self._admission.check_early(tokens, context.tenant, request.priority, context.deadline)
+                tokens, priority = _estimated_tokens(request), caller.priority(request.priority)
+                self._admission.check_early(tokens, caller.tenant, priority, context.deadline)
 
         checked = prepare(
             request,
@@ -89,7 +90,9 @@ class GenerationService:
             admit=admit,
             resume_key=self._resume_key if context.is_resumable else None,
         )
-        return await before(context.deadline, checked)
+        prepared = await before(context.deadline, checked)
+        caller.quota.take_tokens(len(prepared.tokens.prompt))
+        return prepared
 
     def run(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline

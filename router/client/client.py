@@ -43,7 +43,9 @@ _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _CANCELLED: Final = "the client cancelled the request"
 
 
-def connect(address: Addresses, *, api_key: str = "", compression: bool = False, max_retries: int = 2) -> "Client":
+def connect(
+    address: Addresses, *, api_key: str | None = None, compression: bool = False, max_retries: int = 2
+) -> "Client":
     """Returns a client of the service at HOST:PORT; it connects with the first call."""
     return Client(address, api_key=api_key, compression=compression, max_retries=max_retries)
 
@@ -197,10 +199,11 @@ class _BaseClient(Generic[_S]):
     _make_stream: Callable[[_Generation], _S]
 
     def __init__(
-        self, address: Addresses, *, api_key: str = "", compression: bool = False, max_retries: int = 2
+        self, address: Addresses, *, api_key: str | None = None, compression: bool = False, max_retries: int = 2
     ) -> None:
-        """`address`: HOST:PORT of the gRPC server of one or several routers. `compression`: gzip requests, for slow
-        networks. `max_retries`: of one request, without an answer in between; 0 raises every error at once."""
+        """`address`: HOST:PORT of the gRPC server of one or several routers. `api_key`: None takes that of the
+        environment, TANDEM_API_KEY. `compression`: gzip requests, for slow networks. `max_retries`: of one request,
+        without an answer in between; 0 raises every error at once."""
         encoding = grpc.Compression.Gzip if compression else grpc.Compression.NoCompression
         self._metadata = wire.credentials(api_key)
         self._max_retries = max_retries

@@ -1,5 +1,6 @@
 """Holds what both clients share on the wire: channel options, credentials, errors, retries."""
 
+import os
 import random
 import time
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 from ...proto import errors, limits
 
+API_KEY_VARIABLE: Final = "TANDEM_API_KEY"
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024  # the log probabilities of a long prompt come in one message
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
@@ -80,8 +82,11 @@ class Retries:
         return is_lost and time.monotonic() - self._failing_since < _RESUME_SECONDS
 
 
-def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of every call. Raises InvalidArgument for a key that no header can hold."""
+def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata of every call; for None with the key of the environment, if it has one. Raises
+    InvalidArgument for a key that no header can hold."""
+    if api_key is None:
+        api_key = os.environ.get(API_KEY_VARIABLE, "")
     if not (api_key.isascii() and api_key.isprintable()):
         raise errors.InvalidArgument("must be printable ASCII", "api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import check_count, check_token_ids
+from ..auth.authenticator import Caller
+from ..auth.rate import Quota
 from ..request import TokenRequest
 from .chat import check_chat
 from .constraint import GrammarValidator
@@ -33,7 +35,7 @@ class RequestContext:
 
     arrived: float  # when the server had the request
     deadline: float | None = None  # when the answer must have ended
-    tenant: str = ""  # as `tenant_of` names it
+    caller: Caller = field(default_factory=Caller)
     is_resumable: bool = False  # whether the answer has resume tokens
     resume: Sequence[inference_pb2.ResumedChoice] = ()  # of a header; otherwise the message has it
 
@@ -51,6 +53,7 @@ class PreparedRequest:
     echo: str  # the prompt's text, if it is to be repeated
     is_empty: bool  # max_tokens is 0: the one token that is generated is not answered
     chat: inference_pb2.Chat | None
+    quota: Quota = field(default_factory=Quota)  # that the completions count against
     resume: ResumeBinding | None = None  # what its resume tokens bind; None: it has none
     progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)  # by choice, if it was begun elsewhere
 
@@ -96,10 +99,11 @@ async def prepare(
         echo=_echo(request, prompt, tokenizer, is_cut=len(prompt) < len(ids)),
         is_empty=max_tokens == 0,
         chat=request.prompt.chat if request.prompt.HasField("chat") else None,
+        quota=context.caller.quota,
     )
     if resume_key is None:
         return prepared
-    digest = digest_request(request, prompt, max_tokens, f"{model.name} {context.tenant}")
+    digest = digest_request(request, prompt, max_tokens, f"{model.name} {context.caller.tenant}")
     return _resumed(prepared, request, resume_key, digest)
 
 
@@ -150,9 +154,9 @@ def _token_request(
         logprobs=request.logprobs if needs_logprobs else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         grammar=grammar,
-        priority=request.priority,
-        tenant=context.tenant,
-        cache_salt=context.tenant.encode(),
+        priority=context.caller.priority(request.priority),
+        tenant=context.caller.tenant,
+        cache_salt=context.caller.cache_salt,
         arrived=context.arrived,
         deadline=context.deadline,
     )

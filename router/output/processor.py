@@ -73,12 +73,18 @@ class OutputProcessor:
                     held.append(message)
                     if not self._open and delta.finish_reason == _UNFINISHED:
                         break  # by a stop string: closing the source cancels the rest
-        finally:  # the source writes its own request id
-            timeline.request_id = request.request_id
+        finally:
+            timeline.request_id = request.request_id  # the source writes its own
+            request.quota.take_tokens(self._num_generated())
         if self._open:
             raise InternalError(_BROKEN)
         for message in self._last(held, timeline):
             yield self._signed(message, timeline)
+
+    def _num_generated(self) -> int:
+        """Returns the tokens that were generated here."""
+        restored = sum(len(progress.ids) for progress in self._progress.values())
+        return max(sum(choice.num_tokens for choice in self._choices) - restored, 0)
 
     async def _restore(self) -> None:
         """Brings each choice to where the client has it already."""

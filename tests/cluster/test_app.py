@@ -13,6 +13,7 @@ from starlette.requests import Request
 from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.proto.errors import Unavailable
+from tandem.router.auth.authenticator import Authenticator
 from tandem.tests.peers import IDENTITY
 
 
@@ -129,7 +130,9 @@ async def test_pages_in_browsers_do_not_read_the_status_page(
 ) -> None:
     names = {"host_names": ("models.example.com",), "cors_origins": ("https://evil.example",)}  # of the API alone
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
-    router: Any = SimpleNamespace(_config=config, _identity=IDENTITY, _workers=[], _routers=())
+    router: Any = SimpleNamespace(
+        _config=config, _identity=IDENTITY, _workers=[], _routers=(), _authenticator=Authenticator()
+    )
     router.status = partial(app.Router.status, router)
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     answer = await app.Router.__call__(router, Request({"type": "http", "method": method, "headers": raw}))

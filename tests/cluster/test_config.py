@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.cluster.config import MAX_FILE_BYTES, load_config, ranks_per_node
+from tandem.cluster.config import MAX_FILE_BYTES, check_interface, load_config, ranks_per_node
 from tandem.proto.errors import InvalidArgument
 
 
@@ -150,6 +150,26 @@ def test_nothing_changes_after_loading() -> None:
     config = load_config(None, {"model": "m"})
     with pytest.raises(ValidationError):
         config.prefill.replicas = 5
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_without_keys_only_loopback_is_served_unless_the_configuration_says_so(host: str) -> None:
+    for key, value in {"auth.keys_file": "keys.json", "auth.allow_anonymous": True}.items():
+        check_interface(load_config(None, {"model": "m", key: value}).auth, host)
+    with pytest.raises(InvalidArgument, match=r"host: .*auth.allow_anonymous"):
+        check_interface(load_config(None, {"model": "m"}).auth, host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "[::1]", "localhost"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    check_interface(load_config(None, {"model": "m"}).auth, host)
+
+
+def test_the_file_of_keys_is_found_from_every_folder_and_excludes_anonymous_callers() -> None:
+    config = load_config(None, {"model": "m", "auth.keys_file": "keys.json"})
+    assert config.auth.keys_file == str(Path("keys.json").absolute())
+    with pytest.raises(InvalidArgument, match=r"auth\.allow_anonymous: does not go"):
+        load_config(None, {"model": "m", "auth.keys_file": "k", "auth.allow_anonymous": True})
 
 
 LOCAL = [{"CPU": 2.0}]

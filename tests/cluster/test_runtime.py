@@ -8,6 +8,7 @@ import pytest
 
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.runtime import RouterRuntime
+from tandem.proto.errors import InvalidArgument
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
@@ -64,6 +65,16 @@ async def test_a_router_in_place_of_another_has_its_addresses(config: TandemConf
         third = await start(config, folder, 2)  # beyond the ports of two: free ones
         scope.push_async_callback(third.stop, 0)
         assert third.grpc_address not in {each.grpc_address for each in routers}
+
+
+async def test_a_router_without_keys_listens_on_loopback_alone(folder: Path) -> None:
+    ports: dict[str, object] = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
+    with pytest.raises(InvalidArgument, match="not loopback"):
+        await RouterRuntime.start(load_config(None, ports), folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32)
+    allowed = load_config(None, ports | {"auth.allow_anonymous": True})
+    router = await RouterRuntime.start(allowed, folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32)
+    assert router.authenticator.caller(None, "a").cache_salt != router.authenticator.caller(None, "b").cache_salt
+    await router.stop(0)
 
 
 async def test_a_single_router_takes_its_own_ports_or_none(config: TandemConfig, folder: Path) -> None:

@@ -27,6 +27,7 @@ def _object(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]
 
 _STRING: Final = {"type": "string"}
 _INTEGER: Final = {"type": "integer"}
+_KEY: Final = {"type": "http", "scheme": "bearer"}
 _NULL: Final = {"type": "null"}
 _MODEL: Final = _object(
     id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, root=_STRING, max_model_len=_INTEGER
@@ -54,10 +55,11 @@ def responses(schema: str = "", *errors: int) -> dict[int | str, dict[str, Any]]
 
 _ERRORS: Final = {
     400: "A field is wrong; `param` names it.",
+    401: "The service needs an API key, and this one is not valid.",
     403: "The host or the origin of the request may not use the service.",
     404: "No such model.",
     413: "The body is too large.",
-    429: "Queue or cache is full; see Retry-After.",
+    429: "Queue or cache is full, or the key's limits are reached; see Retry-After.",
     500: "The service is at fault.",
     503: "No worker can take the request now; see Retry-After.",
     504: "The deadline passed.",
@@ -107,7 +109,8 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
     if app.openapi_schema is None:
         made = get_openapi(title="Tandem", version=version, description=_DESCRIPTION, routes=app.routes)
         _, schemas = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_REF)
-        made["components"] = {"schemas": _SCHEMAS | schemas["$defs"]}
+        made["components"] = {"schemas": _SCHEMAS | schemas["$defs"], "securitySchemes": {"key": _KEY}}
+        made["security"] = [{"key": []}, {}]  # by configuration
         for path in made["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)  # FastAPI's own check of bodies is not used
@@ -117,5 +120,6 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
 
 _DESCRIPTION: Final = (
     "OpenAI's API, with vLLM's additions. Fields that Tandem cannot honour are refused by name. "
-    "A key in `Authorization: Bearer` separates tenants: they are served in turn and share no prefix cache."
+    "Where the service has API keys, each call but /health brings one in `Authorization: Bearer`. Tenants are served "
+    "in turn and share no prefix cache."
 )

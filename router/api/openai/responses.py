@@ -200,6 +200,8 @@ def error_response(error: TandemError, name: Callable[[str], str] = http_field) 
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.http_status == 413:
         headers["Connection"] = "close"  # the rest of the body was not read
     return JSONResponse(error_body(error, name), error.http_status, headers)

@@ -22,14 +22,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....proto import inference_pb2
 from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
 from ....proto.limits import MAX_MESSAGE_BYTES
+from ...auth.authenticator import Authenticator
 from ...frontend.prepare import RequestContext, ServedModel
 from ...frontend.validation import check_request_id
-from ...request import tenant_of
 from ..audit import AuditLog, is_refusal
 from ..browsers import BrowserRules, check_json
 from ..service import GenerationService, tandem_errors_only
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .connection import ConnectionBounds, HttpConnection
+from .gate import KeyGate
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document, generation, request_body, responses
 from .parsing import parse
 from .refused_body import RefusedBody
@@ -55,15 +56,16 @@ class HttpServer:
         browsers: BrowserRules = BrowserRules(),
         audit: AuditLog | None = None,
         bounds: ConnectionBounds | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
-        """`bounds`: of its connections; None: the default ones."""
+        """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone is let in."""
         self._service = service
         self._serving = False
         self._started_at = int(time.time())
         # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a
         # replica cannot answer a controller that restarts, which then stops it.
         config = uvicorn.Config(
-            _Gate(self._app(), browsers, audit or AuditLog()),
+            _Gate(KeyGate(self._app(), authenticator or Authenticator()), browsers, audit or AuditLog()),
             lifespan="off",
             log_config=None,
             log_level="warning",
@@ -104,7 +106,7 @@ class HttpServer:
     def _app(self) -> FastAPI:
         app = FastAPI(redoc_url=None)
         app.openapi = lambda: document(app, _VERSION)  # type: ignore[method-assign]
-        generates, reads = (400, 404, 413, 429, 500, 503, 504), (400, 404, 413)
+        generates, reads = (400, 401, 404, 413, 429, 500, 503, 504), (400, 401, 404, 413, 429)
         completion, chat = generation(CompletionBody, "completion"), generation(ChatBody, "chat completion")
         tokenize, detokenize = request_body(TokenizeBody), request_body(DetokenizeBody)
 
@@ -113,9 +115,9 @@ class HttpServer:
             app.add_api_route(path, endpoint, methods=methods, responses=found | responses("", 403), openapi_extra=body)
 
         add("/health", self._health, responses("", 503))
-        add("/version", self._version, {})
-        add("/v1/models", self._models, responses("ModelList"))
-        add("/v1/models/{name:path}", self._model, responses("Model", 404))
+        add("/version", self._version, responses("", 401, 429))
+        add("/v1/models", self._models, responses("ModelList", 401, 429))
+        add("/v1/models/{name:path}", self._model, responses("Model", 401, 404, 429))
         add("/v1/completions", self._complete, responses("", *generates), completion)
         add("/v1/chat/completions", self._chat, responses("", *generates), chat)
         add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
@@ -250,7 +252,7 @@ async def _respond(request: Request, answer: Callable[[bytes, str, RequestContex
             context = RequestContext(
                 arrived=arrived,
                 deadline=None if timeout is None else arrived + timeout,
-                tenant=tenant_of(request.headers.get("authorization")),
+                caller=request.state.caller,
                 is_resumable=resume is not None,
                 resume=resume or (),
             )

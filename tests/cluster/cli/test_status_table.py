@@ -22,7 +22,7 @@ ROUTERS = [{"id": "r-0", "grpc": "a:1", "http": "a:2"}, {"id": "r-1", "grpc": "a
 
 def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[str]:
     service = {"service": "tandem", "model": "m", "routers": ROUTERS, "workers": list(workers)}
-    monkeypatch.setattr(client, "fetch_status", lambda url: service)
+    monkeypatch.setattr(client, "fetch_status", lambda url, _key: service)
     result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 0
     return [line.rstrip() for line in result.output.splitlines()]

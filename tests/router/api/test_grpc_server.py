@@ -16,7 +16,6 @@ from tandem.proto import errors, inference_pb2, inference_pb2_grpc, limits
 from tandem.router.api.grpc_server import GrpcServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
-from tandem.router.request import tenant_of
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
 
@@ -169,14 +168,6 @@ async def test_choices_logprobs_and_usage(grpc_service: Service, stub: inference
     assert texts == ["abc", "de"]
     assert all(m.logprobs[0].token.text == m.text.encode() for m in messages)
     assert messages[-1].usage.completion_tokens == 5
-
-
-async def test_the_key_names_the_tenant(grpc_service: Service, stub: inference_pb2_grpc.InferenceStub) -> None:
-    for metadata in ((("authorization", "Bearer sk-1"),), ()):
-        async for _ in stub.Generate(request(), metadata=metadata):
-            pass
-    tenants = [(seen.tenant, seen.cache_salt) for seen in grpc_service.source.requests]
-    assert tenants == [(tenant_of("Bearer sk-1"), tenant_of("Bearer sk-1").encode()), ("", b"")]
 
 
 @pytest.mark.parametrize("method", ["Tokenize", "Generate"])

@@ -339,15 +339,6 @@ async def test_the_openai_client_retries(service: Service) -> None:
         assert len(service.source.requests) == 2
 
 
-async def test_keys_separate_tenants(service: Service) -> None:
-    for key in ("one", "two", "one"):
-        async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key=key) as client:
-            await client.completions.create(model="tiny", prompt="hi")
-    tenants = [request.tenant for request in service.source.requests]
-    assert tenants[0] == tenants[2] != tenants[1]
-    assert "one" not in "".join(tenants)
-
-
 async def test_usage_in_every_chunk(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.answer = b"abc"
     options: Any = {"include_usage": True, "continuous_usage_stats": True}

@@ -9,8 +9,9 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
 from tandem.router.api.service import GenerationService, tandem_errors_only
+from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend.prepare import RequestContext, ServedModel
-from tandem.router.request import TokenDelta, TokenRequest, tenant_of
+from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.tests.router.api.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
@@ -193,9 +194,9 @@ async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel
     service = GenerationService([model], FakeTokenSource(), admission)
     large = request(prompt=prompt, n=2, stopping={"max_tokens": 3}, priority=4)
     with pytest.raises(Overloaded):
-        await service.accept(large, RequestContext(arrived=0, tenant="t"))
+        await service.accept(large, RequestContext(arrived=0, caller=Caller(tenant="t", max_priority=3)))
     await service.accept(request(stopping={"max_tokens": 3}), RequestContext(arrived=0))
-    assert admission.asked == [(101, "t", 4), (3, "", 0)]
+    assert admission.asked == [(101, "t", 3), (3, "", 0)]
 
 
 async def test_invalid_requests_are_refused_before_admission(model: ServedModel) -> None:
@@ -215,18 +216,6 @@ async def test_invalid_requests_are_refused_before_admission(model: ServedModel)
     with pytest.raises(DeadlineExceeded):
         await service.accept(request(prompt=large), RequestContext(arrived=0, deadline=time.monotonic()))
     assert admission.asked == []
-
-
-async def test_a_tenant_has_a_cache_of_its_own(model: ServedModel) -> None:
-    service = GenerationService([model], FakeTokenSource())
-    tenants = [tenant_of(key) for key in ("Bearer one", "bearer  one ", "Bearer two", "Basic one", "Bearer ", "", None)]
-    assert tenants[0] == tenants[1] != tenants[2]
-    assert "one" not in tenants[0]
-    assert tenants[3:] == [""] * 4
-    found = [await service.accept(request(), RequestContext(arrived=0.0, tenant=tenant)) for tenant in tenants]
-    assert [accepted.tokens.tenant for accepted in found] == tenants
-    assert len({accepted.tokens.cache_salt for accepted in found}) == 3
-    assert found[-1].tokens.cache_salt == b""
 
 
 async def test_models(model: ServedModel, tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.router.api.service import GenerationService
+from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.api.answers import Answers, request
@@ -43,7 +44,7 @@ async def answer(
 ) -> Answers:
     """The answer of a router of its own."""
     service = GenerationService([MODEL], source, resume_key=key)
-    context = RequestContext(arrived=time.monotonic(), tenant=tenant, is_resumable=True)
+    context = RequestContext(arrived=time.monotonic(), caller=Caller(tenant=tenant), is_resumable=True)
     prepared = await service.accept(message, context)
     return [each async for each in service.run(prepared, inference_pb2.Timeline())]
 

@@ -1,0 +1,46 @@
+"""Lets a call with a valid key through to the HTTP API, within the limits of the key, before its body is read."""
+
+from contextlib import ExitStack
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ....proto.errors import TandemError
+from ...auth.authenticator import Authenticator
+from .responses import error_response
+
+_OPEN_PATHS: Final = ("/health",)  # for probes
+
+
+class KeyGate:
+    """Is an ASGI application around another, which finds the Caller as `request.state.caller`."""
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app = app
+        self._authenticator = authenticator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        limits: dict[str, str] = {}
+        with ExitStack() as call:
+            try:
+                connection = ":".join(map(str, scope["client"] or ()))
+                caller = self._authenticator.caller(Headers(scope=scope).get("authorization"), connection)
+                limits = caller.quota.headers()
+                call.enter_context(caller.quota.call())
+            except TandemError as error:
+                response = error_response(error)
+                response.headers.update(limits)
+                await response(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+
+            async def send_with_limits(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message).update(caller.quota.headers())
+                await send(message)
+
+            await self._app(scope, receive, send_with_limits if limits else send)

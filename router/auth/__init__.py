@@ -1,0 +1,1 @@
+"""Who calls: API keys, what each may use, tenants."""

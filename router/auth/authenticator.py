@@ -1,0 +1,95 @@
+"""Knows who calls: finds the key that a call brings, and what the key stands for.
+
+Nothing is kept of a key that is not known. A key is looked up by its SHA-256 in a dict: how long that takes depends on
+digests alone, and nobody can choose a key by its digest, so it says nothing about the keys in the file; the digest that
+was found is then compared in constant time, and where none was found another one is.
+"""
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ...proto.errors import Unauthenticated
+from .keys import ApiKey, hash_key
+from .rate import Quota
+
+MAX_KEY_CHARACTERS: Final = 256
+
+_MISSING: Final = "an API key is needed: Authorization: Bearer KEY"
+_WRONG: Final = "the API key is not known, or has expired"
+_NO_DIGEST: Final = bytes(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Describes who calls, by what the key says; without one anonymously."""
+
+    tenant: str = ""  # callers of one tenant take turns with others as one
+    cache_salt: bytes = b""  # callers with the same share cached prefixes
+    max_priority: int | None = None
+    quota: Quota = field(default_factory=Quota)
+
+    def priority(self, wanted: int) -> int:
+        """Returns the priority of a request: what it asks for, as far as the key goes."""
+        return wanted if self.max_priority is None else min(wanted, self.max_priority)
+
+
+class Authenticator:
+    """Maps the credentials of calls to callers. Lives in one event loop; `replace` changes the keys while it runs."""
+
+    def __init__(
+        self,
+        keys: Iterable[ApiKey] | None = None,
+        *,
+        secret: bytes | None = None,
+        share_anonymous_prefixes: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`keys`: None if the service needs none. `secret`: the same in all routers of the service, so that a tenant
+        has one prefix cache; None: a random one. Without `share_anonymous_prefixes` callers without a key share cached
+        prefixes only within a connection."""
+        self._salts = hmac.digest(secret or secrets.token_bytes(32), b"tandem prefix cache", "sha256")
+        self._clock = clock
+        self._is_open = keys is None
+        self._share = share_anonymous_prefixes
+        self._anonymous = Caller()
+        self._callers: dict[bytes, tuple[ApiKey, Caller]] = {}  # by digest
+        self.replace(keys or ())
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Takes other keys from now on. A key that stays keeps what it has used; calls under way go on in any case."""
+        callers = {}
+        for key in keys:
+            digest = bytes.fromhex(key.sha256)
+            _, known = self._callers.get(digest, (None, None))
+            quota = Quota() if known is None else known.quota
+            quota.resize(key.requests_per_minute, key.tokens_per_minute, key.max_streams)
+            salt = self._salt("tenant", key.tenant)
+            caller = Caller(tenant=key.tenant, cache_salt=salt, max_priority=key.max_priority, quota=quota)
+            callers[digest] = key, caller
+        self._callers = callers
+
+    def caller(self, authorization: str | None, connection: str) -> Caller:
+        """Returns who calls. `authorization`: the header of the call; `connection`: a name that no other connection has
+        at the time. Raises Unauthenticated."""
+        if self._is_open:
+            if self._share:
+                return self._anonymous
+            return Caller(cache_salt=self._salt("connection", connection))
+        scheme, _, given = (authorization or "").strip().partition(" ")
+        given = given.strip()
+        if scheme.lower() != "bearer" or not given:
+            raise Unauthenticated(_MISSING)
+        digest = hash_key(given[: MAX_KEY_CHARACTERS + 1])
+        key, caller = self._callers.get(digest, (None, self._anonymous))
+        expected = _NO_DIGEST if key is None else bytes.fromhex(key.sha256)
+        if not hmac.compare_digest(digest, expected) or key is None or key.has_expired(self._clock()):
+            raise Unauthenticated(_WRONG)
+        return caller
+
+    def _salt(self, kind: str, name: str) -> bytes:
+        """Returns a salt that nobody can compute who lacks the secret."""
+        return hmac.digest(self._salts, f"{kind} {name}".encode(), "sha256")

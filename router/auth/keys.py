@@ -1,0 +1,162 @@
+"""Defines the file of API keys: a JSON object that holds what each key may do, and of the key only its SHA-256.
+
+A key is 256 random bits, which nobody finds by trying, so a fast hash is right: a slow one protects only what people
+choose, and would let strangers spend the router's time.
+"""
+
+import base64
+import hashlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+from typing import Annotated, Final, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ...proto.errors import InvalidArgument, NotFound
+
+KEY_PREFIX: Final = "tandem-"
+"""By which people and scanners of secrets recognise a key."""
+
+MAX_FILE_BYTES: Final = 4 * 1024 * 1024
+
+_KEY_BYTES: Final = 32
+_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+_STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+PerMinute = Annotated[int, Field(ge=1, le=1_000_000_000)]
+
+
+class ApiKey(BaseModel):
+    """Describes one key. Limits that are absent do not bound."""
+
+    model_config = _STRICT
+
+    name: Annotated[str, Field(pattern=_NAME)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tenant: Annotated[str, Field(pattern=_NAME)]  # keys of one tenant share its turn in the queue and its prefix cache
+    max_priority: Annotated[int, Field(ge=-100, le=100)] = 0  # that its requests get at most
+    requests_per_minute: PerMinute | None = None
+    tokens_per_minute: PerMinute | None = None  # of prompts and completions
+    max_streams: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # calls at a time
+    expires: AwareDatetime | None = None
+
+    def has_expired(self, now: float) -> bool:
+        """Returns whether the key is no longer valid at `now`, seconds since the epoch."""
+        return self.expires is not None and self.expires.timestamp() <= now
+
+
+class KeyFile(BaseModel):
+    """Holds the keys of a service."""
+
+    model_config = _STRICT
+
+    keys: Annotated[list[ApiKey], Field(max_length=10_000)] = []
+
+    @model_validator(mode="after")
+    def _has_no_key_twice(self) -> Self:
+        for field in ("name", "sha256"):
+            if len({getattr(key, field) for key in self.keys}) < len(self.keys):
+                raise ValueError(f"two keys have the same {field}")
+        return self
+
+
+def hash_key(key: str) -> bytes:
+    """Returns the SHA-256 of a key, of any text."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def load_keys(path: str | Path) -> list[ApiKey]:
+    """Reads a file of keys. Raises InvalidArgument in one line, which never has a value of the file."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}", "keys_file") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidArgument(f"{path}: must be at most {MAX_FILE_BYTES} bytes", "keys_file")
+    try:
+        return KeyFile.model_validate_json(data).keys
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidArgument(f"{path}: {where + ': ' if where else ''}{first['msg']}", "keys_file") from None
+
+
+def create_key(path: Path, **fields: object) -> str:
+    """Adds a new key to the file, which is made if it is not there; returns the key, which is nowhere else.
+
+    `fields`: those of ApiKey but the digest. Raises InvalidArgument."""
+    secret = base64.urlsafe_b64encode(secrets.token_bytes(_KEY_BYTES)).decode().rstrip("=")
+    key = KEY_PREFIX + secret
+    try:
+        added = ApiKey(sha256=hash_key(key).hex(), **fields)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidArgument(first["msg"], ".".join(map(str, first["loc"]))) from None
+    with _exclusive(path):
+        keys = load_keys(path) if path.exists() else []
+        if any(added.name == each.name for each in keys):
+            raise InvalidArgument("another key has this name; revoke it first", "name")
+        _write(path, [*keys, added])
+    return key
+
+
+def revoke_key(path: Path, name: str) -> None:
+    """Removes a key from the file. Raises NotFound or InvalidArgument."""
+    with _exclusive(path):
+        keys = load_keys(path)
+        left = [key for key in keys if key.name != name]
+        if len(left) == len(keys):
+            raise NotFound(f"name: no key {name!r} in {path}")
+        _write(path, left)
+
+
+def parse_expiry(text: str) -> datetime:
+    """Parses a date or a time in ISO form, in UTC if it names no zone. Raises InvalidArgument."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidArgument("must be a date such as 2027-01-31, or a time in ISO form", "expires") from None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Keeps other commands from changing the file, which is replaced and so cannot bear the lock itself."""
+    try:
+        folder = os.open(path.absolute().parent, os.O_RDONLY)
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror}", "keys_file") from None
+    try:
+        flock(folder, LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _write(path: Path, keys: list[ApiKey]) -> None:
+    """Replaces the file in one step: who reads it sees the old keys or the new ones. Only its owner may read it."""
+    text = KeyFile(keys=keys).model_dump_json(indent=2, exclude_none=True) + "\n"
+    target = path.resolve()  # a link stays one
+    try:
+        descriptor, made = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with open(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                os.chmod(made, target.stat().st_mode & 0o777)
+            os.replace(made, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(made)
+            raise
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror}", "keys_file") from None

@@ -1,0 +1,104 @@
+"""Tests a service with API keys on a Ray cluster: who is let in, whose prefixes are cached, and a key that is revoked
+while its streams run."""
+
+import asyncio
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.proto.errors import Unauthenticated
+from tandem.router.auth.keys import create_key, revoke_key
+from tandem.tests.service import expected_tokens
+from tandem.tests.tiny import make_tiny_model
+
+PROMPT = [(17 * i) % 400 + 3 for i in range(100)]
+NUM_TOKENS = 400
+NUM_STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def keys(keys_file: Path) -> dict[str, str]:
+    return {name: create_key(keys_file, name=name, tenant=name) for name in ("ada", "bob")}
+
+
+@pytest.fixture(scope="module")
+def service(address: str, model: Path, keys_file: Path, keys: dict[str, str]) -> Iterator[Any]:
+    from tandem.cluster.config import load_config
+    from tandem.cluster.launch import start_service
+
+    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "keys", "status_port": 8123}
+    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
+    overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
+    overrides |= {"router.resources": {"router": 1.0}, "router.grpc_port": 0, "router.http_port": 0}
+    overrides["auth.keys_file"] = str(keys_file)
+    with start_service(load_config(None, overrides), str(model), address=address) as running:
+        yield running
+
+
+def code_of(url: str, key: str = "") -> int:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_only_who_has_a_key_is_let_in(service: Any, keys: dict[str, str]) -> None:
+    urls = [f"http://{service.http_addresses[0]}/v1/models", service.status_url]
+    assert [code_of(url, key) for url in urls for key in ("", "tandem-wrong", keys["ada"])] == [401, 401, 200] * 2
+    assert code_of(f"http://{service.http_addresses[0]}/health") == 200
+
+
+async def test_cached_tokens_of_another_tenant_are_not_seen(service: Any, keys: dict[str, str]) -> None:
+    from tandem.router.client.client import AsyncClient
+
+    cached = []
+    for name in ("ada", "ada", "bob", "bob"):
+        async with AsyncClient(service.grpc_address, api_key=keys[name]) as client:
+            answer = await client.generate(PROMPT, max_tokens=2, ignore_eos=True, timeout=60)
+            cached.append(answer.usage.cached_tokens > 0)
+    assert cached == [False, True, False, True]
+
+
+async def call_again_and_again(client: Any) -> None:
+    """Ends only with an error, or after half a minute."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        await client.list_models()
+        await asyncio.sleep(0.1)
+
+
+async def test_a_revoked_key_is_refused_and_its_streams_go_on(
+    service: Any, model: Path, keys_file: Path, keys: dict[str, str]
+) -> None:
+    from tandem.router.client.client import AsyncClient
+
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "timeout": 120}
+    async with AsyncClient(service.grpc_address, api_key=keys["ada"]) as client:
+        streams = [client.stream(PROMPT, **options) for _ in range(NUM_STREAMS)]
+        for stream in streams:
+            await anext(stream)
+        await asyncio.to_thread(revoke_key, keys_file, "ada")
+        with pytest.raises(Unauthenticated):
+            await call_again_and_again(client)
+        completions = await asyncio.gather(*(stream.completion() for stream in streams))
+    (expected,) = expected_tokens(model, [PROMPT], NUM_TOKENS)
+    assert [list(each.token_ids) for each in completions] == [expected] * NUM_STREAMS
+    async with AsyncClient(service.grpc_address, api_key=keys["bob"]) as client:
+        assert await client.list_models()

@@ -1,0 +1,357 @@
+"""Keys at the real API servers: who is let in, as whom, and within which limits."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tandem.proto import inference_pb2, inference_pb2_grpc, limits
+from tandem.proto.errors import InvalidArgument, Overloaded, Unauthenticated, Unavailable
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.auth.authenticator import Authenticator
+from tandem.router.client.client import AsyncClient
+from tandem.router.client.wire import API_KEY_VARIABLE
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.request import TokenDelta, TokenRequest
+from tandem.tests.router.auth.keys import api_key, bearer
+from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import FakeTokenSource
+
+SECRET = b"s" * 32
+WAIT = 10.0
+KEYS = (api_key("ada", max_priority=3), api_key("bob"))
+PATHS = ("/version", "/v1/models", "/v1/models/tiny", "/docs", "/openapi.json", "/nowhere")
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 4},
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [104]},
+}
+
+
+@dataclass(kw_only=True)
+class HeldSource(FakeTokenSource):
+    """Holds each request after its first token until it is released."""
+
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(
+        self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
+    ) -> AsyncGenerator[TokenDelta, None]:
+        async with aclosing(super().generate(request, timeline, ended)) as deltas:
+            async for delta in deltas:
+                yield delta
+                await self.released.wait()
+
+
+@pytest.fixture
+def source() -> FakeTokenSource:
+    return FakeTokenSource(answer=b"abcd")
+
+
+@pytest.fixture
+def authenticator() -> Authenticator:
+    return Authenticator(KEYS, secret=SECRET)
+
+
+@pytest.fixture
+async def service(model: ServedModel, source: FakeTokenSource, authenticator: Authenticator) -> AsyncIterator[Service]:
+    """Both servers, which need a key."""
+    servers = await ApiServers.start(
+        GenerationService([model], source, resume_key=SECRET), authenticator=authenticator, reflection=True
+    )
+    await servers.set_serving(True)
+    yield Service(servers=servers, source=source, grpc=servers.grpc_address, http=servers.http_address)
+    await servers.stop(0)
+    assert source.running == 0
+
+
+@pytest.fixture
+async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as client:
+        yield client
+
+
+@pytest.fixture
+async def stub(service: Service) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    async with grpc.aio.insecure_channel(service.grpc) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def request(**fields: Any) -> inference_pb2.GenerateRequest:
+    common: dict[str, Any] = {"prompt": {"text": "hi"}, "stopping": {"max_tokens": 4}}
+    return inference_pb2.GenerateRequest(**(common | fields))
+
+
+def metadata(secret: str) -> tuple[tuple[str, str], ...]:
+    return tuple(bearer(secret).items())
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    code: grpc.StatusCode = await asyncio.wait_for(call.code(), WAIT)
+    return code
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"authorization": "Basic ada"}, bearer("wrong key")])
+async def test_a_stranger_is_refused_everywhere_over_http(
+    service: Service, http: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    answers = [await http.get(path, headers=headers) for path in PATHS]
+    answers += [await http.post(path, json=body, headers=headers) for path, body in BODIES.items()]
+    for answer in answers:
+        assert answer.status_code == 401, answer.url
+        assert answer.headers["www-authenticate"] == "Bearer"
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "unauthenticated")
+        assert "ada" not in answer.text
+    assert (await http.get("/health")).status_code == 200
+    assert service.source.requests == []
+
+
+@pytest.mark.parametrize("given", [(), metadata("wrong"), (("authorization", "ada"),)])
+async def test_a_stranger_is_refused_everywhere_over_grpc(service: Service, given: Any) -> None:
+    async with grpc.aio.insecure_channel(service.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        messages = inference_pb2
+        calls: list[Any] = [
+            stub.Generate(request(), metadata=given),
+            stub.Tokenize(messages.TokenizeRequest(prompt={"text": "x"}), metadata=given),
+            stub.Detokenize(messages.DetokenizeRequest(token_ids=[1]), metadata=given),
+            stub.ListModels(messages.ListModelsRequest(), metadata=given),
+            channel.unary_unary("/tandem.v1.Inference/Nothing", bytes)(b"", metadata=given),
+            reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+                iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=given
+            ),
+        ]
+        codes = [await code_of(call) for call in calls]
+        assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert service.source.requests == []
+
+
+async def test_the_key_is_checked_before_a_body_is_read(
+    service: Service, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    reader, writer = await asyncio.open_connection(*service.http.split(":"))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000\r\n\r\n")  # and no body
+    assert (await asyncio.wait_for(reader.readline(), WAIT)).split()[1] == b"401"
+    writer.close()
+    large = request(prompt={"text": "x" * limits.MAX_MESSAGE_BYTES})  # too large, had it been read
+    assert await code_of(stub.Generate(large, metadata=metadata("wrong"))) is grpc.StatusCode.UNAUTHENTICATED
+    assert await code_of(stub.Generate(large, metadata=metadata("ada"))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_tenant_cache_and_priority_come_from_the_key(
+    service: Service, http: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    for secret in ("ada", "bob"):
+        async for _ in stub.Generate(request(priority=50), metadata=metadata(secret)):
+            pass
+        body = BODIES["/v1/completions"] | {"priority": -50, "user": "root"}
+        assert (await http.post("/v1/completions", json=body, headers=bearer(secret))).status_code == 200
+    found = [(each.tenant, each.priority) for each in service.source.requests]
+    assert found == [("ada", 3)] * 2 + [("bob", 0)] * 2
+    salts = [each.cache_salt for each in service.source.requests]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+
+
+async def test_the_openai_client_brings_its_key(service: Service) -> None:
+    for secret, expected in (("ada", "abcd"), ("wrong", None)):
+        async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key=secret, max_retries=0) as client:
+            create = client.completions.create(model="tiny", prompt="hi", max_tokens=4)
+            if expected is None:
+                with pytest.raises(openai.AuthenticationError):
+                    await create
+            else:
+                assert (await create).choices[0].text == expected
+
+
+async def test_the_client_brings_its_key(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncClient(service.grpc) as client:
+        with pytest.raises(Unauthenticated) as caught:
+            await client.generate("hi", max_tokens=4)
+        assert caught.value.retry_after is None
+    async with AsyncClient(service.grpc, api_key="ada") as client:
+        assert (await client.generate("hi", max_tokens=4)).text == "abcd"
+    monkeypatch.setenv(API_KEY_VARIABLE, "bob")
+    async with AsyncClient(service.grpc) as client:
+        assert (await client.generate("hi", max_tokens=4)).text == "abcd"
+    async with AsyncClient(service.grpc, api_key="") as client:
+        with pytest.raises(Unauthenticated):
+            await client.list_models()
+    assert [each.tenant for each in service.source.requests] == ["ada", "bob"]
+
+
+async def test_a_stream_goes_on_at_another_router_with_the_same_key(
+    model: ServedModel, service: Service, source: FakeTokenSource
+) -> None:
+    other_source = FakeTokenSource(answer=b"abcd")
+    other = await ApiServers.start(
+        GenerationService([model], other_source, resume_key=SECRET), authenticator=Authenticator(KEYS, secret=SECRET)
+    )
+    source.error, source.error_after = Unavailable("the worker is gone", 0.01), 2
+    while not source.requests:  # a client's first router is chosen at random
+        async with AsyncClient([service.grpc, other.grpc_address], api_key="ada") as client:
+            assert (await client.generate("hi", max_tokens=4)).text == "abcd"
+    assert {each.tenant for each in other_source.requests} == {"ada"}
+    assert source.requests[0].cache_salt == other_source.requests[0].cache_salt
+    await other.stop(0)
+
+
+async def test_a_stream_is_not_resumed_by_another_tenant(
+    service: Service, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    sent = request(sampling={"seed": 1})
+    async for message in stub.Generate(sent, metadata=metadata("ada")):
+        sent.resume.add(token_ids=message.token_ids, resume_token=message.resume_token)
+        break
+    call = stub.Generate(sent, metadata=metadata("bob"))
+    with pytest.raises(grpc.aio.AioRpcError, match="belongs to another request"):
+        await call.read()
+    rest = [message async for message in stub.Generate(sent, metadata=metadata("ada"))]
+    assert "".join(message.text for message in rest) == "bcd"
+
+
+async def test_requests_a_minute(service: Service, authenticator: Authenticator, http: httpx.AsyncClient) -> None:
+    authenticator.replace([api_key("ada", requests_per_minute=2, tokens_per_minute=600), api_key("bob")])
+    answers = [
+        await http.post("/v1/completions", json=BODIES["/v1/completions"], headers=bearer("ada")) for _ in range(3)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+    assert answers[0].headers["x-ratelimit-limit-tokens"] == "600"
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert answers[2].json()["error"]["type"] == "rate_limit_error"
+    async with AsyncClient(service.grpc, api_key="ada", max_retries=0) as client:
+        with pytest.raises(Overloaded, match="2 requests a minute") as caught:
+            await client.list_models()
+        assert 0 < caught.value.retry_after <= 30
+    answer = await http.get("/v1/models", headers=bearer("bob"))
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+
+
+async def test_tokens_a_minute(service: Service, authenticator: Authenticator) -> None:
+    """A prompt of two tokens and completions of four."""
+    authenticator.replace([api_key("ada", tokens_per_minute=13)])
+    async with AsyncClient(service.grpc, api_key="ada", max_retries=0) as client:
+        for _ in range(2):
+            await client.generate("hi", max_tokens=4)
+        await client.generate("hi", max_tokens=4, n=4)  # one token is left: it may begin, and leaves a debt
+        for _ in range(2):
+            with pytest.raises(Overloaded, match="13 tokens a minute") as caught:
+                await client.generate("hi", max_tokens=4)
+        # 30 tokens of 13, and one is needed: (30 - 13 + 1) / 13 minutes, less what has passed
+        assert 60 <= caught.value.retry_after <= 18 / 13 * 60
+        assert (await client.list_models())[0].id == "tiny"  # costs none
+
+
+async def held_streams(service: Service, secret: str, number: int) -> tuple[list[asyncio.Task[str]], AsyncClient]:
+    """So many streams, half of them over HTTP, each with its first token."""
+    client = AsyncClient(service.grpc, api_key=secret, max_retries=0)
+
+    async def over_http() -> str:
+        async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key=secret, max_retries=0) as other:
+            stream = await other.completions.create(model="tiny", prompt="hi", max_tokens=4, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def over_grpc() -> str:
+        return (await client.generate("hi", max_tokens=4)).text
+
+    streams = [asyncio.create_task(over_http() if n % 2 else over_grpc()) for n in range(number)]
+    await asyncio.wait_for(service.source.wait_running(number), WAIT)
+    return streams, client
+
+
+@pytest.mark.parametrize("source", [HeldSource(answer=b"abcd")])
+async def test_no_stream_is_cut_when_keys_change_expire_or_shrink(
+    service: Service, source: HeldSource, authenticator: Authenticator
+) -> None:
+    source.released = asyncio.Event()  # of this test's loop
+    streams, client = await held_streams(service, "ada", 16)
+    changes: list[list[Any]] = [
+        [api_key("ada", max_streams=1, requests_per_minute=1, tokens_per_minute=1)],
+        [api_key("ada", tenant="other")],
+        [api_key("ada", expires=datetime(2020, 1, 1, tzinfo=UTC))],
+        [],
+    ]
+    refused = (Overloaded, None, Unauthenticated, Unauthenticated)
+    for keys, error in zip(changes, refused, strict=True):
+        authenticator.replace(keys)
+        if error is not None:
+            with pytest.raises(error):
+                await client.generate("hi", max_tokens=4)
+    assert service.source.running == 16
+    source.released.set()
+    assert await asyncio.gather(*streams) == ["abcd"] * 16
+    await client.close()
+
+
+@pytest.mark.parametrize("source", [HeldSource(answer=b"abcd")])
+async def test_streams_at_a_time(service: Service, source: HeldSource, authenticator: Authenticator) -> None:
+    source.released = asyncio.Event()
+    authenticator.replace([api_key("ada", max_streams=4), api_key("bob")])
+    streams, client = await held_streams(service, "ada", 4)
+    with pytest.raises(Overloaded, match="4 calls at a time"):
+        await client.generate("hi", max_tokens=4)
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=WAIT) as http:
+        answer = await http.post("/v1/completions", json=BODIES["/v1/completions"], headers=bearer("ada"))
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        for stream in streams[:2]:  # who hangs up has a place again
+            stream.cancel()
+        await asyncio.wait_for(source.wait_running(2), WAIT)
+        source.released.set()
+        quota, deadline = authenticator.caller("Bearer ada", "").quota, time.monotonic() + WAIT
+        while quota.num_streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert (await http.get("/v1/models", headers=bearer("ada"))).status_code == 200
+    await asyncio.gather(*streams, return_exceptions=True)
+    await client.close()
+    assert authenticator.caller("Bearer ada", "").quota.num_streams == 0
+
+
+async def test_callers_without_a_key_share_no_cache_across_connections(model: ServedModel) -> None:
+    source = FakeTokenSource(answer=b"abcd")
+    servers = await ApiServers.start(
+        GenerationService([model], source), authenticator=Authenticator(share_anonymous_prefixes=False)
+    )
+    body = BODIES["/v1/completions"]
+    for number in (2, 1):
+        async with (
+            httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http,
+            AsyncClient(servers.grpc_address) as client,
+        ):
+            for _ in range(number):
+                assert (await http.post("/v1/completions", json=body)).status_code == 200
+                await client.generate("hi", max_tokens=4)
+    await servers.stop(0)
+    salts = [each.cache_salt for each in source.requests]
+    assert salts[0] == salts[2]
+    assert salts[1] == salts[3]
+    assert len(set(salts)) == 4
+    assert {each.tenant for each in source.requests} == {""}
+
+
+async def test_the_resume_token_of_another_tenant_is_wrong_over_http(http: httpx.AsyncClient) -> None:
+    body = BODIES["/v1/completions"] | {"stream": True, "seed": 1}
+    asked = {"Tandem-Resume": "1"}
+    answer = await http.post("/v1/completions", json=body, headers=bearer("ada") | asked)
+    event_id = answer.text.split("\n\n")[0].partition("\nid: ")[2]
+    codes = []
+    for secret in ("bob", "ada"):
+        headers = bearer(secret) | asked | {"Last-Event-ID": event_id}
+        codes.append((await http.post("/v1/completions", json=body, headers=headers)).status_code)
+    assert codes == [InvalidArgument.http_status, 200]
