@@ -4,11 +4,13 @@ That nothing decodes code from bytes is a rule of test_architecture.py."""
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 
 import pytest
+from packaging.version import Version
 
-from tandem.tests.source import Module, Rule, made_up, package_modules
+from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log"}
 LOGGERS = {"log", "_log", "logger", "_logger", "logging"}
@@ -121,6 +123,35 @@ def secret_names(call: ast.Call) -> list[str]:
     for argument in [*call.args, *(each.value for each in call.keywords)]:
         visit(argument)
     return found
+
+
+FLOORS = {
+    "aiohttp": "3.13.3",  # CVE-2025-53643, CVE-2025-69223: request smuggling, unpacked bodies without a bound
+    "filelock": "3.20.3",  # CVE-2025-68146: links in place of lock files
+    "h11": "0.16.0",  # CVE-2025-43859: request smuggling
+    "jinja2": "3.1.6",  # CVE-2025-27516: out of the sandbox
+    "protobuf": "6.33.5",  # CVE-2025-4565, CVE-2026-0994: recursion
+    "pyyaml": "5.4",  # CVE-2020-14343: full_load runs code
+    "ray": "2.52.0",  # CVE-2025-62593: DNS rebinding runs code by the dashboard
+    "starlette": "0.49.1",  # CVE-2025-54121, CVE-2025-62727: a header that takes quadratic time
+    "torch": "2.6.0",  # CVE-2025-32434: torch.load runs code
+    "transformers": "4.53.0",  # CVE-2025-6921: regular expressions without end
+}
+"""The first version of a dependency without a known vulnerability of a kind that reaches us."""
+
+
+def versions(lines: list[str], operator: str) -> dict[str, Version]:
+    split = [line.partition(operator) for line in lines if operator in line]
+    return {name.partition("[")[0].lower(): Version(version.partition(",")[0]) for name, _, version in split}
+
+
+def test_no_dependency_may_be_older_than_its_repair() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    floors = versions(declared, ">=")
+    pins = versions((ROOT / "constraints.txt").read_text().splitlines(), "==")
+    too_old = {name for name in FLOORS if floors.get(name, Version("999")) < Version(FLOORS[name])}
+    assert too_old | {name for name in FLOORS if pins[name] < Version(FLOORS[name])} == set()
+    assert set(floors) <= set(pins)
 
 
 RULES: list[Rule] = [asserts_of_callers, runs_a_shell, receives_pickles, renders_outside_the_sandbox]

@@ -1,12 +1,20 @@
 """Downloads models from the Hugging Face hub into its cache: safetensors, configs and tokenizers only."""
 
+import hashlib
 import logging
+import re
 from pathlib import Path
 from typing import Final
 
 import httpx2
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
 from ...proto.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
@@ -14,22 +22,28 @@ from ...proto.errors import InvalidArgument, NotFound, PermissionDenied, Unavail
 ANSWER_DEADLINE_S: Final = 10.0
 """For the hub's first response and for every file's headers; the download of a large model has no deadline."""
 
+_HASH_BYTES: Final = 2**20
 _WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 _UNWANTED: Final = ["*/*", "consolidated*"]  # other formats of the same weights, which would double the download
 
 
-def download_snapshot(repo_id: str, *, progress: bool = False) -> Path:
-    """Returns the folder of the newest revision of `repo_id`, after downloading what the cache lacks.
+def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bool = False) -> Path:
+    """Returns the folder of a revision of `repo_id`, by default the newest, after downloading what the cache lacks.
 
-    When the hub cannot be reached, the revision in the cache is returned. Raises NotFound, PermissionDenied (gated),
-    InvalidArgument (not a repository's name) or Unavailable (unreachable and not in the cache, or broken off).
+    The content of every file is checked against the hash under which the hub keeps it. When the hub cannot be reached,
+    the revision in the cache is returned. Raises NotFound, PermissionDenied (gated), InvalidArgument (not a
+    repository's name, no such revision) or Unavailable (unreachable and not in the cache, broken off, or changed).
     """
     (enable_progress_bars if progress else disable_progress_bars)()
     # Its retries would print a dozen warnings before the one line below.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         folder = snapshot_download(
-            repo_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, etag_timeout=ANSWER_DEADLINE_S
+            repo_id,
+            revision=revision,
+            allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED,
+            etag_timeout=ANSWER_DEADLINE_S,
         )
     except HFValidationError as error:
         raise InvalidArgument(f"{repo_id!r} is not a name the Hugging Face hub allows", "model") from error
@@ -37,9 +51,29 @@ def download_snapshot(repo_id: str, *, progress: bool = False) -> Path:
         raise PermissionDenied(
             f"model: {repo_id} is gated on the Hugging Face hub; accept its terms, log in"
         ) from error
+    except RevisionNotFoundError as error:
+        raise InvalidArgument(f"{repo_id} has no revision {revision!r}", "model") from error
     except RepositoryNotFoundError as error:
         raise NotFound(f"model: there is no folder {repo_id} and no public model {repo_id} on the hub") from error
     except (FileNotFoundError, HfHubHTTPError, httpx2.TransportError) as error:
         text = f"{repo_id} is no folder here, not in the cache, and the Hugging Face hub does not deliver it (offline?)"
         raise Unavailable(f"model: {text}") from error
+    _check_hashes(Path(folder))
     return Path(folder)
+
+
+def _check_hashes(folder: Path) -> None:
+    """Raises Unavailable for a file whose content is not what its name in the cache says: its SHA-256, or for small
+    files git's SHA-1."""
+    for path in sorted(folder.iterdir()):
+        blob = path.resolve()
+        if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+            continue  # of another kind of server than the hub
+        digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
+        if len(blob.name) == 40:
+            digest.update(b"blob %d\0" % blob.stat().st_size)
+        with blob.open("rb") as file:
+            while block := file.read(_HASH_BYTES):
+                digest.update(block)
+        if digest.hexdigest() != blob.name:
+            raise Unavailable(f"model: {path.name} in the cache of the hub is not the published file; remove it")

@@ -1,6 +1,7 @@
 """Resolves MODEL, as a user names it, to a local folder of safetensors.
 
-A MODEL is a built-in name (fetched and converted once, then offline), a local folder, or a Hugging Face hub id.
+A MODEL is a built-in name (fetched and converted once, then offline), a local folder, or a Hugging Face hub id, with
+`@REVISION` or without.
 The content of a folder is not checked here but by `workers/model/checkpoint.py`. All state is in the folder
 `models_home()`:
 
@@ -33,7 +34,7 @@ DOWNLOAD_DEADLINE_S: Final = 900.0
 CONVERT_DEADLINE_S: Final = 600.0
 LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,8 @@ def get_model(name: str, *, progress: bool = False) -> Path:
 
 
 def resolve_model(model: str, *, progress: bool = False) -> Path:
-    """Returns the local folder of MODEL: a built-in name, a folder, or a hub id `org/name` that is no folder here.
+    """Returns the local folder of MODEL: a built-in name, a folder, or a hub id `org/name[@revision]` that is no
+    folder here.
 
     The content of the folder is not checked. Raises InvalidArgument for a text that is none of the three, NotFound
     for a folder or repository that does not exist, PermissionDenied for one that is gated, and Unavailable if it
@@ -107,15 +109,17 @@ def resolve_model(model: str, *, progress: bool = False) -> Path:
         return Path(path).resolve()
     if os.path.exists(path):
         raise InvalidArgument(f"{model} is a file; expected the folder that holds config.json", "model")
-    if _HUB_ID.fullmatch(model):
+    if hub_id := _HUB_ID.fullmatch(model):
         # Imports for half a second, which only a hub id needs.
         from .hub import download_snapshot
 
-        return download_snapshot(model, progress=progress)
+        return download_snapshot(hub_id[1], hub_id[2], progress=progress)
     if model.startswith(("~", ".")) or os.sep in model:
         raise NotFound(f"model: there is no folder {model}")
     known = ", ".join(sorted(BUILT_IN))
-    raise InvalidArgument(f"{model!r} is no built-in model ({known}), no folder and no hub id (org/name)", "model")
+    raise InvalidArgument(
+        f"{model!r} is no built-in model ({known}), no folder and no hub id (org/name[@revision])", "model"
+    )
 
 
 def _num_bytes(folder: Path) -> int:

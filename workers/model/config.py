@@ -59,9 +59,11 @@ class ModelConfig:
 
 
 def read_fields(folder: Path) -> "Fields":
-    """Reads config.json. Raises CheckpointError if the folder or the file is missing or not a JSON object."""
+    """Reads config.json. Raises CheckpointError if the folder or the file is missing or not a JSON object, or if the
+    folder has files that are none, or leads out of itself."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
+    _check_files(folder)
     return Fields("config.json", read_json(folder / "config.json"))
 
 
@@ -114,6 +116,20 @@ def parse_decoder_config(
         dtype=_dtype(fields),
         quantization=fields.mapping("quantization_config"),
     )
+
+
+def _check_files(folder: Path) -> None:
+    """Raises CheckpointError for a link that leads out of the folder, and for pipes, devices and dangling links.
+
+    In the hub's cache files are links from REPOSITORY/snapshots/COMMIT to REPOSITORY/blobs, which may be."""
+    root = folder.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
+    for path in (*folder.iterdir(), *folder.glob("*/*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(root):
+            raise CheckpointError(f"{path.name}: is a link that leads out of the model's folder")
+        if not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path.name}: is neither a file nor a folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:

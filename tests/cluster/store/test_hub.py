@@ -1,5 +1,6 @@
 """Hub ids against a small hub on this machine: what is fetched, and how each refusal ends."""
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from threading import Thread
 import huggingface_hub.constants
 import pytest
 
+from tandem.cluster.config import load_config
 from tandem.cluster.store.store import resolve_model
-from tandem.proto.errors import NotFound, PermissionDenied, TandemError, Unavailable
+from tandem.proto.errors import InvalidArgument, NotFound, PermissionDenied, TandemError, Unavailable
 
 SHA = "a" * 40
 FILES = {
@@ -26,8 +28,18 @@ FILES = {
 }
 
 
+def etag(name: str) -> str:
+    """The hash by which the hub names a file: SHA-256 of large ones, git's SHA-1 of the others."""
+    if name.endswith(".safetensors"):
+        return hashlib.sha256(FILES[name]).hexdigest()
+    return hashlib.sha1(b"blob %d\0%b" % (len(FILES[name]), FILES[name])).hexdigest()
+
+
 class Hub(BaseHTTPRequestHandler):
-    """Serves `org/tiny`; `org/gated` is gated, `org/broken` answers 500, everything else does not exist."""
+    """Serves `org/tiny` at main, v1 and SHA, with other bytes for the file `changed`; `org/gated` is gated,
+    `org/broken` answers 500, everything else does not exist."""
+
+    changed = ""
 
     def do_HEAD(self) -> None:
         self._serve(with_body=False)
@@ -52,12 +64,16 @@ class Hub(BaseHTTPRequestHandler):
         if self.path.startswith("/api/models/org/tiny/tree/"):
             tree = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": name} for name in FILES]
             return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
+        revision = self.path.partition("/revision/")[2]
+        if revision not in ("", "main", "v1", SHA):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         if self.path.startswith("/api/models/org/tiny"):
             info = {"id": "org/tiny", "sha": SHA, "siblings": [{"rfilename": name} for name in FILES]}
             return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
         name = self.path.removeprefix(f"/org/tiny/resolve/{SHA}/")
         if name in FILES:
-            return 200, {"ETag": f'"{name}"', "X-Repo-Commit": SHA}, FILES[name]
+            body = FILES[name].swapcase() if name == self.changed else FILES[name]
+            return 200, {"ETag": f'"{etag(name)}"', "X-Repo-Commit": SHA}, body
         return 404, {"X-Error-Code": "RepoNotFound"}, b""
 
     def log_message(self, format: str, *args: object) -> None:
@@ -92,9 +108,35 @@ def test_a_hub_id_brings_only_what_is_safe_to_load_and_then_works_offline(hub: T
     assert resolve_model("org/tiny") == folder
 
 
+@pytest.mark.parametrize("revision", ["v1", SHA])
+def test_a_revision_is_pinned(hub: ThreadingHTTPServer, revision: str) -> None:
+    folder = resolve_model(f"org/tiny@{revision}")
+    assert folder.name == SHA
+    assert (folder / "config.json").read_bytes() == FILES["config.json"]
+    config = load_config(None, {"model": f"org/tiny@{revision}"})
+    assert config.served_name == "tiny"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_a_file_that_is_not_the_published_one_is_refused(
+    hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(FILES, "tokenizer.json", b'{"a": 1}')
+    monkeypatch.setattr(Hub, "changed", name)
+    with pytest.raises(Unavailable, match=f"{name} in the cache of the hub is not the published file"):
+        resolve_model("org/tiny")
+
+
+def test_a_file_that_was_changed_in_the_cache_is_refused(hub: ThreadingHTTPServer) -> None:
+    (resolve_model("org/tiny") / "model.safetensors").resolve().write_bytes(b"WEIGHTS")
+    with pytest.raises(Unavailable, match=r"model\.safetensors"):
+        resolve_model("org/tiny")
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "text"),
     [
+        ("org/tiny@nope", InvalidArgument, "no revision 'nope'"),
         ("org/absent", NotFound, "no public model org/absent"),
         ("org/gated", PermissionDenied, "org/gated is gated"),
         ("org/broken", Unavailable, "does not deliver it"),
