@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from ..proto import worker_pb2
 from ..proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ..proto.identity import PeerIdentity
+from ..proto.shared_result import SharedResult
 from ..router.api.browsers import BrowserRules
 from ..workers.engine.config import Budgets
 from ..workers.tp.rank import RankConfig
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_MARGIN_SECONDS: Final = 2.0
+_STATUS_SECONDS: Final = 0.2  # between two times that all workers are asked for their status
 _LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
 
 _LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
@@ -162,6 +164,7 @@ class Router(Replica):
         self._workers: list[worker_pb2.WorkerInfo] = []
         self._routers: tuple[RouterInfo, ...] = ()
         self._changed = asyncio.Condition()
+        self._described = SharedResult(lambda: describe_workers(self._workers, identity), _STATUS_SECONDS)
         host = node_host(config.host)
         runtime = await RouterRuntime.start(
             config, Path(folder), host, identity=identity, resume_key=resume_key, num_routers=replicas
@@ -193,7 +196,7 @@ class Router(Replica):
             "routers": [
                 {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address} for each in self._routers
             ],
-            "workers": await describe_workers(self._workers, self._identity),
+            "workers": await self._described.get(),
         }
 
     async def wait_for_members(

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from .identity import PeerIdentity
+from .limits import MAX_INTERNAL_MESSAGE_BYTES
 
 SILENCE_SECONDS: Final = 2.5
 """After so long without a word a worker is taken for frozen or cut off: its streams then go on within three seconds."""
@@ -19,9 +20,9 @@ SILENCE_SECONDS: Final = 2.5
 _PATIENT_SECONDS: Final = 10.0  # where a lost peer is noticed in another way
 
 PEER_OPTIONS: Final = (
-    # Frames and step messages are bounded by their makers.
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
+    # Frames have 1 MiB, a step's message at most a little more than 16.
+    ("grpc.max_receive_message_length", MAX_INTERNAL_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE_BYTES),
     # Pings may come as often as a channel wants, see `_keepalive`.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 300),

@@ -9,6 +9,15 @@ MAX_PROMPT_CHARACTERS: Final = 1_000_000
 MAX_PROMPTS: Final = 128
 """In one HTTP body."""
 
+MAX_ANSWER_SEQUENCES: Final = 256
+"""Completions of all prompts of one HTTP body together."""
+
+MAX_ANSWER_SIZE: Final = 2**22
+"""Of one answer, all completions of all prompts together: a token counts 1, or 8 for its log probability and for each
+alternative. So many log probabilities are about 40 MB, as text or as objects."""
+
+LOGPROB_SIZE: Final = 8
+
 MAX_CHAT_MESSAGES: Final = 1_024
 MAX_ROLE_CHARACTERS: Final = 64
 MAX_REQUEST_ID_CHARACTERS: Final = 128
@@ -47,6 +56,15 @@ MAX_CONNECTIONS: Final = 4_096
 
 MAX_CONNECTIONS_PER_ADDRESS: Final = 1_024
 """Of one HTTP server."""
+
+MAX_STREAMS_PER_CONNECTION: Final = 1_024
+"""Of gRPC; a client's further calls wait in the client."""
+
+MAX_METADATA_BYTES: Final = 16_384
+"""Of a gRPC call."""
+
+MAX_INTERNAL_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Between routers, workers and ranks."""
 
 MAX_HEAD_BYTES: Final = 65_536
 """Of an HTTP request before its body."""

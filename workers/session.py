@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..proto import inference_pb2, worker_pb2
+from ..proto.limits import MAX_INTERNAL_MESSAGE_BYTES
 from .engine.events import NewTokens
 from .engine.plan import SampledLogprobs
 from .engine.sequence import FinishReason, SequenceSpec
@@ -14,6 +15,8 @@ from .engine.sequence import FinishReason, SequenceSpec
 RequestKey = tuple[str, int]  # request id, attempt
 
 _MAX_HASHES: Final = 16_384  # in one message
+_MAX_OUTPUTS: Final = 1_024  # that are sent without a look at their size
+_MAX_MESSAGE_BYTES: Final = MAX_INTERNAL_MESSAGE_BYTES // 4
 _MAX_LOGPROBS: Final = 1_024  # of prompt tokens, converted at once: 3 ms with 20 alternatives each
 
 _FINISH = {
@@ -45,6 +48,7 @@ class RouterSession:
     _outputs: list[worker_pb2.Output] = field(default_factory=list)
     # An output whose prompt log probabilities are being converted, and the request's later outputs, which wait for it.
     _unfinished: dict[RequestKey, list[worker_pb2.Output]] = field(default_factory=dict)
+    _has_large: bool = False  # an output that waits has log probabilities of a prompt
     _reports_cache: bool = False
     _changes: dict[bytes, bool] = field(default_factory=dict)  # by block hash, whether it was stored or evicted
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +80,7 @@ class RouterSession:
         scores = event.prompt_logprobs
         at_once = len(scores) if key in self._unfinished else _MAX_LOGPROBS
         if scores:
+            self._has_large = True
             tokens.prompt_logprobs.extend(map(_scores, scores[:at_once]))
         if len(scores) > at_once:
             self._unfinished[key] = [output]
@@ -128,7 +133,7 @@ class RouterSession:
         self._woken = False
         if self._closed and not (self._outputs or self._unfinished):
             return None
-        outputs, self._outputs = self._outputs, []
+        outputs = self._take_outputs()
         taken = dict(itertools.islice(self._changes.items(), _MAX_HASHES))
         for digest in taken:
             del self._changes[digest]
@@ -137,6 +142,16 @@ class RouterSession:
             stored_blocks=[digest for digest, is_stored in taken.items() if is_stored],
             evicted_blocks=[digest for digest, is_stored in taken.items() if not is_stored],
         )
+
+    def _take_outputs(self) -> list[worker_pb2.Output]:
+        """Returns the outputs that wait, or as many as a message takes."""
+        count = len(self._outputs)
+        if self._has_large or count > _MAX_OUTPUTS:
+            sizes = itertools.accumulate(output.ByteSize() for output in self._outputs)
+            count = 1 + sum(1 for _ in itertools.takewhile(_MAX_MESSAGE_BYTES.__gt__, sizes))
+        taken, self._outputs = self._outputs[:count], self._outputs[count:]
+        self._has_large &= bool(self._outputs)
+        return taken
 
 
 def _scores(logprobs: SampledLogprobs) -> worker_pb2.TokenScores:

@@ -15,6 +15,7 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import PeerServer
+from ..proto.shared_result import SharedResult
 from .engine.block_pool import BlockState
 from .engine.config import Budgets
 from .engine.engine import Engine
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 _MAX_DRAIN_SECONDS = 86_400.0
+_CHECK_SHARE = 0.02  # of the time may go into checks of the engine, however often its status is asked for
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -62,8 +64,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         frame_hook: FrameHook | None,
     ) -> None:
         """See `serve`."""
-        self.worker_id = worker_id
-        self.role = role
+        self.worker_id, self.role = worker_id, role
         self.epoch = coordinator.epoch  # fences messages of earlier processes of this worker
         self.address = ""
         self.failed = asyncio.Event()  # then only `stop` may be called
@@ -98,6 +99,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             load=self.load,
             failed=self._fail,
         )
+        self._integrity = SharedResult(self._check_integrity, share=_CHECK_SHARE)
         self._last_load = worker_pb2.WorkerLoad()
         self._failure: BaseException | None = None
         self._server = PeerServer(config.rank.identity)
@@ -227,13 +229,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.GetStatusRequest,
         context: grpc.aio.ServicerContext[worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse],
     ) -> worker_pb2.GetStatusResponse:
-        """Counts everything that could leak, and checks the engine's integrity."""
-        try:
-            await self._thread.call(Engine.check_integrity, _COMMAND_SECONDS)
-            integrity_ok = True
-        except RuntimeError:
-            logger.exception("the integrity of %s is violated or cannot be checked", self.worker_id)
-            integrity_ok = False
+        """Counts everything that could leak, and says whether the engine was intact when that was last checked."""
+        integrity_ok = await self._integrity.get()
         return worker_pb2.GetStatusResponse(
             info=self.info(),
             num_sessions=len(self._requests.sessions),
@@ -243,6 +240,14 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             integrity_ok=integrity_ok,
             transports=self._endpoint.receiver.connections.transports,
         )
+
+    async def _check_integrity(self) -> bool:
+        try:
+            await self._thread.call(Engine.check_integrity, _COMMAND_SECONDS)
+        except RuntimeError:
+            logger.exception("the integrity of %s is violated or cannot be checked", self.worker_id)
+            return False
+        return True
 
     async def Drain(
         self,

@@ -17,7 +17,13 @@ from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument, TandemError, Unauthenticated
-from ...proto.limits import MAX_MESSAGE_BYTES, STALL_SECONDS
+from ...proto.limits import (
+    MAX_CONNECTIONS,
+    MAX_MESSAGE_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_STREAMS_PER_CONNECTION,
+    STALL_SECONDS,
+)
 from ..auth.authenticator import Authenticator, Caller
 from ..frontend.prepare import RequestContext
 from .audit import AuditLog, is_refusal
@@ -44,6 +50,14 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 2),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_connection_age_ms", 3_600_000),  # its streams then have as long to end
+    ("grpc.max_connection_age_grace_ms", 3_600_000),
 ]
 
 

@@ -16,7 +16,15 @@ from .constraint import GrammarValidator
 from .resume import ChoiceProgress, ResumeBinding, ResumeKey, check_resume, digest_request
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
-from .validation import check_parameters, complete_beam_search, complete_sampling, num_answers, num_generated
+from .validation import (
+    answer_size,
+    check_answer_size,
+    check_parameters,
+    complete_beam_search,
+    complete_sampling,
+    num_answers,
+    num_generated,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +96,7 @@ async def prepare(
     bad_words = await _encode_bad_words(request.sampling, tokenizer)
     grammar = await _grammar(request, model)
     prompt, max_tokens = _fit_context(ids, request, default_max_tokens, model.context_tokens)
+    check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     tokens = _token_request(request, context, prompt, max_tokens, bad_words, grammar)
     prepared = PreparedRequest(
         request_id=request.request_id or tokens.request_id,

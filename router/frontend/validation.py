@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ...proto import inference_pb2, parameters
+from ...proto import inference_pb2, limits, parameters
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import ROWS, RequestParameter, check_token_ids, check_value, parameters_of, value_of
 
@@ -47,6 +47,35 @@ def num_answers(request: inference_pb2.GenerateRequest) -> int:
 def num_generated(request: inference_pb2.GenerateRequest) -> int:
     """Returns how many completions are generated; the best of them are answered."""
     return request.best_of or num_answers(request)
+
+
+def check_num_sequences(num_prompts: int, request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidArgument if so many prompts with checked parameters ask for too many completions together."""
+    count = num_prompts * max(num_generated(request), request.beam_search.width)
+    if count > limits.MAX_ANSWER_SEQUENCES:
+        field = "beam_search.width" if request.HasField("beam_search") else "best_of" if request.best_of else "n"
+        raise InvalidArgument(
+            f"asks for {count} completions of {num_prompts} prompts; at most {limits.MAX_ANSWER_SEQUENCES} together",
+            field,
+        )
+
+
+def answer_size(request: inference_pb2.GenerateRequest, num_prompt: int, max_tokens: int) -> int:
+    """Returns what an answer of `max_tokens` tokens counts towards MAX_ANSWER_SIZE."""
+    size = limits.LOGPROB_SIZE * (1 + request.logprobs) if request.HasField("logprobs") else 1
+    prompt_size = limits.LOGPROB_SIZE * (1 + request.prompt_logprobs) if request.HasField("prompt_logprobs") else 0
+    return num_generated(request) * max_tokens * size + num_prompt * prompt_size
+
+
+def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidArgument if an answer, or all answers of a body together, may become too large."""
+    if size > limits.MAX_ANSWER_SIZE:
+        names = [name for name in ("logprobs", "prompt_logprobs") if request.HasField(name)]
+        raise InvalidArgument(
+            f"prompts x n x max_tokens, times {limits.LOGPROB_SIZE} for each log probability, may be {size} in this "
+            f"answer; at most {limits.MAX_ANSWER_SIZE}",
+            names[0] if names else "stopping.max_tokens",
+        )
 
 
 def complete_sampling(given: inference_pb2.SamplingParams) -> inference_pb2.SamplingParams:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...frontend.prepare import PreparedRequest, RequestContext
+from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
 from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import REQUEST_ID
@@ -92,10 +93,15 @@ class GenerationResponse(Response):
         """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
         check_resumable(self._request, self._context)
         accepted: list[PreparedRequest] = []
+        check_num_sequences(len(self._request.prompts), self._request.common)
+        size = 0
         default = self._request.default_max_tokens
         for request in self._request.requests():
             request.resume.extend(self._context.resume)
             accepted.append(await self._service.accept(request, self._context, default_max_tokens=default))
+            tokens = accepted[-1].tokens
+            size += answer_size(request, len(tokens.prompt), tokens.max_tokens)
+            check_answer_size(size, request)
             check_prompt_logprobs(self._request, sum(len(each.tokens.prompt) for each in accepted))
             await asyncio.sleep(0)  # lets others run: short prompts are checked without a break, and there may be 128
         return accepted
