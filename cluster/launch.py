@@ -28,6 +28,7 @@ from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app, count_routers
 from .config import TandemConfig, check_interface, nodes_offering
 from .directory import close_directory
+from .environment import own_ray_token
 from .identity_file import kept_identity
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
     options |= _local_resources(config)
     with (
         tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as scratch,
+        own_ray_token(scratch),
         ExitStack() as stack,
     ):
         with _in_one_line("Ray"):

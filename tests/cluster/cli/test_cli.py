@@ -5,11 +5,13 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -203,8 +205,34 @@ def serving(model: Path) -> Iterator[Callable[..., Serving]]:
             one.stop(signal.SIGTERM)
 
 
-def test_a_service_from_start_to_stop(serving: Callable[..., Serving], tmp_path: Path) -> None:
+def check_token_of_ray(service: Serving, home: Path) -> None:
+    """Fails unless the service's Ray is in token mode, with a token of its own that no argument or variable has."""
+    family = psutil.Process(service.process.pid).children(recursive=True)
+    (gcs_server,) = (process for process in family if process.name() == "gcs_server")
+    environment = gcs_server.environ()
+    path = Path(environment["RAY_AUTH_TOKEN_PATH"])
+    assert (environment["RAY_AUTH_MODE"], stat.S_IMODE(path.stat().st_mode)) == ("token", 0o600)
+    assert SCRATCH.match(str(path))
+    assert not (home / ".ray").exists()
+    token = path.read_text()
+    for process in family:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            assert not any(token in text for text in (*process.cmdline(), *process.environ().values()))
+    (raylet,) = (process for process in family if process.name() == "raylet")
+    (address,) = {word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--gcs-address=")}
+    (home / "auth_token").write_text("0" * len(token))
+    stranger = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(home / "auth_token")}
+    joins = [sys.executable, "-c", f"import ray; ray.init('{address}', log_to_driver=False)"]
+    joined = subprocess.run(joins, capture_output=True, text=True, timeout=WAIT, env=os.environ | stranger)
+    assert joined.returncode != 0
+    assert "AuthenticationError" in joined.stderr, joined.stderr
+
+
+def test_a_service_from_start_to_stop(
+    serving: Callable[..., Serving], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Placed by resources that a local Ray offers because they are asked for."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "placed.yaml"
     path.write_text(
         "model: ignored\n"
@@ -214,6 +242,7 @@ def test_a_service_from_start_to_stop(serving: Callable[..., Serving], tmp_path:
     )
     service = serving("--config", str(path), "--served-model-name", "tiny")
     grpc_address, http_address = service.wait_ready()
+    check_token_of_ray(service, tmp_path)
 
     generated = run("generate", "The quick brown", "--target", grpc_address, "--max-tokens", "8", "--timeline")
     assert generated.returncode == 0, generated.stderr
