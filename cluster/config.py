@@ -88,8 +88,8 @@ class RouterConfig(BaseModel):
     max_queue_seconds: float = Field(default=30.0, ge=0.01, le=86_400, description=QUEUE_SECONDS_HELP)
     # How long a request that has lost its worker waits for one that can take it.
     park_seconds: float = Field(default=30.0, ge=0, le=3600)
-    # Names by which clients reach the HTTP server and the status page, beside addresses and localhost; "*": any. Pages
-    # in browsers get in by DNS rebinding otherwise.
+    # Names by which clients reach the status page and, where no key is needed, the HTTP server, beside addresses and
+    # localhost; "*": any. Pages in browsers get in by DNS rebinding otherwise.
     host_names: HostNames = ()
     # Of pages that may use the HTTP server, such as https://chat.example.com; "*": any.
     cors_origins: CorsOrigins = ()

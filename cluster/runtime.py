@@ -10,6 +10,7 @@ import grpc
 
 from ..proto import worker_pb2
 from ..proto.identity import PeerIdentity
+from ..router.api.browsers import ANY as ANY_HOST
 from ..router.api.browsers import BrowserRules
 from ..router.api.openai.connection import ConnectionBounds
 from ..router.api.servers import ApiServers
@@ -82,7 +83,7 @@ class RouterRuntime:
             GenerationService([_served_model(config, folder)], dispatcher, admission, resume_key),
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
-            browsers=BrowserRules(host_names=(host, *router.host_names), cors_origins=router.cors_origins),
+            browsers=_browser_rules(config, host),
             bounds=ConnectionBounds(
                 stall_seconds=router.stall_seconds,
                 max_connections=router.max_connections,
@@ -120,6 +121,12 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
         tokenizer=Tokenizer.load(folder),
         context_tokens=min(config.context_tokens or longest, longest),
     )
+
+
+def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
+    # A page that has rebound its name has no key: where one is needed, any name will do.
+    names = (host, *config.router.host_names) if config.auth.keys_file is None else (ANY_HOST,)
+    return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
 
 
 def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenticator, list[FileWatch[Any]]]:

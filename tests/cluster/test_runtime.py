@@ -4,11 +4,13 @@ import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.config import AuthConfig, TandemConfig, load_config
 from tandem.cluster.runtime import RouterRuntime
 from tandem.proto.errors import InvalidArgument
+from tandem.router.auth.keys import create_key
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
@@ -75,6 +77,24 @@ async def test_a_router_without_keys_listens_on_loopback_alone(folder: Path) -> 
     router = await RouterRuntime.start(allowed, folder, "0.0.0.0", identity=IDENTITY, resume_key=b"k" * 32)
     assert router.authenticator.caller(None, "a").cache_salt != router.authenticator.caller(None, "b").cache_salt
     await router.stop(0)
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+async def test_any_host_name_will_do_where_a_key_is_needed(
+    config: TandemConfig, folder: Path, tmp_path: Path, needs_key: bool
+) -> None:
+    """A page that has rebound its name has none; without keys the name is refused."""
+    keys_file = tmp_path / "keys.json"
+    key = create_key(keys_file, name="ada", tenant="ada")
+    if needs_key:
+        config = config.model_copy(update={"auth": AuthConfig(keys_file=str(keys_file))})
+    router = await start(config, folder, 1)
+    headers = {"Host": "models.example.com", "Authorization": f"Bearer {key}"}
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}", headers=headers) as client:
+            assert (await client.get("/v1/models")).status_code == (200 if needs_key else 403)
+    finally:
+        await router.stop(0)
 
 
 async def test_a_single_router_takes_its_own_ports_or_none(config: TandemConfig, folder: Path) -> None:
