@@ -10,6 +10,7 @@ reports of a worker; the worker's own queue takes the excess.
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class Admission:
         self._max_queue_seconds = max_queue_seconds
         self._clock = clock
         self._drain = DrainRate(clock)
+        self._running: Counter[str] = Counter()  # by tenant, in parts per million of the largest worker
+        self._shares: dict[str, int] = {}  # by request that runs, the same
         registry.subscribe(self._admit_waiting)
 
     def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
@@ -164,11 +167,28 @@ class Admission:
         self.num_active += 1
         self._drain.begin(num_tokens)
         self._registry.reserve(request)
+        self._count_running(request.tenant, self._shares.setdefault(request.request_id, self._share(request)))
 
     def _give_back(self, request: TokenRequest) -> None:
         self.num_active -= 1
         self._registry.release(request.request_id)
+        self._count_running(request.tenant, -self._shares.pop(request.request_id, 0))
         self._admit_waiting()
+
+    def _count_running(self, tenant: str, share: int) -> None:
+        self._running[tenant] += share
+        if self._running[tenant] <= 0:
+            del self._running[tenant]
+        self.queue.set_running(tenant, self._running.get(tenant, 0))
+
+    def _share(self, request: TokenRequest) -> int:
+        """Returns what a request takes of the largest worker's sequences or of its KV cache, whichever part is larger
+        (dominant resource fairness, Ghodsi et al., 2011)."""
+        needed, largest = required_capacity(request), self._registry.largest()
+        if largest is None:
+            return 1
+        part = max(needed.sequences / max(largest.sequences, 1), needed.kv_tokens / max(largest.kv_tokens, 1))
+        return max(round(1e6 * part), 1)
 
     def _fits(self, needed: Capacity) -> bool:
         """Without a worker there is nothing to wait for: the placement of the request fails at once."""

@@ -1,9 +1,11 @@
 """Orders what waits: a bounded queue, by priority, then fair among tenants, then first come, first served.
 
-Fair means start-time fair queueing (Goyal et al., 1996) on tokens with equal weights: every tenant of a priority has a
-tag, the tokens that it was served so far; the least tag is next. A tenant that was away continues at the present tag of
-its priority: it gets no credit. When the queue is full, the tenant with the longest backlog gives way to one with a
-shorter one (longest queue drop, Suter et al., 1998), and a lower priority to a higher. Every operation is O(log n).
+Fair means first that the tenant goes next of which least runs: so of two that wait none holds more than half for long,
+however long its requests run (max-min fairness). Between tenants of which as much runs it is start-time fair queueing
+(Goyal et al., 1996) on tokens with equal weights: every tenant of a priority has a tag, the tokens that it was served
+so far; the least tag is next. A tenant that was away continues at the present tag of its priority: it gets no credit.
+When the queue is full, the tenant with the longest backlog gives way to one with a shorter one (longest queue drop,
+Suter et al., 1998), and a lower priority to a higher. Every operation is O(log n).
 Knows nothing of time and I/O.
 """
 
@@ -73,7 +75,8 @@ class FairQueue(Generic[T]):
         self._num_requests = 0
         self._backlogs: dict[_Backlog, OrderedDict[T, None]] = {}  # none is empty
         self._backlog_tokens: Counter[_Backlog] = Counter()
-        self._turns: Ranking[_Backlog] = Ranking()  # the highest priority first, then the least tag
+        self._running: dict[str, float] = {}  # of each tenant, how much; only what is above 0
+        self._turns: Ranking[_Backlog] = Ranking()  # the highest priority first, then the least running, then the tag
         self._longest: Ranking[_Backlog] = Ranking()  # the lowest priority first, then the largest share
         # By priority, while it has a backlog.
         self._tokens: Counter[int] = Counter()
@@ -125,10 +128,20 @@ class FairQueue(Generic[T]):
             self._num_backlogs[entry.priority] += 1
             tags = self._tags.setdefault(entry.priority, {})
             tags[entry.tenant] = max(self._present.get(entry.priority, 0.0), tags.get(entry.tenant, 0.0))
-            self._turns.put(key, -entry.priority, tags[entry.tenant])
+            self._put_turn(key)
         self._backlogs[key][entry] = None
         self._count(entry, 1)
         return displaced
+
+    def set_running(self, tenant: str, amount: float) -> None:
+        """Notes how much of a tenant runs, in whatever unit."""
+        if amount > 0:
+            self._running[tenant] = amount
+        else:
+            self._running.pop(tenant, None)
+        for priority in self._num_backlogs:
+            if (priority, tenant) in self._backlogs:
+                self._put_turn((priority, tenant))
 
     def first(self) -> T | None:
         """Returns the entry that is next; None if the queue is empty."""
@@ -143,7 +156,7 @@ class FairQueue(Generic[T]):
         tags = self._tags[entry.priority]
         self._present[entry.priority] = tags[entry.tenant]
         tags[entry.tenant] += entry.num_tokens
-        self._turns.put(self._key(entry), -entry.priority, tags[entry.tenant])
+        self._put_turn(self._key(entry))
         self.remove(entry)
         return entry
 
@@ -178,6 +191,10 @@ class FairQueue(Generic[T]):
         own = self._backlog_tokens[key]
         num_others = self._num_backlogs[priority] - (key in self._backlogs)
         return higher + own + min(self._tokens[priority] - own, num_others * (own + entry.num_tokens))
+
+    def _put_turn(self, key: _Backlog) -> None:
+        priority, tenant = key
+        self._turns.put(key, -priority, self._running.get(tenant, 0.0), self._tags[priority][tenant])
 
     def _key(self, entry: QueueEntry) -> _Backlog:
         return entry.priority, entry.tenant

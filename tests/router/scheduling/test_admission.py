@@ -77,6 +77,51 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def test_no_tenant_holds_all_sequences_while_another_waits() -> None:
+    """However long the first one's requests run and however many of them wait: what ends goes to the other, until each
+    holds half, and so it stays."""
+    requests = AdmittedRequests(max_sequences=8)
+    for n in range(40):
+        await requests.ask(request([n] * 10, f"a{n}", tenant="a"))
+    for n in range(20):
+        await requests.ask(request([n] * 10, f"b{n}", tenant="b"))
+    assert [each.tenant for each in requests.active] == ["a"] * 8
+    for _ in range(4):
+        await requests.finish(next(each.request_id for each in requests.active if each.tenant == "a"))
+    assert Counter(each.tenant for each in requests.active) == {"a": 4, "b": 4}
+    for _ in range(20):  # of b all are short, of a all are long
+        await requests.finish(
+            next((each.request_id for each in requests.active if each.tenant == "b"), requests.active[0].request_id)
+        )
+        if any(task for name, task in requests.tasks.items() if name[0] == "b" and name not in requests.order):
+            assert sum(each.tenant == "b" for each in requests.active) in (3, 4, 5)
+    await requests.cancel_all()
+    assert not requests.admission._running
+    assert not requests.admission._shares
+
+
+@settings(max_examples=20)
+@given(chance=st.randoms(use_true_random=False), num_tenants=st.integers(2, 5))
+async def test_the_tenant_of_which_least_runs_goes_next(chance: random.Random, num_tenants: int) -> None:
+    requests = AdmittedRequests(max_sequences=8)
+    for n in range(80):
+        asked = request([n] * 10, str(n), tenant=str(chance.randrange(num_tenants)))
+        await requests.ask(asked)
+    tenants = {each.request_id: each.tenant for each in requests.active}
+    tenants |= {entry.request.request_id: entry.tenant for entry in requests.admission.queue}
+    while requests.active:
+        ended = chance.choice(requests.active)
+        waiting = {entry.tenant for entry in requests.admission.queue}
+        running = Counter(each.tenant for each in requests.active if each is not ended)
+        num_begun = len(requests.order)
+        await requests.finish(ended.request_id)
+        for name in requests.order[num_begun:]:
+            # What a request frees may be given away just before it is counted as ended.
+            assert running[tenants[name]] <= min(running[tenant] for tenant in waiting) + 1
+            running[tenants[name]] += 1
+    assert len(requests.order) == 80
+
+
 async def test_as_many_run_as_fit_and_the_rest_follows_in_order() -> None:
     requests = AdmittedRequests(max_sequences=2)
     for n in range(5):
