@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .proto import errors
-    from .router.client import AsyncClient, Client, connect
+    from .router.client import AsyncClient, Client, ClientTls, connect
     from .router.client.types import Tool
 
-__all__ = ["AsyncClient", "Client", "Tool", "__version__", "connect", "errors"]
+__all__ = ["AsyncClient", "Client", "ClientTls", "Tool", "__version__", "connect", "errors"]
 __version__ = "0.1.0"
 
-_HOMES = {"AsyncClient": "client", "Client": "client", "connect": "client", "Tool": "client.types"}
+_HOMES = {"AsyncClient": "client", "Client": "client", "ClientTls": "client", "connect": "client"}
+_HOMES |= {"Tool": "client.types"}
 
 
 def __getattr__(name: str) -> Any:

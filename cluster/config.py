@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Final, Literal, Self, cast, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from ..proto.errors import InvalidArgument
 from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
+from ..router.auth.tls import TlsFiles
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import default_chunk_tokens
 
@@ -66,6 +67,22 @@ class AuthConfig(BaseModel):
         return self
 
 
+class TlsConfig(BaseModel):
+    """Configures TLS at the API servers: files in PEM, at these paths on every node of a router. They may be replaced
+    while the service runs."""
+
+    model_config = _SECTION
+
+    certificate: AbsolutePath  # with its chain
+    key: AbsolutePath
+    client_ca: AbsolutePath | None = None  # only clients with a certificate of it are served
+
+    @property
+    def files(self) -> TlsFiles:
+        client_ca = None if self.client_ca is None else Path(self.client_ca)
+        return TlsFiles(certificate=Path(self.certificate), key=Path(self.key), client_ca=client_ca)
+
+
 class RouterConfig(BaseModel):
     """Configures the routers: how many, the ports of their API servers, the bounds of the queue, where they may run."""
 
@@ -75,6 +92,7 @@ class RouterConfig(BaseModel):
     # Ports of each router; 0 takes a free one. A router whose node has another router on them takes the next ones.
     grpc_port: Port = 50_051
     http_port: Port = 8_080
+    tls: TlsConfig | None = None  # None: in plaintext
     reflection: bool = False
     # Of gRPC responses, to clients that accept it. Token messages are small: compression costs more time than it
     # saves, except on slow links.
@@ -311,6 +329,7 @@ def _shorten(value: object) -> str:
 def _suggestion(path: tuple[int | str, ...]) -> str:
     section: type[BaseModel] = TandemConfig
     for part in path[:-1]:
-        section = cast(type[BaseModel], section.model_fields[str(part)].annotation)
+        annotation = section.model_fields[str(part)].annotation
+        section = next(kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
     close = difflib.get_close_matches(str(path[-1]), section.model_fields, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -17,6 +17,7 @@ from ..router.api.servers import ApiServers
 from ..router.api.service import GenerationService
 from ..router.auth.authenticator import Authenticator
 from ..router.auth.keys import load_keys
+from ..router.auth.tls import ServerTls
 from ..router.auth.watch import FileWatch
 from ..router.dispatch.dispatcher import Dispatcher
 from ..router.frontend.prepare import ServedModel
@@ -43,7 +44,7 @@ class RouterRuntime:
         watches: Sequence[FileWatch[Any]],
     ) -> None:
         self.authenticator = authenticator
-        self.watches = watches  # whose `run` takes keys as their file changes
+        self.watches = watches  # whose `run` takes keys and certificates as their files change
         self._registry = registry
         self._dispatcher = dispatcher
         self._servers = servers
@@ -66,10 +67,11 @@ class RouterRuntime:
         `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests and
         knows the prefix caches of tenants. `num_routers`: of the service, which may all share a host; see `_addresses`.
         Raises OSError or RuntimeError if all ports that it may bind are taken, InvalidArgument if the interface needs
-        keys, or their file is wrong."""
+        keys, or a file of keys or certificates is wrong."""
         check_interface(config.auth, host)
         router = config.router
         authenticator, watches = _authenticator(config.auth, host, resume_key)
+        tls = _server_tls(router, watches)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         admission = Admission(
             registry,
@@ -90,6 +92,7 @@ class RouterRuntime:
                 max_per_address=router.max_connections_per_address,
             ),
             authenticator=authenticator,
+            tls=tls,
         )
         for grpc_address, http_address in _addresses(router, host, num_routers):
             try:
@@ -135,6 +138,15 @@ def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenti
         return Authenticator(secret=secret, share_anonymous_prefixes=is_loopback(host) if share is None else share), []
     authenticator = Authenticator((), secret=secret)
     return authenticator, [FileWatch([Path(auth.keys_file)], partial(load_keys, auth.keys_file), authenticator.replace)]
+
+
+def _server_tls(router: RouterConfig, watches: list[FileWatch[Any]]) -> ServerTls | None:
+    if router.tls is None:
+        return None
+    files = router.tls.files
+    tls = ServerTls(files.load())
+    watches.append(FileWatch(files.paths, files.load, tls.replace))
+    return tls
 
 
 def _addresses(router: RouterConfig, host: str, num_routers: int) -> Iterator[tuple[str, str]]:

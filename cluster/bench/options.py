@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from ...proto.errors import InvalidArgument
 
 WORKLOADS: Final = ("random", "shared-prefix", "file")
-SCHEMES: Final = ("grpc", "http", "https")
+SCHEMES: Final = ("grpc", "grpcs", "http", "https")
 SLO_FIGURES: Final = ("ttft", "tpot", "e2e")
 DEFAULT_NUM_PROMPTS: Final = 100
 
@@ -22,9 +22,10 @@ _MAX_SECONDS: Final = 86_400.0
 class ServerAddress:
     """Names a server to measure."""
 
-    url: str  # grpc://HOST:PORT, or http(s)://HOST:PORT without /v1
+    url: str  # grpc(s)://HOST:PORT, or http(s)://HOST:PORT without /v1
     model: str = ""  # empty: the first one it serves
     api_key: str = field(default="", repr=False)
+    tls_ca: Path | None = None  # that its certificate is of; None: those of the system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,8 @@ def parse_address(text: str, option: str, model: str = "") -> ServerAddress:
     except ValueError:
         raise InvalidArgument(f"has an invalid host or port: {url}", option) from None
     if parts.scheme not in SCHEMES or not parts.hostname:
-        raise InvalidArgument(f"must be grpc://HOST:PORT or http://HOST:PORT, not {url}", option)
-    if parts.scheme == "grpc" and port is None:
+        raise InvalidArgument(f"must be grpc(s)://HOST:PORT or http(s)://HOST:PORT, not {url}", option)
+    if parts.scheme in ("grpc", "grpcs") and port is None:
         raise InvalidArgument(f"has no port: {url}", option)
     return ServerAddress(url=url.rstrip("/").removesuffix("/v1"), model=named or model)
 

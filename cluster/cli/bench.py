@@ -52,11 +52,14 @@ ends early, has no token or takes longer than --timeout. Prompts are sent with t
 
 
 def bench(
-    url: Annotated[str, typer.Option(help="grpc://HOST:PORT of a Tandem service or http://HOST:PORT of OpenAI's API.")],
+    url: Annotated[
+        str, typer.Option(help="grpc(s)://HOST:PORT of a Tandem service, http(s)://HOST:PORT of OpenAI's API.")
+    ],
     model: Annotated[str, typer.Option(help="The model's name; otherwise the first one served.")] = "",
     api_key_file: Annotated[
         Path | None, typer.Option(help="A file with the API key for --url; else TANDEM_API_KEY. A peer gets none.")
     ] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="The CA of the certificate of --url, in PEM.")] = None,
     peer: Annotated[str, typer.Option(help="URL[=MODEL] of a second server: rounds in turn, ratios of medians.")] = "",
     rounds: Annotated[int | None, typer.Option(help="Rounds of each server; with a peer 3, else 1.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Closed loop: requests under way at any time.")] = None,
@@ -80,7 +83,7 @@ def bench(
     json_to: Annotated[str, typer.Option("--json", help="Write all results to this file; - is stdout.")] = "",
 ) -> None:
     """Measure a running service under load."""
-    server = replace(parse_address(url, "--url", model), api_key=o.read_api_key(api_key_file))
+    server = replace(parse_address(url, "--url", model), api_key=o.read_api_key(api_key_file), tls_ca=tls_ca)
     addresses = [server, *([parse_address(peer, "--peer")] if peer else [])]
     lengths = {"input_len": input_len, "prefix_len": prefix_len, "output_len": output_len}
     prompts = Workload(kind=workload, vocab_size=vocab_size, file=file, ignore_eos=ignore_eos, seed=seed, **lengths)

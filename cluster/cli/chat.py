@@ -39,6 +39,9 @@ def chat(
     context: typer.Context,
     target: o.Target = o.DEFAULT_TARGET,
     api_key_file: o.ApiKeyFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_certificate: o.TlsCertificate = None,
+    tls_key: o.TlsKey = None,
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     timeline: o.ShowTimeline = False,
 ) -> None:
@@ -47,7 +50,14 @@ def chat(
     options = cast(ChatOptions, o.given_options(context.params))
     console = table_console(stderr=True)
     interactive = sys.stdin.isatty()
-    with Client(target, api_key=o.read_api_key(api_key_file)) as client, open_keyboard() as read_line:
+    with (
+        Client(
+            target,
+            api_key=o.read_api_key(api_key_file),
+            tls=o.client_tls(tls_ca, tls_certificate, tls_key),
+        ) as client,
+        open_keyboard() as read_line,
+    ):
         session = ChatSession(client, options, console, Conversation(system), always_timeline=timeline)
         if interactive:
             console.print("/help lists the commands, Ctrl-D ends the chat", style="dim")

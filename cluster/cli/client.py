@@ -31,6 +31,9 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Continue the text of this file.")] = None,
     target: o.Target = o.DEFAULT_TARGET,
     api_key_file: o.ApiKeyFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_certificate: o.TlsCertificate = None,
+    tls_key: o.TlsKey = None,
     timeout: o.Timeout = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     timeline: o.ShowTimeline = False,
@@ -44,7 +47,11 @@ def generate(
         options.setdefault("temperature", 0.0)
     text = _prompt(prompt, file)
     with (
-        Client(target, api_key=o.read_api_key(api_key_file)) as client,
+        Client(
+            target,
+            api_key=o.read_api_key(api_key_file),
+            tls=o.client_tls(tls_ca, tls_certificate, tls_key),
+        ) as client,
         client.stream(text, timeout=timeout, **options) as stream,
     ):
         if as_json:

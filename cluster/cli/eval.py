@@ -32,6 +32,9 @@ def perplexity(
     file: Annotated[Path, typer.Argument(help="A text in UTF-8.")],
     target: o.Target = o.DEFAULT_TARGET,
     api_key_file: o.ApiKeyFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_certificate: o.TlsCertificate = None,
+    tls_key: o.TlsKey = None,
     model: o.Model = None,
     window: Annotated[int | None, typer.Option(min=2, help="Tokens; by default the context less one.")] = None,
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; by default half of one.")] = None,
@@ -43,7 +46,11 @@ def perplexity(
 
     async def measure() -> Perplexity:
         with _progress("windows") as bar:
-            async with AsyncClient(target, api_key=o.read_api_key(api_key_file)) as client:
+            async with AsyncClient(
+                target,
+                api_key=o.read_api_key(api_key_file),
+                tls=o.client_tls(tls_ca, tls_certificate, tls_key),
+            ) as client:
                 return await measure_perplexity(
                     client,
                     text,
@@ -72,6 +79,9 @@ def generate(
     file: Annotated[Path, typer.Argument(help="JSONL: prompt or messages, and reference or references.")],
     target: o.Target = o.DEFAULT_TARGET,
     api_key_file: o.ApiKeyFile = None,
+    tls_ca: o.TlsCa = None,
+    tls_certificate: o.TlsCertificate = None,
+    tls_key: o.TlsKey = None,
     concurrency: Concurrency = 8,
     output: Annotated[Path | None, typer.Option(help="Write the cases with their answers here, as JSONL.")] = None,
     as_json: AsJson = False,
@@ -83,7 +93,11 @@ def generate(
 
     async def complete() -> list[Completion]:
         with _progress("completions", len(cases)) as bar:
-            async with AsyncClient(target, api_key=o.read_api_key(api_key_file)) as client:
+            async with AsyncClient(
+                target,
+                api_key=o.read_api_key(api_key_file),
+                tls=o.client_tls(tls_ca, tls_certificate, tls_key),
+            ) as client:
                 return await complete_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
 
     completions = asyncio.run(complete())

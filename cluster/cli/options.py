@@ -12,15 +12,20 @@ import typer
 from ...proto.errors import InvalidArgument
 from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
-from ...router.client.wire import API_KEY_VARIABLE
+from ...router.client.wire import API_KEY_VARIABLE, ClientTls
 from ..text_files import read_text
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
-Target = Annotated[str, typer.Option(help="HOST:PORT of the service's gRPC server.")]
+Target = Annotated[str, typer.Option(help="HOST:PORT of the service's gRPC server; with TLS grpcs://HOST:PORT.")]
 ApiKeyFile = Annotated[
     Path | None, typer.Option(help="A file that holds the API key; otherwise TANDEM_API_KEY.", show_default=False)
 ]
+TlsCa = Annotated[Path | None, typer.Option(help="The CA of the service's certificate, in PEM.", show_default=False)]
+TlsCertificate = Annotated[
+    Path | None, typer.Option(help="Our own certificate, for a service that demands one.", show_default=False)
+]
+TlsKey = Annotated[Path | None, typer.Option(help="The key of our own certificate.", show_default=False)]
 Model = Annotated[str | None, typer.Option(help="One of the served names; may be absent if only one is served.")]
 Timeout = Annotated[float | None, typer.Option(help="Seconds until the request is given up.")]
 ShowTimeline = Annotated[bool, typer.Option("--timeline", help="Print on stderr where the time went.")]
@@ -77,6 +82,11 @@ def read_api_key(file: Path | None) -> str:
     if file is None:
         return os.environ.get(API_KEY_VARIABLE, "")
     return read_text(file, "api-key-file").strip()
+
+
+def client_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> ClientTls:
+    """Returns what a client needs for TLS."""
+    return ClientTls(ca=ca, certificate=certificate, key=key)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:

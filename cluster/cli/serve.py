@@ -63,6 +63,8 @@ def serve(
     checked = load_config(config, _overrides(context.params))
     if checked.auth.keys_file is not None:
         load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
+    if checked.router.tls is not None:
+        checked.router.tls.files.load()
     serve_in_foreground(checked, checked_folder(checked), address)
 
 

@@ -25,6 +25,7 @@ from ...proto.limits import (
     STALL_SECONDS,
 )
 from ..auth.authenticator import Authenticator, Caller
+from ..auth.tls import ServerTls
 from ..frontend.prepare import RequestContext
 from .audit import AuditLog, is_refusal
 from .service import GenerationService, tandem_errors_only
@@ -73,12 +74,15 @@ class GrpcServer:
         audit: AuditLog | None = None,
         stall_seconds: float = STALL_SECONDS,
         authenticator: Authenticator | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
-        size is that of the unpacked message. Without an `authenticator` everyone is let in."""
+        size is that of the unpacked message. Without an `authenticator` everyone is let in, without `tls` all is in
+        plaintext."""
         self._service = service
         self._audit = audit or AuditLog()
         self._stall_seconds = stall_seconds
+        self._tls = tls
         self._health = health.aio.HealthServicer()
         self._authenticator = authenticator or Authenticator()
         self._server = grpc.aio.server(
@@ -95,7 +99,10 @@ class GrpcServer:
 
         Raises RuntimeError if the port is taken."""
         try:
-            port = self._server.add_insecure_port(address)
+            if self._tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError:
             await self._server.stop(0)
             raise

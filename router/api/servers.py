@@ -5,6 +5,7 @@ import asyncio
 import grpc
 
 from ..auth.authenticator import Authenticator
+from ..auth.tls import ServerTls
 from .audit import AuditLog
 from .browsers import BrowserRules
 from .grpc_server import GrpcServer
@@ -34,9 +35,11 @@ class ApiServers:
         browsers: BrowserRules = BrowserRules(),
         bounds: ConnectionBounds | None = None,
         authenticator: Authenticator | None = None,
+        tls: ServerTls | None = None,
     ) -> "ApiServers":
         """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses,
-        `browsers` holds for HTTP, `bounds` are those of connections. Without an `authenticator` everyone is let in.
+        `browsers` holds for HTTP, `bounds` are those of connections. Without an `authenticator` everyone is let in,
+        without `tls` all is in plaintext.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs."""
         audit, bounds, authenticator = AuditLog(), bounds or ConnectionBounds(), authenticator or Authenticator()
@@ -47,8 +50,9 @@ class ApiServers:
             audit=audit,
             stall_seconds=bounds.stall_seconds,
             authenticator=authenticator,
+            tls=tls,
         )
-        http_server = HttpServer(service, browsers, audit, bounds, authenticator)
+        http_server = HttpServer(service, browsers, audit, bounds, authenticator, tls)
         bound_http = await http_server.start(http_address)
         try:
             bound_grpc = await grpc_server.start(grpc_address)

@@ -44,10 +44,15 @@ _CANCELLED: Final = "the client cancelled the request"
 
 
 def connect(
-    address: Addresses, *, api_key: str | None = None, compression: bool = False, max_retries: int = 2
+    address: Addresses,
+    *,
+    api_key: str | None = None,
+    tls: wire.ClientTls = wire.ClientTls(),
+    compression: bool = False,
+    max_retries: int = 2,
 ) -> "Client":
     """Returns a client of the service at HOST:PORT; it connects with the first call."""
-    return Client(address, api_key=api_key, compression=compression, max_retries=max_retries)
+    return Client(address, api_key=api_key, tls=tls, compression=compression, max_retries=max_retries)
 
 
 class _Generation:
@@ -199,17 +204,21 @@ class _BaseClient(Generic[_S]):
     _make_stream: Callable[[_Generation], _S]
 
     def __init__(
-        self, address: Addresses, *, api_key: str | None = None, compression: bool = False, max_retries: int = 2
+        self,
+        address: Addresses,
+        *,
+        api_key: str | None = None,
+        tls: wire.ClientTls = wire.ClientTls(),
+        compression: bool = False,
+        max_retries: int = 2,
     ) -> None:
-        """`address`: HOST:PORT of the gRPC server of one or several routers. `api_key`: None takes that of the
-        environment, TANDEM_API_KEY. `compression`: gzip requests, for slow networks. `max_retries`: of one request,
-        without an answer in between; 0 raises every error at once."""
+        """`address`: HOST:PORT of the gRPC server of one or several routers, with TLS grpcs://HOST:PORT. `api_key`:
+        None takes that of the environment, TANDEM_API_KEY. `tls`: with which files. `compression`: gzip requests, for
+        slow networks. `max_retries`: of one request, without an answer in between; 0 raises every error at once."""
         encoding = grpc.Compression.Gzip if compression else grpc.Compression.NoCompression
         self._metadata = wire.credentials(api_key)
         self._max_retries = max_retries
-        self._routers = Routers(
-            address, lambda one: self._channels.insecure_channel(one, wire.CHANNEL_OPTIONS, encoding)
-        )
+        self._routers = Routers(address, lambda one: wire.open_channel(self._channels, one, tls, encoding))
 
     def stream(self, prompt: TextOrIds, *, timeout: Seconds = None, **options: Unpack[Options]) -> _S:
         """Continues a text or token ids; the stream yields the completion piece by piece."""

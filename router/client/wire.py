@@ -4,6 +4,8 @@ import os
 import random
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -90,6 +92,41 @@ def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
     if not (api_key.isascii() and api_key.isprintable()):
         raise errors.InvalidArgument("must be printable ASCII", "api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTls:
+    """Names the files in PEM with which a client speaks TLS."""
+
+    ca: Path | str | None = None  # that the service's certificate is of; None: those that gRPC knows
+    certificate: Path | str | None = None  # the client's own, with its key, for a service that demands one
+    key: Path | str | None = None
+
+    @property
+    def is_given(self) -> bool:
+        return (self.ca, self.certificate, self.key) != (None, None, None)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises InvalidArgument."""
+        if (self.certificate is None) != (self.key is None):
+            raise errors.InvalidArgument("goes with tls_key, and neither without the other", "tls_certificate")
+        paths = (self.ca, self.key, self.certificate)
+        try:
+            ca, key, certificate = (None if path is None else Path(path).read_bytes() for path in paths)
+        except OSError as error:
+            raise errors.InvalidArgument(f"{error.filename}: {error.strerror}", "tls") from None
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def open_channel(module: Any, address: str, tls: ClientTls, compression: grpc.Compression) -> Any:
+    """Opens a channel of grpc or grpc.aio, `module`, to HOST:PORT, grpc://HOST:PORT or, in TLS, grpcs://HOST:PORT;
+    without a scheme in TLS if any file is named for it. Raises InvalidArgument."""
+    scheme, _, host = address.rpartition("://")
+    if scheme not in ("", "grpc", "grpcs") or (scheme == "grpc" and tls.is_given):
+        raise errors.InvalidArgument("must be HOST:PORT, grpc://HOST:PORT, or with TLS grpcs://HOST:PORT", "address")
+    if scheme == "grpcs" or tls.is_given:
+        return module.secure_channel(host, tls.credentials(), CHANNEL_OPTIONS, compression)
+    return module.insecure_channel(host, CHANNEL_OPTIONS, compression)
 
 
 def error_of(call: Any) -> errors.TandemError:

@@ -172,6 +172,17 @@ def test_the_file_of_keys_is_found_from_every_folder_and_excludes_anonymous_call
         load_config(None, {"model": "m", "auth.keys_file": "k", "auth.allow_anonymous": True})
 
 
+def test_tls_names_its_files_from_every_folder_and_a_wrong_key_is_named() -> None:
+    tls: dict[str, object] = {"certificate": "a.crt", "key": "a.key"}
+    config = load_config(None, {"model": "m", "router.tls": tls})
+    assert config.router.tls is not None
+    assert config.router.tls.files.paths == [Path("a.crt").absolute(), Path("a.key").absolute()]
+    with pytest.raises(InvalidArgument, match=r"router\.tls\.clientca: unknown key; did you mean client_ca\?"):
+        load_config(None, {"model": "m", "router.tls": tls | {"clientca": "x"}})
+    with pytest.raises(InvalidArgument, match=r"router\.tls\.key: missing"):
+        load_config(None, {"model": "m", "router.tls": {"certificate": "a.crt"}})
+
+
 LOCAL = [{"CPU": 2.0}]
 APART = [{"CPU": 8.0, "p": 2.0}, {"CPU": 8.0, "d": 2.0}, {"CPU": 8.0, "d": 2.0}]
 

@@ -11,6 +11,9 @@ from tandem.cluster.config import AuthConfig, TandemConfig, load_config
 from tandem.cluster.runtime import RouterRuntime
 from tandem.proto.errors import InvalidArgument
 from tandem.router.auth.keys import create_key
+from tandem.router.client.client import AsyncClient
+from tandem.router.client.wire import ClientTls
+from tandem.tests.certificates import make_certificate
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
@@ -95,6 +98,23 @@ async def test_any_host_name_will_do_where_a_key_is_needed(
             assert (await client.get("/v1/models")).status_code == (200 if needs_key else 403)
     finally:
         await router.stop(0)
+
+
+async def test_a_router_serves_tls_with_the_files_of_its_configuration(folder: Path) -> None:
+    ca = make_certificate("ca")
+    ca.write(folder / "ca.pem")
+    make_certificate("server", ca).write(folder / "tls.crt", folder / "tls.key")
+    files = {"certificate": str(folder / "tls.crt"), "key": str(folder / "tls.key")}
+    ports: dict[str, object] = {"model": "m", "router.grpc_port": 0, "router.http_port": 0}
+    config = load_config(None, ports | {"router.tls": files})
+    router = await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
+    async with AsyncClient(f"grpcs://{router.grpc_address}", tls=ClientTls(ca=folder / "ca.pem")) as client:
+        assert [model.id for model in await client.list_models()] == ["m"]
+    assert len(router.watches) == 1
+    await router.stop(0)
+    (folder / "tls.key").unlink()
+    with pytest.raises(InvalidArgument, match=r"tls\.key"):
+        await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
 
 
 async def test_a_single_router_takes_its_own_ports_or_none(config: TandemConfig, folder: Path) -> None:

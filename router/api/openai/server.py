@@ -23,6 +23,7 @@ from ....proto import inference_pb2
 from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
 from ....proto.limits import MAX_MESSAGE_BYTES
 from ...auth.authenticator import Authenticator
+from ...auth.tls import ServerTls
 from ...frontend.prepare import RequestContext, ServedModel
 from ...frontend.validation import check_request_id
 from ..audit import AuditLog, is_refusal
@@ -57,8 +58,10 @@ class HttpServer:
         audit: AuditLog | None = None,
         bounds: ConnectionBounds | None = None,
         authenticator: Authenticator | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
-        """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone is let in."""
+        """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone is let in, without
+        `tls` all is in plaintext."""
         self._service = service
         self._serving = False
         self._started_at = int(time.time())
@@ -75,6 +78,8 @@ class HttpServer:
             http=cast(Any, partial(HttpConnection, bounds=bounds or ConnectionBounds())),
             ws="none",
         )
+        config.load()
+        config.ssl = None if tls is None else tls.http_context
         self._server = _Server(config)
 
     async def start(self, address: str) -> str:

@@ -306,7 +306,7 @@ async def test_the_tables_show_figures_and_failures(start: Start) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--url", "127.0.0.1:80", "--rate", "1"], "--url: must be grpc://HOST:PORT"),
+        (["--url", "127.0.0.1:80", "--rate", "1"], "--url: must be grpc(s)://HOST:PORT"),
         (["--url", "http://h:1"], "either --concurrency or --rate"),
         (["--url", "http://h:1", "--rate", "1", "--concurrency", "1"], "either --concurrency or --rate"),
         (["--url", "http://h:1", "--rate", "nan"], "--rate: must be from"),

@@ -55,3 +55,4 @@ def test_commands_take_the_key_from_a_file_or_the_environment(tmp_path: Path, mo
         options = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
         assert "--api-key-file" in options
         assert "--api-key " not in options
+        assert ("--tls-ca" in options) == (command not in ("status", "drain"))
