@@ -1,6 +1,7 @@
 """Tests the deployments as plain objects: their stop after a start that has failed, and the end of a failed worker."""
 
 import asyncio
+import gc
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +13,9 @@ from starlette.requests import Request
 
 from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.status import describe_workers
 from tandem.proto.errors import Unavailable
+from tandem.proto.shared_result import SharedResult
 from tandem.router.auth.authenticator import Authenticator
 from tandem.tests.peers import IDENTITY
 
@@ -55,6 +58,7 @@ async def test_a_start_that_fails_can_be_stopped_like_any_other(
     await replica.__del__()  # as Serve does
     deployment.__del__, removed = lambda self: None, deployment.__del__  # the collector's call would not be awaited
     del replica
+    gc.collect()  # a router holds itself, in what describes its workers
     deployment.__del__ = removed
 
 
@@ -130,9 +134,8 @@ async def test_pages_in_browsers_do_not_read_the_status_page(
 ) -> None:
     names = {"host_names": ("models.example.com",), "cors_origins": ("https://evil.example",)}  # of the API alone
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
-    router: Any = SimpleNamespace(
-        _config=config, _identity=IDENTITY, _workers=[], _routers=(), _authenticator=Authenticator()
-    )
+    described = SharedResult(lambda: describe_workers([], IDENTITY), 1.0)
+    router: Any = SimpleNamespace(_config=config, _routers=(), _authenticator=Authenticator(), _described=described)
     router.status = partial(app.Router.status, router)
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     answer = await app.Router.__call__(router, Request({"type": "http", "method": method, "headers": raw}))
