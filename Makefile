@@ -8,7 +8,7 @@ PRODUCT := proto router workers cluster __init__.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo quick test soak matrix check audit breaking format proto clean
+.PHONY: help venv demo quick test soak matrix check audit fuzz breaking format proto clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -39,6 +39,9 @@ check: .venv/.installed  ## lint, format, types, security rules, architecture, g
 	$(BIN)/pytest -q tests/test_architecture.py tests/test_names.py tests/test_security_rules.py
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/buf lint
+
+fuzz: .venv/.installed  ## give every parser of bytes from outside 2,000 damaged inputs; `make quick` has 25
+	$(BIN)/pytest --hypothesis-profile=fuzz -q tests/fuzz
 
 audit: .venv/.installed  ## look up each pinned version in PyPI's list of known vulnerabilities, which needs PyPI itself
 	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt

@@ -63,6 +63,7 @@ _IO_EVENTS: Final = {"socket.bind", "socket.connect", "subprocess.Popen", "os.fo
 
 hypothesis.settings.register_profile("every", deadline=None)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=2_000)
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of the clusters that tests start by hand
@@ -86,7 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(IoGuard(forbid_torch=config.getoption("--quick")))
-    hypothesis.settings.load_profile("quick" if config.getoption("--quick") else "every")
+    profile = "quick" if config.getoption("--quick") else "every"
+    hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or profile)
     if config.getoption("--quick"):
         return
     import torch  # a second that the quick tier does not pay

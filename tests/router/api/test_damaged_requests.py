@@ -1,0 +1,138 @@
+"""Five hundred damaged messages through every method of both APIs: each gets a documented code, no answer shows the
+inside of the service, and the next good request its answer."""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from google.protobuf.message import Message
+
+from tandem.proto import inference_pb2
+from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
+from tandem.tests.router.conftest import Service
+
+NUM_INPUTS = 500
+LEAK = re.compile(
+    r"Traceback|File \"|\.py\b|\bline \d|/(?:work|tmp|home|usr|root|opt)/|127\.0\.0\.1|localhost|0x[0-9a-f]{6}"
+)
+DOCUMENTED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+DOCUMENTED |= {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+PROMPT: dict[str, Any] = {"text": "hi"}
+TOOL = {"name": "f", "parameters": '{"type": "object"}'}
+SPOKEN: dict[str, Any] = {"chat": {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}}
+SAMPLED = {"temperature": 0.5, "top_k": 3, "seed": 7, "logit_bias": {1: 0.5}, "bad_words": ["x"]}
+GENERATE = [
+    inference_pb2.GenerateRequest(prompt=prompt, sampling=SAMPLED, stopping={"max_tokens": 3, "stop": ["zz"]}, n=2)
+    for prompt in (PROMPT, SPOKEN, {"token_ids": {"ids": [1, 2, 3]}})
+]
+UNARY: dict[str, list[Message]] = {
+    "Tokenize": [inference_pb2.TokenizeRequest(prompt=prompt) for prompt in (PROMPT, SPOKEN)],
+    "Detokenize": [inference_pb2.DetokenizeRequest(model="tiny", token_ids=[1, 2, 3])],
+    "ListModels": [inference_pb2.ListModelsRequest()],
+}
+BODIES = {
+    TEXT: body(TEXT, max_tokens=3, n=2, stop=["zz"], logit_bias={"1": 0.5}, seed=7, top_k=3),
+    CHAT: body(CHAT, max_tokens=3, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+    "/tokenize": {"model": "tiny", "prompt": "hi", "add_special_tokens": True},
+    "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
+}
+
+
+def damaged(seeds: Sequence[bytes]) -> list[bytes]:
+    """Seeds with bytes changed, cut out, repeated or put in, always the same."""
+    rng = random.Random(15)
+    made: list[bytes] = []
+    while len(made) < NUM_INPUTS:
+        data = bytearray(rng.choice(seeds))
+        for _ in range(rng.randint(1, 4)):
+            place = rng.randint(0, len(data))
+            match rng.randint(0, 3):
+                case 0:
+                    data[place : place + 1] = bytes([rng.randint(0, 255)])
+                case 1:
+                    del data[place : place + rng.randint(1, 9)]
+                case 2:
+                    data[place:place] = data[: rng.randint(0, 20)]
+                case 3:
+                    data[place:place] = rng.choice(
+                        [b"\xff" * 5, b"\x00", b"[", b'"', b"-", b"9" * 30, b"null", b"\\ud800"]
+                    )
+        made.append(bytes(data))
+    return made
+
+
+async def test_generate_over_grpc(grpc_service: Service) -> None:
+    async with grpc.aio.insecure_channel(grpc_service.grpc) as channel:
+        generate: Any = channel.unary_stream("/tandem.v1.Inference/Generate")
+        expected = [each async for each in generate(GENERATE[0].SerializeToString())]
+        num_refused = 0
+        for data in damaged([each.SerializeToString() for each in GENERATE]):
+            call = generate(data)
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in call:
+                    pass
+            code = await call.code()
+            assert code in DOCUMENTED, (data, code, await call.details())
+            assert not LEAK.search(await call.details()), (data, await call.details())
+            num_refused += code != grpc.StatusCode.OK
+        again = [each async for each in generate(GENERATE[0].SerializeToString())]
+        assert NUM_INPUTS // 4 < num_refused < NUM_INPUTS
+    assert [without_id(each) for each in again] == [without_id(each) for each in expected]
+
+
+def without_id(message: bytes) -> inference_pb2.GenerateResponse:
+    parsed = inference_pb2.GenerateResponse.FromString(message)
+    for name in ("request_id", "resume_token"):
+        parsed.ClearField(name)
+    return parsed
+
+
+@pytest.mark.parametrize("method", UNARY)
+async def test_unary_calls_over_grpc(grpc_service: Service, method: str) -> None:
+    seeds = [each.SerializeToString() for each in UNARY[method]]
+    async with grpc.aio.insecure_channel(grpc_service.grpc) as channel:
+        ask: Any = channel.unary_unary(f"/tandem.v1.Inference/{method}")
+        expected = await ask(seeds[0])
+        for data in damaged(seeds):
+            call = ask(data)
+            assert await call.code() in DOCUMENTED, (data, await call.details())
+            assert not LEAK.search(await call.details()), (data, await call.details())
+        assert await ask(seeds[0]) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_over_http(service: Service, path: str, stream: bool) -> None:
+    if stream and path not in (TEXT, CHAT):
+        return
+    good = BODIES[path] | ({"stream": True} if stream else {})
+    headers = {"content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=30, headers=headers) as http:
+        num_refused = 0
+        for data in damaged([json.dumps(good).encode()]):
+            answer = await http.post(path, content=data)
+            assert answer.status_code in (200, 400, 404, 413), (data, answer.text)
+            if answer.status_code != 200:
+                assert answer.json()["error"]["message"]
+                assert not LEAK.search(answer.text), (data, answer.text)
+                num_refused += 1
+        assert num_refused > NUM_INPUTS // 2
+        assert (await http.post(path, json=good)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/x", "/nothing", "/v1/completions/../../etc/passwd", "/%00", "/docs/%2e%2e"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "TRACE", "PATCH", "HEAD", "OPTIONS"])
+async def test_paths_and_methods_that_are_none(service: Service, path: str, method: str) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=30) as http:
+        answer = await http.request(method, path)
+    assert answer.status_code in (400, 404, 405)
+    assert not LEAK.search(answer.text)
