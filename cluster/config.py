@@ -83,6 +83,30 @@ class TlsConfig(BaseModel):
         return TlsFiles(certificate=Path(self.certificate), key=Path(self.key), client_ca=client_ca)
 
 
+class PeerTlsConfig(BaseModel):
+    """Configures TLS between routers, workers and ranks."""
+
+    model_config = _SECTION
+
+    # cluster: certificates that are made when the service is launched; files: those named here. None: plaintext if all
+    # nodes are loopback, else cluster.
+    mode: Literal["none", "cluster", "files"] | None = None
+    # PEM, read where `tandem serve` runs.
+    ca: str | None = Field(default=None, min_length=1, max_length=4096)
+    certificate: str | None = Field(default=None, min_length=1, max_length=4096)
+    key: str | None = Field(default=None, min_length=1, max_length=4096)
+    name: str = Field(default="tandem-peer", pattern=r"^[a-z0-9.-]{1,253}$")  # for which the certificate is
+
+    @model_validator(mode="after")
+    def _has_its_files(self) -> Self:
+        files = (self.ca, self.certificate, self.key)
+        if self.mode == "files" and None in files:
+            raise ValueError("peer_tls: mode files needs ca, certificate and key")
+        if self.mode != "files" and files != (None, None, None):
+            raise ValueError("peer_tls: ca, certificate and key need mode files")
+        return self
+
+
 class RouterConfig(BaseModel):
     """Configures the routers: how many, the ports of their API servers, the bounds of the queue, where they may run."""
 
@@ -186,6 +210,7 @@ class TandemConfig(BaseModel):
     status_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     dashboard: bool = False
     auth: AuthConfig = AuthConfig()
+    peer_tls: PeerTlsConfig = PeerTlsConfig()
     router: RouterConfig = RouterConfig()
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()

@@ -30,6 +30,7 @@ from .config import TandemConfig, check_interface, nodes_offering
 from .directory import close_directory
 from .environment import own_ray_token
 from .identity_file import kept_identity
+from .peer_tls import peer_tls
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
         with _in_one_line("Ray Serve"):
             status_url = _start_serve(config, local=local)
-        identity = PeerIdentity.generate()
+        addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        identity = PeerIdentity.generate(peer_tls(config.peer_tls, addresses))
         try:
             with _in_one_line("the service"):
                 grpc_addresses, http_addresses = _deploy(config, folder, identity)

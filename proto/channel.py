@@ -58,7 +58,14 @@ class PeerChannel:
         """A peer that is frozen or cut off is noticed after at most so long; a dead one at once, by its socket."""
         self._address = address
         self._identity = identity
-        self._channel = grpc.aio.insecure_channel(address, options=PEER_OPTIONS + _keepalive(silence_seconds))
+        options = PEER_OPTIONS + _keepalive(silence_seconds)
+        if identity.tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        else:
+            tls = identity.tls
+            credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+            named = ("grpc.ssl_target_name_override", tls.name)  # addresses come and go
+            self._channel = grpc.aio.secure_channel(address, credentials, (*options, named))
 
     async def close(self) -> None:
         """Ends all calls. Idempotent."""
@@ -188,6 +195,7 @@ class PeerServer:
 
     def __init__(self, identity: PeerIdentity) -> None:
         self._guard = _Guard(identity)
+        self._tls = identity.tls
         self._server = grpc.aio.server(options=PEER_OPTIONS + _keepalive(_PATIENT_SECONDS), interceptors=(self._guard,))
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -202,11 +210,18 @@ class PeerServer:
         """Gives the server its one interface and port, 0 for a free one; returns HOST:PORT, where callers must call it.
         Raises OSError if it is taken."""
         try:
-            address = f"{host}:{self._server.add_insecure_port(f'{host}:{port}')}"
+            address = f"{host}:{self._add_port(f'{host}:{port}')}"
         except RuntimeError as error:
             raise OSError(f"cannot bind {host}:{port}") from error
         self.answer_to(address)
         return address
+
+    def _add_port(self, address: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(address)
+        shown = [(self._tls.key, self._tls.certificate)]
+        credentials = grpc.ssl_server_credentials(shown, self._tls.ca, require_client_auth=True)
+        return self._server.add_secure_port(address, credentials)
 
     def answer_to(self, address: str) -> None:
         """Takes calls that were meant for this HOST:PORT, too: of a proxy that forwards them here."""

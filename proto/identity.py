@@ -14,7 +14,8 @@ has in Kerberos (RFC 4120), and the callee answers with another before either si
   MAX_SKEW_SECONDS.
 - The method keeps a proof for one method from being used for another, the label an answer from being used as a call.
 
-Who can read or change the packets between two peers is not kept from what follows the proofs: that takes TLS.
+Who can read or change the packets between two peers is not kept from what follows the proofs: that takes TLS,
+for which `tls` has what both sides show.
 """
 
 import hmac
@@ -32,11 +33,22 @@ _HEAD: Final = struct.Struct(">d16s")
 _MAC_BYTES: Final = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTls:
+    """Holds what peers need for TLS on both sides, in PEM: the certificate is under the CA, and is for `name`."""
+
+    ca: bytes = field(repr=False)
+    certificate: bytes = field(repr=False)
+    key: bytes = field(repr=False)
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
     """Holds what a process shows to its peers, and what it expects of them. Is never shown itself."""
 
     secret: bytes = field(repr=False)
+    tls: PeerTls | None = None  # None: plaintext
 
     def __post_init__(self) -> None:
         """Raises ValueError for a secret that could be guessed."""
@@ -44,18 +56,25 @@ class PeerIdentity:
             raise ValueError(f"secret: must have at least {SECRET_BYTES} bytes, got {len(self.secret)}")
 
     @classmethod
-    def generate(cls) -> Self:
+    def generate(cls, tls: PeerTls | None = None) -> Self:
         """Makes the identity of a new service."""
-        return cls(secrets.token_bytes(SECRET_BYTES))
+        return cls(secrets.token_bytes(SECRET_BYTES), tls)
 
     @classmethod
     def from_text(cls, text: str) -> Self:
         """Reads what `to_text` has returned. Raises ValueError for anything else."""
-        return cls(bytes.fromhex(text.strip()))
+        secret, *tls = text.split()
+        if not tls:
+            return cls(bytes.fromhex(secret))
+        name, *files = tls
+        ca, certificate, key = map(bytes.fromhex, files)
+        return cls(bytes.fromhex(secret), PeerTls(ca=ca, certificate=certificate, key=key, name=name))
 
     def to_text(self) -> str:
-        """Returns the secret as text, for a pipe or a file that nobody else reads."""
-        return self.secret.hex()
+        """Returns all of it as a line of text, for a pipe or a file that nobody else reads."""
+        tls = self.tls
+        words = [tls.name, tls.ca.hex(), tls.certificate.hex(), tls.key.hex()] if tls else []
+        return " ".join([self.secret.hex(), *words])
 
     def make_proof(self, method: str, target: str) -> bytes:
         """Returns what a caller sends with one call of `method` (/SERVICE/METHOD) at `target` (HOST:PORT)."""

@@ -48,7 +48,7 @@ ALONE_PATHS: Final = (
     *(f"router/dispatch/test_{name}.py" for name in ("dispatcher", "drain", "faults", "rehand")),
     *("cluster/test_runtime.py", "soak", "workers/bench", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "session")),
-    *("workers/test_strangers.py", "workers/test_suspend.py", "workers/test_worker.py"),
+    *("workers/test_peer_tls.py", "workers/test_strangers.py", "workers/test_suspend.py", "workers/test_worker.py"),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair")),
     *(f"workers/transfer/test_{name}.py" for name in ("receiver", "second_fetch", "sender")),
     *(f"workers/transfer/test_{name}.py" for name in ("shared_memory", "toy_transport", "unequal")),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.proto.identity import MAX_SKEW_SECONDS, PeerIdentity
+from tandem.proto.identity import MAX_SKEW_SECONDS, PeerIdentity, PeerTls
 
 SECRETS = st.binary(min_size=32, max_size=64)
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
@@ -91,5 +91,9 @@ def test_a_secret_that_could_be_guessed_is_refused_without_being_shown(secret: b
 def test_an_identity_shows_itself_in_no_text_by_accident() -> None:
     generated = PeerIdentity.generate()
     assert generated.secret != PeerIdentity.generate().secret
-    assert str(generated) == repr(generated) == f"{generated}" == "PeerIdentity()"
+    assert str(generated) == repr(generated) == f"{generated}" == "PeerIdentity(tls=None)"
     assert PeerIdentity.from_text(f"{generated.to_text()}\n") == generated
+    tls = PeerTls(ca=b"the ca\n", certificate=b"the certificate\n", key=b"the key\n", name="peer")
+    encrypted = PeerIdentity.generate(tls)
+    assert repr(encrypted) == "PeerIdentity(tls=PeerTls(name='peer'))"
+    assert PeerIdentity.from_text(encrypted.to_text()) == encrypted
