@@ -73,9 +73,12 @@ async def answers(address: str, timeout: float = 120) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "service", [{"prefill.tp": 2, "prefill.placement": "STRICT_SPREAD", "prefill.resources": {}}], indirect=True
+    "service",
+    [{"prefill.tp": 2, "prefill.placement": "STRICT_SPREAD", "prefill.resources": {}, "peer_tls.mode": "cluster"}],
+    indirect=True,
 )
 async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(service: Any, expected: list[list[int]]) -> None:
+    """With TLS between all of them."""
     assert {worker["role"]: worker["tp"] for worker in workers(service.status_url)} == {"prefill": 2, "decode": 1}
     assert len(processes_of("RankActor")) == 1
     found = await answers(service.grpc_address)
