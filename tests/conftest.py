@@ -28,6 +28,7 @@ SHARING_PATHS: Final = (
         "cluster/cli/test_plan.py",
         "cluster/store",
         "cluster/test_ranks.py",
+        "fuzz/test_fuzz_plans.py",
         "proto/test_new_parameter.py",
     ),
     *(

@@ -164,9 +164,12 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    """Decodes a plan of `encode_plan`."""
-    steps, dropped, copies = msgpack.unpackb(data, use_list=False)
-    return StepPlan(sequences=tuple(map(_decode_step, steps)), dropped=dropped, copies=copies)
+    """Decodes a plan of `encode_plan`. Raises RuntimeError for anything else."""
+    try:
+        steps, dropped, copies = msgpack.unpackb(data, use_list=False)
+        return StepPlan(sequences=tuple(map(_decode_step, steps)), dropped=dropped, copies=copies)
+    except (ValueError, TypeError) as error:
+        raise RuntimeError("rank 0 has sent what is no plan") from error
 
 
 def _decode_step(values: tuple[Any, ...]) -> SequenceStep:
