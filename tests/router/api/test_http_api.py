@@ -112,7 +112,7 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
     posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
     assert list(posts) == [TEXT, CHAT, "/tokenize", "/detokenize"]
     for path in (TEXT, CHAT):
-        assert {"200", "400", "403", "404", "413", "429", "500", "503", "504"} == set(posts[path]["responses"])
+        assert {"200", "400", "401", "403", "404", "413", "429", "500", "503", "504"} == set(posts[path]["responses"])
         reference = posts[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schema = {"$ref": reference, "components": document["components"]}
         jsonschema.validate(body(path, stop="x", temperature=0.5, n=None), schema)
