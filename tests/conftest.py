@@ -24,6 +24,7 @@ import pytest
 TESTS: Final = Path(__file__).parent
 SHARING_PATHS: Final = (
     *(
+        "cluster/cli/test_bad_commands.py",
         "cluster/cli/test_drain.py",
         "cluster/cli/test_plan.py",
         "cluster/store",
