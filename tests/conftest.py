@@ -35,6 +35,7 @@ SHARING_PATHS: Final = (
     *(
         "router/api",
         "router/frontend/test_spelled_tokens.py",
+        "router/frontend/test_constraint.py",
         "router/frontend/test_template.py",
         "router/frontend/test_tokenizer.py",
         "test_examples.py",

@@ -1,23 +1,24 @@
-"""Turns constraints into grammars of llguidance and checks them, off the event loop."""
+"""Turns constraints into grammars of llguidance and checks them, in a process that is killed if that takes too long."""
 
 import asyncio
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Final, NoReturn
 
 import llguidance
 
 from ...proto import inference_pb2, limits
-from ...proto.deep_stack import on_deep_stack
-from ...proto.errors import InvalidArgument, Overloaded
+from ...proto.errors import InvalidArgument, Overloaded, Unavailable
+from .child_process import ChildProcess
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance: the separators of Python's json. Free white space would let a model write it for ever."""
 
 _VALIDATE_SECONDS: Final = 5.0
+_MAX_WAITS: Final = 3  # times as long, for the checks of others
 _MAX_REASON: Final = 200
 _MAX_DIGITS: Final = 309  # as many as the largest float64 has
 _CACHE_CHARACTERS: Final = 8 * 2**20
@@ -25,20 +26,28 @@ _CACHE_CHARACTERS: Final = 8 * 2**20
 
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
+_CHILD: Final = ChildProcess("grammar_process")
+
 
 class GrammarValidator:
     """Turns the constraints of one model's requests into grammars; remembers those that are good.
 
     The check needs no tokenizer: the matcher, which does, is made by the worker alone."""
 
-    def __init__(self, capacity: int = _CACHE_CHARACTERS, seconds: float = _VALIDATE_SECONDS) -> None:
-        """`capacity`: of the cache, characters of constraints and grammars; `seconds`: that one check may take."""
+    def __init__(
+        self,
+        capacity: int = _CACHE_CHARACTERS,
+        seconds: float = _VALIDATE_SECONDS,
+        ask: Callable[[bytes, float], bytes] = _CHILD.ask,
+    ) -> None:
+        """`capacity`: of the cache, characters of constraints and grammars; `seconds`: that one check may take; `ask`:
+        see ChildProcess."""
+        self._ask = ask
         self._capacity = capacity
         self._seconds = seconds
         self._size = 0
         self._cache: OrderedDict[bytes, str] = OrderedDict()  # grammar by constraint, the longest unused first
-        # Threads of its own: no other work may wait for a slow grammar.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no other work may wait for a slow grammar
 
     async def validate(self, constraint: inference_pb2.Constraint, field: str = "") -> str:
         """Returns the grammar of a constraint, as llguidance reads it.
@@ -56,12 +65,18 @@ class GrammarValidator:
             self._cache.move_to_end(key)
             return self._cache[key]
         _check_size(constraint, field)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, on_deep_stack, partial(_validate, constraint))
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, key, self._seconds)
+        too_long = f"{field}: took more than {self._seconds:g} seconds to check"
+        grammar: str
         try:
-            async with asyncio.timeout(self._seconds):
-                grammar, reason = await work
+            async with asyncio.timeout(_MAX_WAITS * self._seconds):
+                grammar, reason = json.loads(await work)
         except TimeoutError:
-            raise Overloaded(f"{field}: took more than {self._seconds:g} seconds to check") from None
+            raise Overloaded(too_long) from None
+        except EOFError:
+            raise InvalidArgument("cannot be checked", field) from None
+        except ChildProcessError:
+            raise Unavailable("grammars cannot be checked now") from None
         if reason:
             raise InvalidArgument(reason, field)
         self._keep(key, grammar)
@@ -97,7 +112,7 @@ def _check_size(constraint: inference_pb2.Constraint, field: str) -> None:
         raise InvalidArgument(f"has {size} characters; 1 to {limits.MAX_GRAMMAR_CHARACTERS} are taken", field)
 
 
-def _validate(constraint: inference_pb2.Constraint) -> tuple[str, str]:
+def check_constraint(constraint: inference_pb2.Constraint) -> tuple[str, str]:
     """Returns the grammar, and the reason why llguidance refuses it, or ""."""
     try:
         grammar = _grammar(constraint)

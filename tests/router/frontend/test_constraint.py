@@ -1,8 +1,6 @@
 """Constraints: each becomes a grammar that takes the right texts and no other, or is refused with a reason."""
 
-import asyncio
 import json
-import threading
 import time
 from typing import Any, ClassVar
 
@@ -12,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument, Overloaded
-from tandem.router.frontend import constraint as constraint_module
+from tandem.router.frontend.child_process import ChildProcess
 from tandem.router.frontend.constraint import GrammarValidator
 from tandem.workers.submit import MAX_SUBMITTED_GRAMMAR_CHARACTERS
 
@@ -159,18 +157,13 @@ async def test_a_field_of_the_callers_own() -> None:
     assert caught.value.field == "prompt.chat.tools"
 
 
-async def test_a_grammar_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = await grammar_of(regex="once[ab]")
-    monkeypatch.setattr(constraint_module, "_validate", lambda constraint: pytest.fail("checked again"))
-    assert await grammar_of(regex="once[ab]") == first
-
-
-async def test_the_longest_unused_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_longest_unused_grammars_are_forgotten() -> None:
     checked: list[str] = []
 
-    def validate(constraint: inference_pb2.Constraint) -> tuple[str, str]:
-        checked.append(constraint.regex)
-        return "x" * (11 if constraint.regex == "e" else 3), ""
+    def ask(request: bytes, _seconds: float) -> bytes:
+        regex = inference_pb2.Constraint.FromString(request).regex
+        checked.append(regex)
+        return json.dumps(["x" * (11 if regex == "e" else 3), ""]).encode()
 
     async def checks(regexes: str) -> list[str]:
         checked.clear()
@@ -178,9 +171,8 @@ async def test_the_longest_unused_grammars_are_forgotten(monkeypatch: pytest.Mon
             await validator.validate(inference_pb2.Constraint(regex=regex))
         return checked.copy()
 
-    monkeypatch.setattr(constraint_module, "_validate", validate)
     size = len(inference_pb2.Constraint(regex="a").SerializeToString()) + 3
-    validator = GrammarValidator(capacity=3 * size)
+    validator = GrammarValidator(capacity=3 * size, ask=ask)
     assert await checks("abca") == ["a", "b", "c"]
     assert await checks("dacd") == ["d"]
     assert await checks("b") == ["b"]  # forgotten for d
@@ -189,20 +181,17 @@ async def test_the_longest_unused_grammars_are_forgotten(monkeypatch: pytest.Mon
     assert await checks("abcd") == ["a", "b", "c", "d"]
 
 
-async def test_a_slow_grammar_does_not_block_and_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+SLOW = "start: " + " | ".join(f'"{number}"' for number in range(10_000))
 
-    def validate_slowly(constraint: inference_pb2.Constraint) -> tuple[str, str]:
-        go_on.wait(30)
-        return "", ""
 
-    monkeypatch.setattr(constraint_module, "_validate", validate_slowly)
-    try:
-        with pytest.raises(Overloaded, match="took more than"):
-            async with asyncio.timeout(10):
-                await GrammarValidator(seconds=0.05).validate(inference_pb2.Constraint(regex="slow"))
-    finally:
-        go_on.set()
+async def test_a_slow_grammar_is_given_up_and_its_check_ends() -> None:
+    """The process that checks it is killed; the next grammar is checked in another."""
+    child = ChildProcess("grammar_process")
+    hurried = GrammarValidator(seconds=60, ask=lambda request, _: child.ask(request, 0.0))
+    with pytest.raises(Overloaded, match="took more than"):
+        await hurried.validate(inference_pb2.Constraint(grammar=SLOW))
+    assert child._connection is None
+    assert await GrammarValidator(seconds=60, ask=child.ask).validate(inference_pb2.Constraint(regex="a"))
 
 
 def test_the_library_reads_no_files() -> None:

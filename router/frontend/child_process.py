@@ -1,0 +1,69 @@
+"""Asks a process of its own, which is killed when it takes too long: whatever it is asked stops nobody else."""
+
+import subprocess
+import sys
+import weakref
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Final
+
+_START_SECONDS: Final = 60.0
+
+
+class ChildProcess:
+    """Answers one request after the other, in a process that begins with `start` or the first of them and ends with
+    this object. Thread-safe."""
+
+    def __init__(self, module: str) -> None:
+        """`module`, in this folder, is run with the number of a connection; it sends `ready`, then a reply to each
+        message."""
+        self._module = module
+        self._lock = Lock()
+        self._connection: Connection | None = None
+        self._is_ready = False  # to answer; the process begins with imports that take a second
+
+    def start(self) -> None:
+        """Starts the process, so that no request waits for it. Idempotent."""
+        with self._lock:
+            if self._connection is None:
+                self._start()
+
+    def ask(self, request: bytes, seconds: float) -> bytes:
+        """Returns the reply. Raises TimeoutError if it takes longer, ChildProcessError if the process does not start,
+        and EOFError if the request ends it."""
+        with self._lock:
+            connection = self._connection or self._start()
+            try:
+                if not self._is_ready:
+                    if not connection.poll(_START_SECONDS):
+                        raise ChildProcessError("it does not start")
+                    connection.recv_bytes()
+                    self._is_ready = True
+                connection.send_bytes(request)
+                if not connection.poll(seconds):
+                    raise TimeoutError
+                return connection.recv_bytes()
+            except ConnectionError:
+                self._drop()
+                raise EOFError from None
+            except BaseException:
+                self._drop()
+                raise
+
+    def _drop(self) -> None:
+        self._connection, self._is_ready = None, False
+        self._end()
+
+    def _start(self) -> Connection:
+        self._connection, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-P", "-m", f"{__package__}.{self._module}", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._end = weakref.finalize(self, _end, process)
+        return self._connection
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
