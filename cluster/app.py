@@ -8,8 +8,6 @@ import asyncio
 import gc
 import logging
 import os
-import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,7 +18,6 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from ..proto import worker_pb2
 from ..proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.shared_result import SharedResult
@@ -30,8 +27,9 @@ from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, PoolRole, TandemConfig, nodes_offering, ranks_per_node
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
+from .members import Continuity, Members
 from .ranks import node_host, rank_threads, start_ranks
-from .status import describe_workers
+from .status import describe_workers, drain_workers
 
 if TYPE_CHECKING:
     from .runtime import RouterRuntime
@@ -61,7 +59,9 @@ class Replica:
         self._config = config
         self._directory = DirectoryClient(config.name)
         self._label = f"tandem {kind} {config.served_name}"
-        self._member_id = f"{kind}-{serve.get_replica_context().replica_id.unique_id}"
+        context = serve.get_replica_context()
+        self._application = context.app_name
+        self._member_id = f"{kind}-{context.replica_id.unique_id}"
 
     def __repr__(self) -> str:
         return self._label
@@ -136,8 +136,10 @@ class WorkerPool(Replica):
     async def _heartbeat(self, worker: Worker) -> None:
         """Keeps the worker registered until it fails; from then on nothing may undo its removal."""
         while not worker.failed.is_set():
+            info = worker.info()
+            info.application = self._application
             try:
-                await self._directory.register(worker.info())
+                await self._directory.register(info)
             except Unavailable as error:
                 log.warning("heartbeat lost: %s", error)
             with suppress(TimeoutError):
@@ -149,25 +151,28 @@ class Router(Replica):
     """Runs one router, and answers the status page behind Serve's HTTP proxy."""
 
     async def __init__(  # type: ignore[misc]
-        self,
-        config: TandemConfig,
-        folder: str,
-        replicas: int,
-        identity: PeerIdentity,
-        resume_key: bytes,
-        *pools: object,
+        self, config: TandemConfig, folder: str, replicas: int, continuity: Continuity, *pools: object
     ) -> None:
         from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
 
         super().__init__(config, "router")
-        self._identity = identity
-        self._workers: list[worker_pb2.WorkerInfo] = []
-        self._routers: tuple[RouterInfo, ...] = ()
-        self._changed = asyncio.Condition()
-        self._described = SharedResult(lambda: describe_workers(self._workers, identity), _STATUS_SECONDS)
+        self._continuity = continuity
+        members = self._members = Members(self._application, continuity.layout)
+        self._described = SharedResult(lambda: describe_workers(members.workers, continuity.identity), _STATUS_SECONDS)
         host = node_host(config.host)
+        with suppress(Unavailable):  # the list of members comes later
+            watcher = DirectoryWatcher()
+            await self._members.update(watcher.apply(await self._directory.snapshot()), watcher.routers)
         runtime = await RouterRuntime.start(
-            config, Path(folder), host, identity=identity, resume_key=resume_key, num_routers=replicas
+            config,
+            Path(folder),
+            host,
+            identity=continuity.identity,
+            resume_key=continuity.resume_key,
+            num_routers=replicas,
+            application=self._application,
+            workers=self._members.fitting,
+            replaced=[each.addresses for each in self._members.other_routers],
         )
         self._authenticator = runtime.authenticator
         self._run(runtime.stop, self._watch(runtime), *(watch.run() for watch in runtime.watches))
@@ -194,26 +199,31 @@ class Router(Replica):
             "service": self._config.name,
             "model": self._config.served_name,
             "routers": [
-                {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address} for each in self._routers
+                {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address}
+                for each in self._members.routers
             ],
             "workers": await self._described.get(),
         }
 
+    async def continuity(self) -> Continuity:
+        """Returns what the application that replaces this one takes over."""
+        return self._continuity
+
     async def wait_for_members(
         self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
     ) -> tuple[list[str], list[str]]:
-        """Returns the gRPC and the HTTP addresses of all routers, once there are that many routers and each knows that
-        many workers. Raises TimeoutError."""
+        """Returns the gRPC and the HTTP addresses of this application's routers, once it has that many routers and
+        workers, and each router of the service knows all its workers. Raises TimeoutError."""
 
-        def complete() -> bool:
-            counts = Counter(worker.role for worker in self._workers if not worker.draining)
-            if counts[worker_pb2.ROLE_PREFILL] < num_prefill or counts[worker_pb2.ROLE_DECODE] < num_decode:
-                return False
-            return sum(each.num_workers >= num_prefill + num_decode for each in self._routers) >= num_routers
+        await self._members.wait_complete(num_routers, num_prefill, num_decode, timeout)
+        own = self._members.own_routers
+        return [each.grpc_address for each in own], [each.http_address for each in own]
 
-        async with asyncio.timeout(timeout), self._changed:
-            await self._changed.wait_for(complete)
-        return [each.grpc_address for each in self._routers], [each.http_address for each in self._routers]
+    async def drain_others(self, seconds: float) -> int:
+        """Has the workers of the application that this one replaces drain; returns how many requests they have left
+        when they have none or after so many seconds."""
+        others = [each.address for each in self._members.other_workers]
+        return sum(count or 0 for count in await drain_workers(others, seconds, self._continuity.identity))
 
     async def _watch(self, runtime: "RouterRuntime") -> None:
         """Keeps the router's list of workers as the directory has it; while that is unavailable, the last one stays."""
@@ -223,7 +233,8 @@ class Router(Replica):
                 router_id=self._member_id,
                 grpc_address=runtime.grpc_address,
                 http_address=runtime.http_address,
-                num_workers=len(self._workers),
+                num_workers=len(self._members.workers),
+                application=self._application,
             )
             try:
                 workers = await self._directory.watch(watcher, me)
@@ -231,10 +242,8 @@ class Router(Replica):
                 log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
                 continue
-            async with self._changed:
-                self._workers, self._routers = workers, watcher.routers
-                await runtime.update(workers)
-                self._changed.notify_all()
+            await self._members.update(workers, watcher.routers)
+            await runtime.update(self._members.fitting)
 
 
 def build_app(
@@ -242,19 +251,23 @@ def build_app(
     folder: str,
     nodes: Sequence[Mapping[str, float]],
     num_routers: int,
-    identity: PeerIdentity,
+    continuity: Continuity,
 ) -> serve.Application:
     """Returns the application that serves the model in `folder`, which every node must have at that path.
 
     `nodes`: the resources that each node of the cluster offers. Workers without a thread count of their own share the
     cores of their nodes."""
-    pools = [_bind_pool(role, config, folder, nodes, identity) for role, pool in config.pools.items() if pool.replicas]
+    pools = [
+        _bind_pool(role, config, folder, nodes, continuity.identity)
+        for role, pool in config.pools.items()
+        if pool.replicas
+    ]
     environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     options = _options(config, num_routers, config.router.num_cpus, config.router.resources, environment)
     if config.router.replicas is None and num_routers > 1:
         options["max_replicas_per_node"] = 1
     router: Any = serve.deployment(Router, **options)
-    return cast(serve.Application, router.bind(config, folder, num_routers, identity, secrets.token_bytes(32), *pools))
+    return cast(serve.Application, router.bind(config, folder, num_routers, continuity, *pools))
 
 
 def count_routers(config: TandemConfig, nodes: Sequence[Mapping[str, float]]) -> int:

@@ -34,7 +34,13 @@ class RouterInfo:
     router_id: str
     grpc_address: str  # HOST:PORT
     http_address: str  # HOST:PORT
-    num_workers: int = 0  # that it can dispatch to
+    num_workers: int = 0  # that it knows
+    application: str = ""  # the deployment of the service that it belongs to
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """Both, gRPC first."""
+        return self.grpc_address, self.http_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +187,11 @@ class DirectoryClient:
         timeout = EXPIRY_SECONDS / 2
         snapshot = await self._call("watch", watcher.incarnation, watcher.version, timeout, router, wait=timeout)
         return watcher.apply(snapshot)
+
+    async def snapshot(self) -> Snapshot:
+        """Returns the current members."""
+        snapshot: Snapshot = await self._call("snapshot")
+        return snapshot
 
     async def _call(self, method: str, *args: object, wait: float = 0.0) -> Any:
         try:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import psutil
@@ -23,14 +24,14 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
 from ..proto.errors import TandemError, Unavailable
-from ..proto.identity import PeerIdentity
 from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app, count_routers
 from .config import TandemConfig, check_interface, nodes_offering
 from .directory import close_directory
 from .environment import own_ray_token
 from .identity_file import kept_identity
-from .peer_tls import peer_tls
+from .members import Continuity
+from .redeploy import SuccessorWatch, applications_of, following, is_replaced, retire, running_application, take_over
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ ANSWER_SECONDS: Final = 2.0
 ORPHAN_SECONDS: Final = 40.0  # Ray ends all processes, this one too, 60 s after its GCS server has ended
 END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
+_RETIRE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Service:
     grpc_addresses: Sequence[str]
     http_addresses: Sequence[str]
     status_url: str
+    application: str  # its name in Ray Serve
     ray_processes: Sequence[psutil.Process] = ()  # of a Ray of its own, those without which it ends
 
     @property
@@ -66,13 +69,20 @@ class Service:
         return f"grpc={','.join(self.grpc_addresses)} http={','.join(self.http_addresses)}"
 
     def wait(self) -> None:
-        """Waits until a signal's handler raises. Raises Unavailable if a Ray of the service's own ends."""
+        """Waits until a signal's handler raises, or another command has replaced the service. Raises Unavailable if a
+        Ray of the service's own ends."""
         with ExitStack() as stack:
-            files = []
+            replaced = os.eventfd(0)
+            stack.callback(os.close, replaced)
+            if not self.ray_processes:  # a Ray of its own ends with this command
+                notify = partial(os.eventfd_write, replaced, 1)
+                stack.callback(SuccessorWatch(self.config.name, self.application, notify).stop)
+            files = [replaced]
             for process in self.ray_processes:
                 files.append(os.pidfd_open(process.pid))
                 stack.callback(os.close, files[-1])
-            select.select(files, [], [])
+            if replaced in select.select(files, [], [])[0]:
+                return
         ended = ", ".join(process.name() for process in self.ray_processes if _has_ended(process))
         raise Unavailable(f"Ray has ended: its {ended} process is gone")
 
@@ -82,7 +92,8 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     """Serves the model in `folder` while the context is open; on entry every router can answer.
 
     Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it. On a cluster the
-    folder must be there on every node. Raises Unavailable."""
+    folder must be there on every node, and a service of the same name there is replaced: see `redeploy`. Raises
+    Unavailable."""
     address = address or os.environ.get("RAY_ADDRESS")
     local = address is None
     if local:
@@ -92,22 +103,25 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
         _check_free(config, host)
     with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
         with _in_one_line("Ray Serve"):
-            status_url = _start_serve(config, local=local)
-        addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        identity = PeerIdentity.generate(peer_tls(config.peer_tls, addresses))
+            root_url = _start_serve(config, local=local)
+            running = running_application(config.name)
+            continuity = take_over(config, folder, running, local=local)
+        application = following(config.name, running)
+        status_url = f"{root_url}/{application}"
         try:
             with _in_one_line("the service"):
-                grpc_addresses, http_addresses = _deploy(config, folder, identity)
-            with kept_identity(identity, status_url):
+                grpc_addresses, http_addresses = _deploy(config, folder, application, running, continuity)
+            with kept_identity(continuity.identity, status_url):
                 yield Service(
                     config=config,
                     grpc_addresses=grpc_addresses,
                     http_addresses=http_addresses,
                     status_url=status_url,
+                    application=application,
                     ray_processes=ray_processes,
                 )
         finally:
-            in_order = _stop_service(config)
+            in_order = _stop_service(config, application)
             if not in_order and not any(map(_has_ended, ray_processes)):
                 log.warning("the service did not stop in order")
 
@@ -222,33 +236,36 @@ def _end(processes: list[psutil.Process]) -> None:
 
 
 def _start_serve(config: TandemConfig, *, local: bool) -> str:
-    """Starts Serve unless it runs; returns the URL of the status page."""
+    """Starts Serve unless it runs; returns the URL of its HTTP proxy."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     host = config.host or "127.0.0.1"
     port = config.status_port or DEFAULT_STATUS_PORT
     if local and config.status_port is None and not _is_free(host, port):
         port = _free_port(host)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-    if config.name in serve.status().applications:
-        raise Unavailable(f"name: a service {config.name!r} runs on the cluster already")
-    return f"http://{host}:{port}/{config.name}"
+    return f"http://{host}:{port}"
 
 
-def _deploy(config: TandemConfig, folder: str, identity: PeerIdentity) -> tuple[list[str], list[str]]:
-    """Deploys and waits until every router answers; returns their gRPC and HTTP addresses."""
+def _deploy(
+    config: TandemConfig, folder: str, application: str, running: str | None, continuity: Continuity
+) -> tuple[list[str], list[str]]:
+    """Deploys and waits until every router answers, and what ran before has ended; returns their gRPC and HTTP
+    addresses."""
     deadline = time.monotonic() + config.start_seconds
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes = [resources for resources in alive if resources.get("CPU")]
     _check_interfaces(config)
     num_routers = count_routers(config, nodes)
-    app = build_app(config, folder, nodes, num_routers, identity)
-    target = serve.RunTarget(target=app, name=config.name, route_prefix=f"/{config.name}")
+    app = build_app(config, folder, nodes, num_routers, continuity)
+    target = serve.RunTarget(target=app, name=application, route_prefix=f"/{application}")
     (router,) = serve.run_many([target], wait_for_applications_running=False)
-    grpc_addresses, http_addresses = _wait(config, router, num_routers, deadline)
+    grpc_addresses, http_addresses = _wait(config, application, router, num_routers, deadline)
     for address in grpc_addresses if config.router.tls is None else ():  # whose CA and names are the clients' matter
         with Client(address) as client:
             if not client.health(timeout=HEALTH_SECONDS):
                 raise Unavailable(f"the service has started, but does not answer at {address}")
+    if running is not None:
+        retire(running, router, max(deadline - time.monotonic(), _RETIRE_SECONDS))
     return grpc_addresses, http_addresses
 
 
@@ -260,7 +277,7 @@ def _check_interfaces(config: TandemConfig) -> None:
 
 
 def _wait(
-    config: TandemConfig, router: DeploymentHandle[Any], num_routers: int, deadline: float
+    config: TandemConfig, application: str, router: DeploymentHandle[Any], num_routers: int, deadline: float
 ) -> tuple[list[str], list[str]]:
     """Waits until every router knows all workers; checks meanwhile whether Serve has given up."""
     ready = router.wait_for_members.remote(
@@ -271,7 +288,7 @@ def _wait(
             addresses: tuple[list[str], list[str]] = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
             return addresses
         except TimeoutError:
-            status = serve.status().applications[config.name]
+            status = serve.status().applications[application]
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise Unavailable(_reason(status)) from None
         except ray.exceptions.RayActorError:
@@ -288,18 +305,21 @@ def _reason(status: ApplicationStatusOverview) -> str:
     return "the service did not start"
 
 
-def _stop_service(config: TandemConfig) -> bool:
-    """Ends the application and its directory, within the time that a graceful stop may take; returns whether they have
-    ended."""
+def _stop_service(config: TandemConfig, application: str) -> bool:
+    """Ends the application, and with the service's last one the directory, within the time that a graceful stop may
+    take; returns whether they have ended. One that has been replaced is left to the command that has replaced it."""
     answered, given_up = threading.Event(), threading.Event()
 
     def delete() -> None:
-        serve.delete(config.name, _blocking=False)  # blocking, it would look once a second, for a minute
-        while not given_up.is_set() and config.name in serve.status().applications:
+        if is_replaced(config.name, application):
+            answered.set()
+            return
+        serve.delete(application, _blocking=False)  # blocking, it would look once a second, for a minute
+        while not given_up.is_set() and application in serve.status().applications:
             answered.set()
             given_up.wait(DELETE_CHECK_SECONDS)
         answered.set()
-        if not given_up.is_set():
+        if not given_up.is_set() and not applications_of(config.name):
             close_directory(config.name)  # now that no heartbeat would open it again
 
     # In a thread, because calls to a Ray that has died never end. It must make none after the end of Ray. Without an

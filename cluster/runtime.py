@@ -1,7 +1,9 @@
 """Composes the objects of a router: tokenizer, registry, admission, dispatcher, API servers. Does not import Ray."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+import socket
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -42,9 +44,11 @@ class RouterRuntime:
         servers: ApiServers,
         authenticator: Authenticator,
         watches: Sequence[FileWatch[Any]],
+        claims: ExitStack,
     ) -> None:
         self.authenticator = authenticator
         self.watches = watches  # whose `run` takes keys and certificates as their files change
+        self._claims = claims
         self._registry = registry
         self._dispatcher = dispatcher
         self._servers = servers
@@ -61,24 +65,23 @@ class RouterRuntime:
         identity: PeerIdentity,
         resume_key: bytes,
         num_routers: int = 1,
+        application: str = "",
+        workers: Collection[worker_pb2.WorkerInfo] = (),
+        replaced: Collection[tuple[str, str]] = (),
     ) -> Self:
         """Binds both API servers on `host`; their health is NOT_SERVING until there is a decode worker.
 
         `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests and
         knows the prefix caches of tenants. `num_routers`: of the service, which may all share a host; see `_addresses`.
-        Raises OSError or RuntimeError if all ports that it may bind are taken, InvalidArgument if the interface needs
-        keys, or a file of keys or certificates is wrong."""
+        `replaced`: both addresses of each router that the ones of `application` replace, which both may have; then
+        requests come at once, for which there are `workers`. Raises OSError or RuntimeError if all ports that it may
+        bind are taken, InvalidArgument if the interface needs keys, or a file of keys or certificates is wrong."""
         check_interface(config.auth, host)
         router = config.router
         authenticator, watches = _authenticator(config.auth, host, resume_key)
         tls = _server_tls(router, watches)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
-        admission = Admission(
-            registry,
-            max_queued_tokens=router.max_queued_tokens,
-            max_queued_requests=router.max_queued_requests,
-            max_queue_seconds=router.max_queue_seconds,
-        )
+        admission = _admission(router, registry)
         dispatcher = Dispatcher(registry, admission, identity=identity, park_seconds=router.park_seconds)
         start_servers = partial(
             ApiServers.start,
@@ -86,21 +89,21 @@ class RouterRuntime:
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
             browsers=_browser_rules(config, host),
-            bounds=ConnectionBounds(
-                stall_seconds=router.stall_seconds,
-                max_connections=router.max_connections,
-                max_per_address=router.max_connections_per_address,
-            ),
+            bounds=_bounds(router),
             authenticator=authenticator,
             tls=tls,
+            shares_ports=True,
         )
-        for grpc_address, http_address in _addresses(router, host, num_routers):
+        registry.update(workers)
+        claim = partial(PortClaim, application=application, shared={each for both in replaced for each in both})
+        for addresses in _addresses(router, host, num_routers, replaced):
             try:
-                servers = await start_servers(grpc_address=grpc_address, http_address=http_address)
+                with ExitStack() as scope:
+                    claims = [scope.enter_context(closing(claim(each))) for each in addresses]
+                    servers = await start_servers(grpc_address=claims[0].address, http_address=claims[1].address)
+                    return cls(registry, dispatcher, servers, authenticator, watches, scope.pop_all())
             except (OSError, RuntimeError) as error:
                 taken = error
-            else:
-                return cls(registry, dispatcher, servers, authenticator, watches)
         raise taken
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
@@ -114,6 +117,7 @@ class RouterRuntime:
         await self._servers.set_serving(False)
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
         await self._servers.stop(grace + _LAST_ANSWER_SECONDS)
+        self._claims.close()
         await self._dispatcher.close()
 
 
@@ -130,6 +134,23 @@ def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
     # A page that has rebound its name has no key: where one is needed, any name will do.
     names = (host, *config.router.host_names) if config.auth.keys_file is None else (ANY_HOST,)
     return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
+
+
+def _bounds(router: RouterConfig) -> ConnectionBounds:
+    return ConnectionBounds(
+        stall_seconds=router.stall_seconds,
+        max_connections=router.max_connections,
+        max_per_address=router.max_connections_per_address,
+    )
+
+
+def _admission(router: RouterConfig, registry: WorkerRegistry) -> Admission:
+    return Admission(
+        registry,
+        max_queued_tokens=router.max_queued_tokens,
+        max_queued_requests=router.max_queued_requests,
+        max_queue_seconds=router.max_queue_seconds,
+    )
 
 
 def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenticator, list[FileWatch[Any]]]:
@@ -149,13 +170,50 @@ def _server_tls(router: RouterConfig, watches: list[FileWatch[Any]]) -> ServerTl
     return tls
 
 
-def _addresses(router: RouterConfig, host: str, num_routers: int) -> Iterator[tuple[str, str]]:
-    """Yields the addresses of both servers to try: the configured ports, and of several routers the ones after them.
+def _addresses(
+    router: RouterConfig, host: str, num_routers: int, replaced: Collection[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yields the addresses of both servers to try: the configured ports, and of several routers the ones after them; if
+    any port will do, first those of routers that are replaced.
 
     So a router that is started in place of another, on the same host, has the address by which clients know that."""
+    if not router.grpc_port and not router.http_port:
+        yield from (both for both in replaced if both[0].rpartition(":")[0] == host)
     for index in range(num_routers):
         ports = [port + index if port else 0 for port in (router.grpc_port, router.http_port)]
         if max(ports) <= _MAX_PORT:
             yield f"{host}:{ports[0]}", f"{host}:{ports[1]}"
     if num_routers > 1:
         yield f"{host}:0", f"{host}:0"
+
+
+class PortClaim:
+    """Holds the right to listen on HOST:PORT until it is closed, or this process ends.
+
+    A router binds its ports so that others may bind them, too (SO_REUSEPORT); which of them may is settled before. A
+    port belongs to one router, and to one router of the deployment that replaces its own."""
+
+    def __init__(self, address: str, application: str, shared: Collection[str]) -> None:
+        """Port 0 takes a free one. `shared`: addresses of routers that the ones of `application` replace.
+
+        Raises OSError if the port is taken."""
+        host, _, port = address.rpartition(":")
+        is_shared = address in shared
+        if not is_shared:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                probe.bind((host, int(port)))
+                address = f"{host}:{probe.getsockname()[1]}"
+        # The probe lets a second one by until the first listens. A name of the abstract kind is bound once, and is free
+        # again however the process ends.
+        self._lock = socket.socket(socket.AF_UNIX)
+        try:
+            self._lock.bind(f"\0tandem {application if is_shared else ''} {address}")
+        except OSError:
+            self._lock.close()
+            raise
+        self.address = address
+
+    def close(self) -> None:
+        """Gives the right back. Idempotent."""
+        self._lock.close()

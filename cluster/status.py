@@ -1,7 +1,7 @@
-"""Queries the status of each worker from the worker itself."""
+"""Asks the workers themselves: for their status, or to drain."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import grpc.aio
@@ -12,6 +12,7 @@ from ..proto.channel import PeerChannel
 from ..proto.identity import PeerIdentity
 
 STATUS_SECONDS: Final = 1.0
+_DRAIN_ANSWER_SECONDS: Final = 10.0
 
 
 async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo], identity: PeerIdentity) -> list[dict[str, Any]]:
@@ -20,6 +21,23 @@ async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo], identity: P
     the endpoint of each rank from which it has pulled KV cache."""
     ordered = sorted(workers, key=lambda worker: worker.worker_id)
     return list(await asyncio.gather(*(_describe(worker, identity) for worker in ordered)))
+
+
+async def drain_workers(addresses: Sequence[str], timeout: float, identity: PeerIdentity) -> list[int | None]:
+    """Has workers refuse new requests; returns how many each has left, when it has none or after the timeout, or None
+    for one that does not answer."""
+    return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
+
+
+async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | None:
+    async with PeerChannel(address, identity) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            request = worker_pb2.DrainRequest(timeout_seconds=timeout)
+            response: worker_pb2.DrainResponse = await stub.Drain(request, timeout=timeout + _DRAIN_ANSWER_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+    return response.num_requests
 
 
 async def _describe(worker: worker_pb2.WorkerInfo, identity: PeerIdentity) -> dict[str, Any]:
@@ -40,6 +58,7 @@ async def _describe(worker: worker_pb2.WorkerInfo, identity: PeerIdentity) -> di
 
 
 def _scalars(message: Message) -> dict[str, Any]:
-    """Returns the fields of a message that hold a number, text or flag, by name."""
-    fields = message.DESCRIPTOR.fields
-    return {field.name: getattr(message, field.name) for field in fields if field.message_type is None}
+    """Returns the fields of a message that hold a number, text, flag or bytes, these as hex digits, by name."""
+    names = [field.name for field in message.DESCRIPTOR.fields if field.message_type is None]
+    values = {name: getattr(message, name) for name in names}
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()}

@@ -254,7 +254,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., owned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., step_seconds: _Optional[float] = ..., version: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "address", "kv_bytes_per_token", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens")
+    __slots__ = ("worker_id", "epoch", "role", "address", "kv_bytes_per_token", "block_size", "context_tokens", "load", "draining", "tp", "max_sequences", "mixed_chunk_tokens", "layout", "application")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +267,8 @@ class WorkerInfo(_message.Message):
     TP_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MIXED_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    APPLICATION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: Role
@@ -279,14 +281,16 @@ class WorkerInfo(_message.Message):
     tp: int
     max_sequences: int
     mixed_chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ...) -> None: ...
+    layout: bytes
+    application: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., tp: _Optional[int] = ..., max_sequences: _Optional[int] = ..., mixed_chunk_tokens: _Optional[int] = ..., layout: _Optional[bytes] = ..., application: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_requests", "integrity_ok", "transports")
+    __slots__ = ("info", "num_sessions", "num_leases", "num_transfers", "num_requests", "integrity_ok", "transports", "num_recomputed_tokens")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +305,7 @@ class GetStatusResponse(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_OK_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     num_sessions: int
     num_leases: int
@@ -308,7 +313,8 @@ class GetStatusResponse(_message.Message):
     num_requests: int
     integrity_ok: bool
     transports: _containers.ScalarMap[str, str]
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    num_recomputed_tokens: int
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., num_sessions: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_transfers: _Optional[int] = ..., num_requests: _Optional[int] = ..., integrity_ok: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., num_recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_seconds",)

@@ -29,6 +29,7 @@ SHARING_PATHS: Final = (
         "cluster/cli/test_plan.py",
         "cluster/store",
         "cluster/test_ranks.py",
+        "cluster/test_redeploy.py",
         "fuzz/test_fuzz_plans.py",
         "proto/test_new_parameter.py",
     ),

@@ -23,7 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "workers.engine": {"workers.kv_cache"},
     "workers.model.device": set(),
     "workers.model.config": {"workers.kv_cache"},
-    "workers.model.checkpoint": {"workers.model.config"},
+    "workers.model.checkpoint": {"workers.kv_cache", "workers.model.config"},
     "workers.model.module": set(),
     "workers.model.kernels": {"workers.model.device"},
     "workers.model.parallel": {"workers.kv_cache"},

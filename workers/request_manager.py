@@ -58,6 +58,7 @@ class RequestManager:
     load: Callable[[], worker_pb2.WorkerLoad]
     failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
+    num_recomputed_tokens: int = field(init=False, default=0)  # of requests with tokens from elsewhere
     sessions: set[RouterSession] = field(init=False, default_factory=set)
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)
     # Request and choice, by sequence id.
@@ -255,6 +256,8 @@ class RequestManager:
         """Starts the transfers of an admitted sequence."""
         message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
         spec = request.spec
+        if spec.task is not Task.DECODE and spec.first_index > 0:
+            self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
         if spec.task is Task.DECODE:
             self.kv.set_target(spec.id, event.blocks, event.num_cached)
         elif spec.task is Task.PREFILL:

@@ -214,6 +214,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             tp=self._rank.kv.tp,
             max_sequences=self._engine.config.budgets.max_sequences,
             mixed_chunk_tokens=self._engine.config.budgets.mixed_chunk_tokens,
+            layout=self._rank.kv.layout.digest,
         )
 
     async def Session(
@@ -239,6 +240,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             num_requests=len(self._requests),
             integrity_ok=integrity_ok,
             transports=self._endpoint.receiver.connections.transports,
+            num_recomputed_tokens=self._requests.num_recomputed_tokens,
         )
 
     async def _check_integrity(self) -> bool:

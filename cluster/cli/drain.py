@@ -4,16 +4,13 @@ import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
-import grpc.aio
 import typer
 
-from ...proto import worker_pb2, worker_pb2_grpc
-from ...proto.channel import PeerChannel
 from ...proto.errors import NotFound, Unavailable
-from ...proto.identity import PeerIdentity
 from ..identity_file import read_identity
+from ..status import drain_workers
 from . import options as o
-from .client import DEFAULT_STATUS_URL, STATUS_SECONDS, fetch_status
+from .client import DEFAULT_STATUS_URL, fetch_status
 
 
 def drain(
@@ -34,7 +31,8 @@ def drain(
     ]
     if not workers:
         raise NotFound(f"no worker is {target}")
-    counts = asyncio.run(_drain_all([worker["address"] for worker in workers], timeout, read_identity(url, identity)))
+    addresses = [worker["address"] for worker in workers]
+    counts = asyncio.run(drain_workers(addresses, timeout, read_identity(url, identity)))
     for worker, count in zip(workers, counts, strict=True):
         typer.echo(f"{worker['id']}: {'no answer' if count is None else f'{count} requests left'}")
     if any(count != 0 for count in counts):
@@ -43,19 +41,3 @@ def drain(
 
 def _names(worker: dict[str, Any]) -> tuple[str, ...]:
     return worker["id"], worker["address"].rpartition(":")[0], "all"
-
-
-async def _drain_all(addresses: list[str], timeout: float, identity: PeerIdentity) -> list[int | None]:
-    """Returns how many requests each worker has left; None for one that does not answer."""
-    return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
-
-
-async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | None:
-    async with PeerChannel(address, identity) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            request = worker_pb2.DrainRequest(timeout_seconds=timeout)
-            response: worker_pb2.DrainResponse = await stub.Drain(request, timeout=timeout + STATUS_SECONDS)
-        except grpc.aio.AioRpcError:
-            return None
-    return response.num_requests

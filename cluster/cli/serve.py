@@ -57,6 +57,7 @@ def serve(
 ) -> None:
     """Serve MODEL until Ctrl-C or SIGTERM; both stop everything within 10 s and end with exit code 0.
 
+    On a cluster, a service of the same name, model and dtype is replaced without an interruption.
     Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT http=HOST:PORT
     With several routers, the addresses of each kind are separated by commas.
     """
@@ -122,6 +123,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                 typer.echo(f"tandem ready {service.addresses}")
                 if not stopped.is_set():
                     service.wait()
+                    console.print(f"another command has replaced the service {config.name!r}; it goes on")
         finally:
             spinner.stop()
 

@@ -46,7 +46,6 @@ _serialize: Callable[[Message], bytes] = methodcaller("SerializeToString")
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second server on the port fails instead of receiving half of the requests
     ("grpc.keepalive_time_ms", 20_000),  # the blocks of a client whose machine is gone are freed within half a minute
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -75,10 +74,11 @@ class GrpcServer:
         stall_seconds: float = STALL_SECONDS,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
+        shares_port: bool = False,
     ) -> None:
         """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
         size is that of the unpacked message. Without an `authenticator` everyone is let in, without `tls` all is in
-        plaintext."""
+        plaintext. Unless `shares_port`, a second server on the port fails instead of receiving half of the requests."""
         self._service = service
         self._audit = audit or AuditLog()
         self._stall_seconds = stall_seconds
@@ -86,7 +86,9 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._authenticator = authenticator or Authenticator()
         self._server = grpc.aio.server(
-            interceptors=[_KeyInterceptor(self._authenticator, self._audit)], options=_OPTIONS, compression=compression
+            interceptors=[_KeyInterceptor(self._authenticator, self._audit)],
+            options=[*_OPTIONS, ("grpc.so_reuseport", shares_port)],
+            compression=compression,
         )
         self._server.add_generic_rpc_handlers((self._handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -36,10 +36,11 @@ class ApiServers:
         bounds: ConnectionBounds | None = None,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
+        shares_ports: bool = False,
     ) -> "ApiServers":
         """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses,
         `browsers` holds for HTTP, `bounds` are those of connections. Without an `authenticator` everyone is let in,
-        without `tls` all is in plaintext.
+        without `tls` all is in plaintext. With `shares_ports` others may listen there, too, who say the same.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs."""
         audit, bounds, authenticator = AuditLog(), bounds or ConnectionBounds(), authenticator or Authenticator()
@@ -51,9 +52,10 @@ class ApiServers:
             stall_seconds=bounds.stall_seconds,
             authenticator=authenticator,
             tls=tls,
+            shares_port=shares_ports,
         )
         http_server = HttpServer(service, browsers, audit, bounds, authenticator, tls)
-        bound_http = await http_server.start(http_address)
+        bound_http = await http_server.start(http_address, shares_port=shares_ports)
         try:
             bound_grpc = await grpc_server.start(grpc_address)
         except BaseException:

@@ -132,12 +132,13 @@ class RequestExecution:
             wake.watch(partial(self._go_on, release))
             while True:
                 self._collect()
+                is_over, error = self.done, self._error  # what comes while the caller is away is for the next turn
                 for delta in self._backlog.take():
                     if delta.choice not in self._ended:
                         yield delta
-                if self._error is not None:
-                    raise self._error
-                if self.done:
+                if error is not None:
+                    raise error
+                if is_over:
                     return
                 await wake.sleep(None if self.wake_at is None else self.wake_at - self._clock())
 

@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.requests import Request
 
 from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.directory import Directory
+from tandem.cluster.members import Continuity, Members
 from tandem.cluster.status import describe_workers
+from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.proto.shared_result import SharedResult
 from tandem.router.auth.authenticator import Authenticator
 from tandem.tests.peers import IDENTITY
+
+CONTINUITY = Continuity(identity=IDENTITY, resume_key=b"k" * 32, layout=b"l" * 16, ends_with_launcher=True)
 
 
 class Stop(Exception):
@@ -31,10 +37,11 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
     async def fail(*args: object, **kwargs: object) -> None:
         raise Stop
 
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="x"))
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="x"), app_name="tandem")
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     monkeypatch.setattr("tandem.workers.worker.Worker.start", fail)
     monkeypatch.setattr("tandem.cluster.runtime.RouterRuntime.start", fail)
+    monkeypatch.setattr("tandem.cluster.directory.DirectoryClient.snapshot", Directory().snapshot)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield load_config(None, {"model": "m", "host": "127.0.0.1"})
@@ -45,7 +52,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[TandemConfig]:
     [
         (app.WorkerPool, ("prefill", 1, IDENTITY)),
         (app.WorkerPool, ("decode", 1, IDENTITY)),
-        (app.Router, (1, IDENTITY, b"")),
+        (app.Router, (1, CONTINUITY)),
     ],
 )
 async def test_a_start_that_fails_can_be_stopped_like_any_other(
@@ -74,6 +81,7 @@ def test_a_start_that_times_out_is_one_line(
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr("ray.nodes", lambda: [])
     monkeypatch.setattr("tandem.cluster.launch.close_directory", lambda name: None)
+    monkeypatch.setattr("tandem.cluster.redeploy.open_checkpoint", lambda folder: Mock())
     monkeypatch.setattr(function, fail)
     with pytest.raises(Unavailable) as raised, launch.start_service(config, "/no/folder"):
         pass
@@ -98,9 +106,13 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
 
     monkeypatch.setattr("os._exit", exit_with)
     monkeypatch.setattr(app, "HEARTBEAT_SECONDS", 0.01)
-    worker: Any = SimpleNamespace(failed=asyncio.Event(), worker_id="w", info=lambda: "info", stop=asyncio.Event().wait)
+    worker: Any = SimpleNamespace(
+        failed=asyncio.Event(), worker_id="w", info=worker_pb2.WorkerInfo, stop=asyncio.Event().wait
+    )
     directory = SimpleNamespace(register=partial(record, "register"), remove=partial(record, "remove"))
-    replica: Any = SimpleNamespace(_directory=directory)  # a WorkerPool's collection would not be awaited
+    replica: Any = SimpleNamespace(
+        _directory=directory, _application="tandem"
+    )  # a WorkerPool's collection would not be awaited
     loops = (app.WorkerPool._heartbeat(replica, worker), app.WorkerPool._exit_on_failure(replica, worker))
     tasks = [asyncio.create_task(loop) for loop in loops]
     async with asyncio.timeout(10):
@@ -135,7 +147,9 @@ async def test_pages_in_browsers_do_not_read_the_status_page(
     names = {"host_names": ("models.example.com",), "cors_origins": ("https://evil.example",)}  # of the API alone
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
     described = SharedResult(lambda: describe_workers([], IDENTITY), 1.0)
-    router: Any = SimpleNamespace(_config=config, _routers=(), _authenticator=Authenticator(), _described=described)
+    router: Any = SimpleNamespace(
+        _config=config, _members=Members("tandem", b""), _authenticator=Authenticator(), _described=described
+    )
     router.status = partial(app.Router.status, router)
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     answer = await app.Router.__call__(router, Request({"type": "http", "method": method, "headers": raw}))

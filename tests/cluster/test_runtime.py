@@ -3,6 +3,7 @@
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -44,9 +45,9 @@ def is_free(port: int) -> bool:
     return True
 
 
-async def start(config: TandemConfig, folder: Path, num_routers: int) -> RouterRuntime:
+async def start(config: TandemConfig, folder: Path, num_routers: int, **options: Any) -> RouterRuntime:
     return await RouterRuntime.start(
-        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32, num_routers=num_routers
+        config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32, num_routers=num_routers, **options
     )
 
 
@@ -124,3 +125,33 @@ async def test_a_single_router_takes_its_own_ports_or_none(config: TandemConfig,
             await start(config, folder, 1)
     finally:
         await first.stop(0)
+
+
+async def test_a_router_that_replaces_another_listens_on_its_ports_beside_it(
+    config: TandemConfig, folder: Path
+) -> None:
+    """Until that one ends: then the ports are its own. A second one of its deployment does not get them, too."""
+    for grpc_port in (config.router.grpc_port, 0):
+        router = config.router.model_copy(update={"grpc_port": grpc_port, "http_port": grpc_port and grpc_port + 1})
+        one = config.model_copy(update={"router": router})
+        first = await start(one, folder, 1)
+        known = [(first.grpc_address, first.http_address)]
+        second = await start(one, folder, 1, application="a.2", replaced=known)
+        assert (second.grpc_address, second.http_address) == known[0]
+        try:
+            again = await start(one, folder, 1, application="a.2", replaced=known)
+        except OSError:
+            assert grpc_port
+        else:
+            assert again.grpc_address != first.grpc_address
+            await again.stop(0)
+        await first.stop(0)
+        with pytest.raises(OSError, match="in use"):  # it is taken still
+            await start(config_with_ports(one, second.grpc_address), folder, 1)
+        await second.stop(0)
+
+
+def config_with_ports(config: TandemConfig, address: str) -> TandemConfig:
+    """Returns a configuration with this gRPC port and any HTTP port."""
+    router = config.router.model_copy(update={"grpc_port": int(address.rpartition(":")[2]), "http_port": 0})
+    return config.model_copy(update={"router": router})

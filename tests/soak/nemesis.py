@@ -96,7 +96,7 @@ def run(plan: Plan) -> Report:
     before = set(psutil.Process().children(recursive=True))
     with tempfile.TemporaryDirectory(prefix="tandem-nemesis-") as scratch:
         folder = _model_folder(plan, Path(scratch))
-        with _cluster() as address, start_service(_config(plan, folder), str(folder), address=address) as service:
+        with cluster() as address, start_service(_config(plan, folder), str(folder), address=address) as service:
             report = asyncio.run(_run(plan, service))
         _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=10)
     faults = [f"left behind: {each}" for each in left]
@@ -160,7 +160,7 @@ def _say(started: float, text: str) -> None:
 
 
 @contextmanager
-def _cluster() -> Iterator[str]:
+def cluster() -> Iterator[str]:
     """Runs a Ray cluster of a head and three nodes on this machine; yields its address."""
     environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     os.environ.update(environment | {"TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "3000"})

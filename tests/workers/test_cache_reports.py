@@ -66,6 +66,19 @@ async def test_sessions_that_begin_at_any_time_know_the_same_cache() -> None:
         assert len(late.messages) == 2  # the first only shows that the worker lives
 
 
+async def test_tokens_that_are_computed_again_are_counted() -> None:
+    async with worker_of(fake_rank()) as (worker, session):
+        counts = []
+        for name, first_index in (("new", 0), ("resumed", 3), ("cached", 3)):
+            first = 0 if name == "new" else 50
+            await session.send(submit(name, token_ids=range(first, first + 40), max_tokens=4, first_index=first_index))
+            await session.until(ended)
+            counts.append((await idle(worker)).num_recomputed_tokens)
+        block = worker.info().block_size
+        rest = 40 - 39 // block * block  # the last token is computed anyway
+        assert counts == [0, 40, 40 + rest]
+
+
 async def test_a_worker_without_a_prefix_cache_reports_nothing() -> None:
     async with worker_of(fake_rank(), prefix_caching=False) as (worker, session):
         await session.send(submit(token_ids=range(40)))

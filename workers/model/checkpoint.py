@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..kv_cache.layout import KvLayout
 from .config import MAX_JSON_BYTES, CheckpointError, ModelConfig, parse_json, read_json
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -57,6 +58,10 @@ class Checkpoint:
                     file.seek(begin)
                     digest.update(file.read(min(_SAMPLE_BYTES, stored.end - begin)))
         return digest.hexdigest()[:32]
+
+    def kv_layout(self, dtype: str) -> KvLayout:
+        """Returns the layout of the model's KV cache in this dtype."""
+        return KvLayout(layers=self.config.layers, dtype=dtype, model=self.fingerprint())
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -12,7 +12,6 @@ import torch
 
 from ..engine.config import default_chunk_tokens
 from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
-from ..kv_cache.layout import KvLayout
 from . import kernels
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
 from .attention.torch_backend import TorchAttentionBackend
@@ -105,7 +104,7 @@ class ModelRunner(Executor):
         model = build_model(config, DTYPES[dtype], tp, batch_invariant=batch_invariant)
         load_weights(model, checkpoint_reader(checkpoint), target)
         kv = PagedKv(
-            KvLayout(layers=config.layers, dtype=dtype, model=checkpoint.fingerprint()),
+            checkpoint.kv_layout(dtype),
             num_blocks=num_blocks,
             block_size=block_size,
             device=target,

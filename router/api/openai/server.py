@@ -82,12 +82,13 @@ class HttpServer:
         config.ssl = None if tls is None else tls.http_context
         self._server = _Server(config)
 
-    async def start(self, address: str) -> str:
-        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port.
+    async def start(self, address: str, *, shares_port: bool = False) -> str:
+        """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With `shares_port` others
+        may listen there, too, who say the same.
 
         Raises OSError if the port is taken."""
         host, _, port = address.rpartition(":")
-        listener = socket.create_server((host, int(port)), backlog=2_048)
+        listener = socket.create_server((host, int(port)), backlog=2_048, reuse_port=shares_port)
         # asyncio does this for its own listeners only; without it each event of a stream waits 40 ms for an ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._running = asyncio.create_task(self._server.serve(sockets=[listener]), name="http server")

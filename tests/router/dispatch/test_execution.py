@@ -1,8 +1,11 @@
 """A request through interruptions, on pools of fake workers: whatever fails, its tokens are the same."""
 
+import asyncio
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,9 +13,12 @@ from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
-from tandem.router.dispatch.execution import AVOID_SECONDS, MAX_TRANSFERS_LOST, PARK_SECONDS
+from tandem.router.dispatch.execution import AVOID_SECONDS, MAX_TRANSFERS_LOST, PARK_SECONDS, RequestExecution
 from tandem.router.dispatch.quarantine import TURN_SECONDS, Quarantine
+from tandem.router.dispatch.request_timer import RequestTimer
+from tandem.router.dispatch.unread import Wake
 from tandem.router.scheduling.policy import Placement
+from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.router.fake_pools import (
     SEED,
     Caller,
@@ -512,3 +518,39 @@ def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
     runs[2].end()  # the client has gone
     callers[3].read(runs[3])
     assert [len(pools.submits) for pools in all_pools] == [2, 2, 2, 2]
+
+
+class _Slot:
+    async def __aenter__(self) -> Any:
+        return lambda: None
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("error", [None, Unavailable("the service is stopping")])
+async def test_what_came_while_the_caller_was_away_is_its_even_if_it_was_the_end(error: Unavailable | None) -> None:
+    pools, wake = FakePools(random.Random(4), pairs=False), Wake()
+    request, registry = choices_request(1), cast(WorkerRegistry, pools)
+    timer = RequestTimer(request, inference_pb2.Timeline())
+    execution = RequestExecution(request, (), send=pools.send, registry=registry, timer=timer, wake=wake.set)
+    admission: Any = SimpleNamespace(slot=lambda request: _Slot())
+    deltas = execution.run(admission, wake)
+    first = asyncio.create_task(anext(deltas))
+    while not pools.running:
+        await asyncio.sleep(0)
+    pools.step(pools.running[-1], 2)  # admitted, a token
+    wake.set()
+    ids = list((await first).ids)
+    while pools.running and (error is None or len(execution._emitted[0]) < 5):
+        pools.step(pools.running[-1])
+        execution._go_on(lambda: None)
+    if error is not None:
+        execution.fail(error)
+    wake.set()
+    try:
+        async for delta in deltas:
+            ids += delta.ids
+    except Unavailable:
+        assert error is not None
+    expected = completion(request.prompt, SEED, 30)
+    assert ids == (expected if error is None else expected[:5])
