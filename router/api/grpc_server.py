@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from operator import methodcaller
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
@@ -157,7 +157,7 @@ class GrpcServer:
                                 await context.write(part)
                                 writes.end()
         except TandemError as error:
-            await _abort(context, error, timeline, self._audit)
+            await _abort(context, error, timeline, self._audit, self._key_name(context))
         context.set_trailing_metadata(_timeline_metadata(timeline))
 
     def _unary(
@@ -170,12 +170,17 @@ class GrpcServer:
                 with tandem_errors_only(), self._caller(context).quota.call():
                     return await method(_parse(kind, body))
             except TandemError as error:
-                await _abort(context, error, inference_pb2.Timeline(), self._audit)
+                await _abort(context, error, inference_pb2.Timeline(), self._audit, self._key_name(context))
 
         return grpc.unary_unary_rpc_method_handler(respond, None, _serialize)
 
     def _caller(self, context: _Context) -> Caller:
         return self._authenticator.caller(_authorization(context.invocation_metadata()), context.peer())
+
+    def _key_name(self, context: _Context) -> str:
+        with suppress(Unauthenticated):  # a key that has expired since
+            return self._caller(context).key_name
+        return ""
 
 
 class _KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -207,9 +212,11 @@ def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any,
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-async def _abort(context: _Context, error: TandemError, timeline: inference_pb2.Timeline, audit: AuditLog) -> NoReturn:
+async def _abort(
+    context: _Context, error: TandemError, timeline: inference_pb2.Timeline, audit: AuditLog, key_name: str = ""
+) -> NoReturn:
     if is_refusal(error.http_status):
-        audit.refused("grpc", _peer_address(context), error.code)
+        audit.refused("grpc", _peer_address(context), error.code, key_name)
     code = grpc.StatusCode[error.code]
     metadata = [*_timeline_metadata(timeline), (DETAILS_KEY, _status(code, error).SerializeToString())]
     if error.retry_after is not None:

@@ -30,6 +30,7 @@ class Caller:
     tenant: str = ""  # callers of one tenant take turns with others as one
     cache_salt: bytes = b""  # callers with the same share cached prefixes
     max_priority: int | None = None
+    key_name: str = ""  # of the key, for operators
     quota: Quota = field(default_factory=Quota)
 
     def priority(self, wanted: int) -> int:
@@ -68,7 +69,9 @@ class Authenticator:
             quota = Quota() if known is None else known.quota
             quota.resize(key.requests_per_minute, key.tokens_per_minute, key.max_streams)
             salt = self._salt("tenant", key.tenant)
-            caller = Caller(tenant=key.tenant, cache_salt=salt, max_priority=key.max_priority, quota=quota)
+            caller = Caller(
+                tenant=key.tenant, cache_salt=salt, max_priority=key.max_priority, key_name=key.name, quota=quota
+            )
             callers[digest] = key, caller
         self._callers = callers
 

@@ -29,6 +29,7 @@ class KeyGate:
             try:
                 connection = ":".join(map(str, scope["client"] or ()))
                 caller = self._authenticator.caller(Headers(scope=scope).get("authorization"), connection)
+                scope.setdefault("state", {})["caller"] = caller
                 limits = caller.quota.headers()
                 call.enter_context(caller.quota.call())
             except TandemError as error:
@@ -36,7 +37,6 @@ class KeyGate:
                 response.headers.update(limits)
                 await response(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller
 
             async def send_with_limits(message: Message) -> None:
                 if message["type"] == "http.response.start":

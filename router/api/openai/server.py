@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....proto import inference_pb2
 from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
 from ....proto.limits import MAX_MESSAGE_BYTES
-from ...auth.authenticator import Authenticator
+from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
 from ...frontend.prepare import RequestContext, ServedModel
 from ...frontend.validation import check_request_id
@@ -215,7 +215,8 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def report(message: Message) -> None:
             if message["type"] == "http.response.start" and is_refusal(message["status"]):
-                self._audit.refused("http", (scope["client"] or ("",))[0], str(message["status"]))
+                caller = scope.get("state", {}).get("caller", Caller())  # of a key, if one was shown
+                self._audit.refused("http", (scope["client"] or ("",))[0], str(message["status"]), caller.key_name)
             await send(message)
 
         try:

@@ -1,6 +1,7 @@
 """Keys at the real API servers: who is let in, as whom, and within which limits."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
@@ -223,6 +224,24 @@ async def test_a_stream_is_not_resumed_by_another_tenant(
         await call.read()
     rest = [message async for message in stub.Generate(sent, metadata=metadata("ada"))]
     assert "".join(message.text for message in rest) == "bcd"
+
+
+async def test_the_audit_log_names_the_key(
+    service: Service, http: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a valid one was shown, though the call was refused."""
+    refused: Any = request(sampling={"temperature": 9})
+    for secret in ("ada", "wrong"):
+        await http.post("/v1/completions", json={}, headers=bearer(secret))
+        call: Any = stub.Generate(refused, metadata=metadata(secret))
+        await code_of(call)
+    found = [json.loads(record.getMessage()) for record in caplog.records if record.name == "tandem.audit"]
+    assert [(line["reason"], line.get("key")) for line in found] == [
+        ("400", "ada"),
+        ("INVALID_ARGUMENT", "ada"),
+        ("401", None),
+        ("UNAUTHENTICATED", None),
+    ]
 
 
 async def test_requests_a_minute(service: Service, authenticator: Authenticator, http: httpx.AsyncClient) -> None:
