@@ -27,6 +27,7 @@ SHARING_PATHS: Final = (
         "cluster/cli/test_bad_commands.py",
         "cluster/cli/test_drain.py",
         "cluster/cli/test_plan.py",
+        "cluster/eval",
         "cluster/store",
         "cluster/test_ranks.py",
         "cluster/test_redeploy.py",
@@ -42,15 +43,15 @@ SHARING_PATHS: Final = (
         "test_examples.py",
         "test_extending.py",
     ),
-    *("workers/engine/test_beam.py", "workers/model", "workers/transfer/test_piece_writer.py"),
+    *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/transfer/test_piece_writer.py"),
 )
 """Files and folders of tests that may use network, processes and models, but share the machine with other tests."""
 
 ALONE_PATHS: Final = (
-    *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py", "cluster/eval"),
+    *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py"),
     *("cluster/test_app.py", "e2e", "gpu", "matrix", "router/client", "router/dispatch/test_cancel.py"),
     *(f"router/dispatch/test_{name}.py" for name in ("dispatcher", "drain", "faults", "rehand")),
-    *("cluster/test_runtime.py", "soak", "workers/bench", "workers/tp"),
+    *("cluster/test_runtime.py", "soak", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "session")),
     *("workers/test_peer_tls.py", "workers/test_strangers.py", "workers/test_suspend.py", "workers/test_worker.py"),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair")),

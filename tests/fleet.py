@@ -12,6 +12,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import PeerChannel
 from tandem.proto.worker_pb2_grpc import WorkerStub
 from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.dispatch.execution import PARK_SECONDS
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
@@ -115,6 +116,7 @@ async def fleet(
     *,
     rank: Callable[[str], Rank] = lambda role: fake_rank(),
     frame_hook: FrameHook | None = None,
+    park_seconds: float = PARK_SECONDS,
     **config: Any,
 ) -> AsyncIterator[Fleet]:
     """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that they are idle. Every
@@ -131,12 +133,14 @@ async def fleet(
         )
         for n, role in enumerate(roles)
     ]
-    async with _running(workers) as running:
+    async with _running(workers, park_seconds=park_seconds) as running:
         yield running
 
 
 @asynccontextmanager
-async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: Any) -> AsyncIterator[Fleet]:
+async def split_fleet(
+    folder: Path, tp: Mapping[str, Sequence[int]], *, park_seconds: float = PARK_SECONDS, **config: Any
+) -> AsyncIterator[Fleet]:
     """Like `fleet`, with workers whose ranks share a real model, in float32: `tp` has for each role the number of ranks
     of each of its workers. All ranks are in this process."""
     settings = worker_config(str(folder), **({"dtype": "float32", "kv_cache_bytes": 2**22} | config))
@@ -148,7 +152,7 @@ async def split_fleet(folder: Path, tp: Mapping[str, Sequence[int]], **config: A
             addresses = [rank.address for rank in others]
             workers.append(await Worker.start(settings, worker_id=f"{role}-{n}", role=role, ranks=addresses))
     try:
-        async with _running(workers, ranks) as running:
+        async with _running(workers, ranks, park_seconds) as running:
             yield running
     finally:
         await asyncio.gather(*(rank.stop() for rank in ranks))
@@ -163,10 +167,13 @@ class Unlimited(Admission):
 
 
 @asynccontextmanager
-async def _running(workers: list[Worker], ranks: Sequence[RankServer] = ()) -> AsyncIterator[Fleet]:
+async def _running(
+    workers: list[Worker], ranks: Sequence[RankServer] = (), park_seconds: float = PARK_SECONDS
+) -> AsyncIterator[Fleet]:
     registry = WorkerRegistry()
     registry.update(worker.info() for worker in workers)
-    running = Fleet(list(workers), registry, Dispatcher(registry, Unlimited(registry), identity=IDENTITY), list(ranks))
+    dispatcher = Dispatcher(registry, Unlimited(registry), identity=IDENTITY, park_seconds=park_seconds)
+    running = Fleet(list(workers), registry, dispatcher, list(ranks))
     try:
         yield running
         await running.check_idle()

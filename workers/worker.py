@@ -33,6 +33,7 @@ from .watchdog import Watchdog, WatchedExecutor
 
 logger = logging.getLogger(__name__)
 
+_GOODBYE_SECONDS = 0.5  # for routers to read what happens to their requests
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 _MAX_DRAIN_SECONDS = 86_400.0
 _CHECK_SHARE = 0.02  # of the time may go into checks of the engine, however often its status is asked for
@@ -160,11 +161,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         the engine's step does not end."""
         deadline = time.monotonic() + grace
         await self.drain(grace)  # the server still runs meanwhile: decode workers fetch KV cache
-        for session in self._requests.sessions:
-            session.close()
+        self._requests.fail_all()  # a session that merely breaks would count as a crash
         self._endpoint.disconnect()
-        await self._server.stop(max(deadline - time.monotonic(), 0.0))
-        self._requests.fail_all()
+        await self._server.stop(max(deadline - time.monotonic(), _GOODBYE_SECONDS))
         try:
             await self._thread.stop(_COMMAND_SECONDS)
             await self._coordinator.stop_ranks()

@@ -15,7 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_service_is_replaced_under_streams(address: str, model: Path) -> None:
     from tandem.tests.soak.redeploy import make_configs, replace_under_streams
 
-    configs = make_configs(model, "replaced", 8124, num_routers=1, num_workers=1)
+    configs = make_configs(model, "replaced", 8123, num_routers=1, num_workers=1)
     found = replace_under_streams(*configs, model, address, streams=16, tokens=300)
     print(found)
     assert found.passed, str(found)

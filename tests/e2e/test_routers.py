@@ -93,6 +93,7 @@ async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, 
     wait_until_idle(service.status_url)
 
 
+@pytest.mark.soak  # half a minute, of which 20 s are the absence
 async def test_streams_begin_and_end_while_the_gcs_is_away(
     service: Any, model: Path, gcs_server: psutil.Process
 ) -> None:

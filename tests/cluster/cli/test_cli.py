@@ -283,7 +283,7 @@ def test_sigterm_in_the_middle_of_a_stream_stops_everything_too(serving: Callabl
     assert (service.process.returncode, out) == (0, "")
 
 
-@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.soak)])
 def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(serving: Callable[..., Serving], victim: str) -> None:
     service = serving("--prefill", "0")
     grpc_address, _ = service.wait_ready()

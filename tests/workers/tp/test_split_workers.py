@@ -285,7 +285,7 @@ async def test_a_rank_that_cannot_load_ends_the_start(folder: Path) -> None:
 
 
 async def test_without_any_worker_left_requests_are_refused(folder: Path, prompts: list[list[int]]) -> None:
-    async with split_fleet(folder, {"decode": [2]}) as fleet:
+    async with split_fleet(folder, {"decode": [2]}, park_seconds=0.1) as fleet:
         await fleet.ranks[0].stop()
         async with asyncio.timeout(5):
             await fleet.workers[0].failed.wait()
