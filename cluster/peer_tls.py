@@ -3,7 +3,6 @@
 import ssl
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from ..proto.errors import InvalidArgument
 from ..proto.identity import PeerTls
-from .config import PeerTlsConfig
+from .config import PeerTlsConfig, is_loopback
 
 _DAYS: Final = 3650  # a service that runs for longer is deployed again before
 
@@ -22,7 +21,7 @@ _DAYS: Final = 3650  # a service that runs for longer is deployed again before
 def peer_tls(config: PeerTlsConfig, addresses: Iterable[str]) -> PeerTls | None:
     """Returns what peers of a service on nodes with these addresses use; None for plaintext, which is the default only
     where all nodes are loopback. Raises InvalidArgument if files are no certificates."""
-    mode = config.mode or ("none" if all(map(_is_loopback, addresses)) else "cluster")
+    mode = config.mode or ("none" if all(map(is_loopback, addresses)) else "cluster")
     if mode == "none":
         return None
     return make_peer_tls(config.name) if mode == "cluster" else _read_files(config)
@@ -61,10 +60,3 @@ def _read_files(config: PeerTlsConfig) -> PeerTls:
     except (OSError, ValueError) as error:  # of ssl, too
         raise InvalidArgument(f"peer_tls: no certificate with its key and its CA ({error})") from None
     return PeerTls(ca=ca, certificate=certificate, key=key, name=config.name)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"

@@ -51,11 +51,7 @@ def chat(
     console = table_console(stderr=True)
     interactive = sys.stdin.isatty()
     with (
-        Client(
-            target,
-            api_key=o.read_api_key(api_key_file),
-            tls=o.client_tls(tls_ca, tls_certificate, tls_key),
-        ) as client,
+        o.connect(Client, target, api_key_file, tls_ca, tls_certificate, tls_key) as client,
         open_keyboard() as read_line,
     ):
         session = ChatSession(client, options, console, Conversation(system), always_timeline=timeline)

@@ -47,11 +47,7 @@ def generate(
         options.setdefault("temperature", 0.0)
     text = _prompt(prompt, file)
     with (
-        Client(
-            target,
-            api_key=o.read_api_key(api_key_file),
-            tls=o.client_tls(tls_ca, tls_certificate, tls_key),
-        ) as client,
+        o.connect(Client, target, api_key_file, tls_ca, tls_certificate, tls_key) as client,
         client.stream(text, timeout=timeout, **options) as stream,
     ):
         if as_json:

@@ -46,11 +46,7 @@ def perplexity(
 
     async def measure() -> Perplexity:
         with _progress("windows") as bar:
-            async with AsyncClient(
-                target,
-                api_key=o.read_api_key(api_key_file),
-                tls=o.client_tls(tls_ca, tls_certificate, tls_key),
-            ) as client:
+            async with o.connect(AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key) as client:
                 return await measure_perplexity(
                     client,
                     text,
@@ -93,11 +89,7 @@ def generate(
 
     async def complete() -> list[Completion]:
         with _progress("completions", len(cases)) as bar:
-            async with AsyncClient(
-                target,
-                api_key=o.read_api_key(api_key_file),
-                tls=o.client_tls(tls_ca, tls_certificate, tls_key),
-            ) as client:
+            async with o.connect(AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key) as client:
                 return await complete_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
 
     completions = asyncio.run(complete())

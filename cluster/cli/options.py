@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Final, cast, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -14,6 +14,8 @@ from ...proto.parameters import PARAMETERS, RequestParameter
 from ...router.client.types import Options
 from ...router.client.wire import API_KEY_VARIABLE, ClientTls
 from ..text_files import read_text
+
+_Client = TypeVar("_Client")
 
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
@@ -84,9 +86,17 @@ def read_api_key(file: Path | None) -> str:
     return read_text(file, "api-key-file").strip()
 
 
-def client_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> ClientTls:
-    """Returns what a client needs for TLS."""
-    return ClientTls(ca=ca, certificate=certificate, key=key)
+def connect(
+    client: Callable[..., _Client],
+    target: str,
+    api_key_file: Path | None,
+    tls_ca: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+) -> _Client:
+    """Returns a Client or an AsyncClient with what these options say. Raises InvalidArgument as `read_api_key`."""
+    tls = ClientTls(ca=tls_ca, certificate=tls_certificate, key=tls_key)
+    return client(target, api_key=read_api_key(api_key_file), tls=tls)
 
 
 def given_options(params: Mapping[str, Any]) -> Options:

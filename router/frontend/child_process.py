@@ -1,8 +1,10 @@
 """Asks a process of its own, which is killed when it takes too long: whatever it is asked stops nobody else."""
 
+import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock
@@ -11,13 +13,25 @@ from typing import Final
 _START_SECONDS: Final = 60.0
 
 
+def answer_requests(answer: Callable[[bytes], bytes]) -> None:
+    """Answers one request after the other, as the `main` of a `ChildProcess`, until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the service's to handle
+    connection = Connection(int(sys.argv[1]))
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(answer(request))
+
+
 class ChildProcess:
     """Answers one request after the other, in a process that begins with `start` or the first of them and ends with
     this object. Thread-safe."""
 
     def __init__(self, module: str) -> None:
-        """`module`, in this folder, is run with the number of a connection; it sends `ready`, then a reply to each
-        message."""
+        """`module`, in this folder, calls `answer_requests`."""
         self._module = module
         self._lock = Lock()
         self._connection: Connection | None = None

@@ -5,36 +5,27 @@ Knows nothing of tokens.
 
 import json
 import resource
-import signal
-import sys
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import psutil
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .child_process import answer_requests
+
 _MEMORY_BYTES: Final = 2**28  # of all renderings, beside what transformers takes
 _MAX_REASON: Final = 200
 
 
 def main() -> None:
-    """Answers one request after the other until the other end of the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the service's to handle
+    """Renders within bounded memory."""
     most = psutil.Process().memory_info().vms + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    connection = Connection(int(sys.argv[1]))
-    connection.send_bytes(b"ready")
-    while True:
-        try:
-            request = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send_bytes(json.dumps(_answer(*json.loads(request))).encode())
+    answer_requests(lambda request: json.dumps(_render(*json.loads(request))).encode())
 
 
-def _answer(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
+def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
     """Returns the text, or the reason why there is none and the field at fault. A template can raise anything."""
     try:
         texts: Any = render_jinja_template(**variables)[0]

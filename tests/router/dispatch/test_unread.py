@@ -11,6 +11,7 @@ from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import Cancelled
 from tandem.router.dispatch.unread import Backlog
 from tandem.router.request import TokenDelta
+from tandem.tests.router.pieces import pieces
 
 UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -30,7 +31,6 @@ def test_joining_changes_nothing_but_the_number_of_deltas(
     lengths: list[int], order: random.Random, takes: set[int]
 ) -> None:
     backlog = Backlog()
-    sent = [0] * len(lengths)
     found: dict[int, list[int]] = {choice: [] for choice in range(len(lengths))}
     ended: set[int] = set()
 
@@ -45,18 +45,13 @@ def test_joining_changes_nothing_but_the_number_of_deltas(
             if each.finish_reason:
                 ended.add(each.choice)
 
-    step = 0
-    while open_choices := [choice for choice, length in enumerate(lengths) if sent[choice] < length]:
-        choice = order.choice(open_choices)
-        count = order.randint(1, lengths[choice] - sent[choice])
-        each = delta(choice, sent[choice], count)
-        sent[choice] += count
-        if sent[choice] == lengths[choice]:
+    for step, (choice, ids, is_last) in enumerate(pieces(lengths, order)):
+        each = delta(choice, ids.start, len(ids))
+        if is_last:
             each = replace(each, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
         backlog.put(each)
         if step in takes:
             take()
-        step += 1
     take()
     assert found == {choice: list(range(length)) for choice, length in enumerate(lengths)}
     assert ended == set(found)

@@ -14,6 +14,7 @@ from tandem.proto import worker_pb2
 from tandem.router.dispatch.worker_client import WorkerClient, WorkerStream
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
+from tandem.tests.router.pieces import pieces
 
 WORKER = ("d0", 1)
 
@@ -172,17 +173,12 @@ def test_merging_changes_nothing_but_the_number_of_outputs(
             if tokens.finish_reason:
                 ended.add(output.choice)
 
-    step = 0
-    while open_choices := [choice for choice, length in enumerate(lengths) if sent[choice] < length]:
-        choice = order.choice(open_choices)
-        first, count = sent[choice], order.randint(1, lengths[choice] - sent[choice])
-        sent[choice] += count
-        is_last = sent[choice] == lengths[choice]
-        over = stream.put(scored(choice, first, range(first, first + count), is_last))
+    for step, (choice, ids, is_last) in enumerate(pieces(lengths, order)):
+        sent[choice] = ids.stop
+        over = stream.put(scored(choice, ids.start, ids, is_last))
         assert over == (sent == lengths)
         if step in takes:
             take()
-        step += 1
     take()
     assert found == {choice: list(range(length)) for choice, length in enumerate(lengths)}
     assert ended == set(found)

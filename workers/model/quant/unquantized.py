@@ -1,6 +1,6 @@
 """Keeps linear weights as they are or, in bfloat16 on CPUs, packed for the kernel that reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -10,6 +10,9 @@ from .. import kernels
 from ..kernels import cpu
 from ..module import Parameter
 from .base import LinearMethod, LinearPartition
+
+_Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""Maps x, weight, bias and residual as `gpu_linear.linear`."""
 
 
 class UnquantizedLinearMethod(LinearMethod):
@@ -24,6 +27,7 @@ class UnquantizedLinearMethod(LinearMethod):
         self.bias: Parameter | None = None  # [outputs]
         self._gated = False
         self._uses_kernel = self._uses_onednn = self._fuses_gate = False
+        self._invariant_linear: _Linear | None = None
 
     @classmethod
     def from_tensors(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
@@ -53,6 +57,10 @@ class UnquantizedLinearMethod(LinearMethod):
         self._bias = self.bias.data if self.bias else None
         self._uses_kernel = cpu.can_multiply(weight)
         self._uses_onednn = not self._uses_kernel and _onednn_can_pack(weight)
+        if self._batch_invariant and kernels.on_gpu(weight):
+            from ..kernels.gpu_linear import linear  # with Triton
+
+            self._invariant_linear = linear
         self._fuses_gate = self._gated and self._bias is None and cpu.can_gate(weight[: len(weight) // 2])
         if self._fuses_gate:
             weight.copy_(cpu.alternate(*weight.chunk(2)))  # not rebound: the packed form then fills the copy's hole
@@ -67,10 +75,8 @@ class UnquantizedLinearMethod(LinearMethod):
         """See `LinearMethod.apply`."""
         if self._uses_kernel:
             return cpu.linear(x, self._matrix, self._num_outputs, self._bias, residual)
-        if self._batch_invariant and kernels.on_gpu(x):
-            from ..kernels.gpu_linear import linear  # with Triton
-
-            return linear(x, self._matrix, self._bias, residual)
+        if self._invariant_linear:
+            return self._invariant_linear(x, self._matrix, self._bias, residual)
         if residual is not None and self._bias is None and not self._uses_onednn:
             return residual.addmm_(x, self._matrix.t())
         product = _onednn_linear if self._uses_onednn else functional.linear
