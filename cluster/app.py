@@ -23,6 +23,7 @@ from ..proto.identity import PeerIdentity
 from ..proto.shared_result import SharedResult
 from ..router.api.browsers import BrowserRules
 from ..workers.engine.config import Budgets
+from ..workers.threads import go_first
 from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
 from .config import PoolConfig, PoolRole, TandemConfig, nodes_offering, ranks_per_node
@@ -56,6 +57,7 @@ class Replica:
     _tasks: Sequence[asyncio.Task[None]] = ()
 
     def __init__(self, config: TandemConfig, kind: str) -> None:
+        go_first()
         self._config = config
         self._directory = DirectoryClient(config.name)
         self._label = f"tandem {kind} {config.served_name}"

@@ -11,7 +11,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..workers.threads import available_cores
+from ..workers.threads import available_cores, go_first
 from ..workers.tp.rank import RankConfig
 from ..workers.tp.rank_server import RankServer
 
@@ -34,6 +34,7 @@ class RankActor:
     """Runs one rank other than 0. Its process ends as soon as rank 0 does. `threads` is called in that process."""
 
     def __init__(self, config: RankConfig, host: str | None, label: str, threads: Callable[[], int]) -> None:
+        go_first()
         self._config = replace(config, host=node_host(host), port=0, num_threads=threads())
         self._label = label
 

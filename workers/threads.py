@@ -1,14 +1,50 @@
-"""Counts the cores that this process may use, and runs blocking work beside an event loop."""
+"""Counts the cores that this process may use, tells the kernel which threads go first, and runs blocking work beside an
+event loop."""
 
 import asyncio
+import ctypes
 import os
+import platform
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+_SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
+_SHORTEST_SLICE: Final = 100_000  # nanoseconds, the kernel's least
+_DEFAULT_SLICE: Final = 0
+
+
+def go_first() -> None:
+    """Asks the kernel for its shortest time slices for this process's threads, and so for those that they start.
+
+    A thread that a message wakes then interrupts one with a longer slice that computes on its core. It would else wait
+    for the end of that slice, of about three milliseconds (EEVDF scheduler, Linux 6.12; older kernels ignore it)."""
+    with suppress(FileNotFoundError):
+        for thread in os.listdir("/proc/self/task"):
+            _set_time_slice(int(thread), _SHORTEST_SLICE)
+
+
+def let_others_first() -> None:
+    """Gives the calling thread, and those that it starts, the kernel's default time slice again: it computes."""
+    _set_time_slice(threading.get_native_id(), _DEFAULT_SLICE)
+
+
+def _set_time_slice(thread: int, nanoseconds: int) -> None:
+    """Sets the time slice of a thread; has no effect where that is unknown or refused."""
+    number = _SCHED_SETATTR.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return
+    with suppress(ProcessLookupError):  # the thread has ended
+        policy, niceness = os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
+        if policy == os.SCHED_OTHER:
+            # struct sched_attr: size, policy, flags, niceness, priority, runtime (here the slice), deadline, period
+            attributes = struct.pack("=IIQiIQQQ", 48, policy, 0, niceness, 0, nanoseconds, 0, 0)
+            ctypes.CDLL(None).syscall(number, thread, attributes, 0)
 
 
 def available_cores(root: Path = Path("/")) -> int:

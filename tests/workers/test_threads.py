@@ -1,11 +1,16 @@
-"""The cores that a process may use, by its CPU set and its cgroups."""
+"""The cores that a process may use, by its CPU set and its cgroups, and the time slices of its threads."""
 
+import ctypes
 import os
+import platform
+import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tandem.workers.threads import available_cores
+from tandem.workers.threads import available_cores, go_first, let_others_first
 
 
 def make_root(folder: Path, cgroup: str, files: dict[str, str]) -> Path:
@@ -54,3 +59,41 @@ def test_without_cgroups_the_cpu_set_counts_and_not_the_machine(tmp_path: Path) 
 
 def test_this_process_has_cores() -> None:
     assert available_cores() >= 1
+
+
+def time_slice(thread: int) -> int:
+    """Returns the time slice of a thread in nanoseconds, as the kernel has it."""
+    buffer = ctypes.create_string_buffer(48)
+    assert ctypes.CDLL(None).syscall({"x86_64": 315, "aarch64": 275}[platform.machine()], thread, buffer, 48, 0) == 0
+    return int(struct.unpack("=IIQiIQQQ", buffer.raw)[5])
+
+
+@pytest.mark.skipif(
+    tuple(map(int, platform.release().split(".")[:2])) < (6, 12), reason="the kernel has no time slices of threads"
+)
+def test_threads_that_communicate_interrupt_those_that_compute() -> None:
+    found: dict[str, int] = {}
+    ending = threading.Event()
+
+    def run(name: str, prepare: Callable[[], None], wait: threading.Event) -> None:
+        prepare()
+        wait.wait()
+        found[name] = time_slice(threading.get_native_id())
+
+    def start(name: str, prepare: Callable[[], None] = lambda: None) -> threading.Thread:
+        thread = threading.Thread(target=run, args=(name, prepare, ending))
+        thread.start()
+        return thread
+
+    usual = time_slice(threading.get_native_id())
+    threads = [start("before")]
+    try:
+        go_first()
+        threads += [start("after"), start("computes", let_others_first)]
+    finally:
+        let_others_first()
+        ending.set()
+    for thread in threads:
+        thread.join()
+    assert found == {"before": 100_000, "after": 100_000, "computes": usual}
+    assert time_slice(threading.get_native_id()) == usual > 100_000

@@ -17,7 +17,7 @@ from ..model.footprint import kv_bytes_per_token
 from ..model.kernels import cpu
 from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
-from ..threads import available_cores
+from ..threads import available_cores, let_others_first
 from ..transfer.connector import TransferContext
 from .process_group import TpGroup
 
@@ -113,9 +113,11 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
 
 
 def enter_engine_thread(config: RankConfig) -> None:
-    """Prepares the calling thread to run the executor of this process's only rank: device, niceness and CPU binding."""
+    """Prepares the calling thread to run the executor of this process's only rank: device, time slice, niceness and CPU
+    binding."""
     enter_device(config.device)
     if config.device == "cpu":
+        let_others_first()
         if config.nice:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
         cpu.bind_threads()
