@@ -8,7 +8,7 @@ PRODUCT := proto router workers cluster __init__.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo quick test soak matrix check audit fuzz breaking format proto clean
+.PHONY: help venv demo quick test soak matrix pods check audit fuzz breaking format proto clean
 
 help:  ## show these lines
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -30,6 +30,9 @@ soak: .venv/.installed  ## run the long soaks alone
 
 matrix: .venv/.installed  ## run the whole fault matrix alone, of which `make test` runs each pair of factors
 	$(BIN)/pytest -m matrix
+
+pods: .venv/.installed  ## run the pods of k8s/ as network namespaces, as root; each is ended under streams
+	$(BIN)/pytest -m pods tests/k8s
 
 check: .venv/.installed  ## lint, format, types, security rules, architecture, generated code, protobuf style
 	$(BIN)/ruff check .

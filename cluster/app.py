@@ -8,7 +8,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ..workers.engine.config import Budgets
 from ..workers.threads import go_first
 from ..workers.tp.rank import RankConfig
 from ..workers.worker import Worker, WorkerConfig
-from .config import PoolConfig, PoolRole, TandemConfig, nodes_offering, ranks_per_node
+from .config import NodeOffer, PoolConfig, PoolRole, RouterConfig, TandemConfig, ranks_per_node
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
 from .members import Continuity, Members
 from .ranks import node_host, rank_threads, start_ranks
@@ -251,41 +251,40 @@ class Router(Replica):
 def build_app(
     config: TandemConfig,
     folder: str,
-    nodes: Sequence[Mapping[str, float]],
+    nodes: Sequence[NodeOffer],
     num_routers: int,
     continuity: Continuity,
 ) -> serve.Application:
     """Returns the application that serves the model in `folder`, which every node must have at that path.
 
-    `nodes`: the resources that each node of the cluster offers. Workers without a thread count of their own share the
-    cores of their nodes."""
+    `nodes`: those of the cluster. Workers without a thread count of their own share the cores of their nodes."""
     pools = [
         _bind_pool(role, config, folder, nodes, continuity.identity)
         for role, pool in config.pools.items()
         if pool.replicas
     ]
     environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    options = _options(config, num_routers, config.router.num_cpus, config.router.resources, environment)
+    options = _options(config, num_routers, config.router, environment)
     if config.router.replicas is None and num_routers > 1:
         options["max_replicas_per_node"] = 1
     router: Any = serve.deployment(Router, **options)
     return cast(serve.Application, router.bind(config, folder, num_routers, continuity, *pools))
 
 
-def count_routers(config: TandemConfig, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Returns how many routers to start: as configured, or one on each node that offers their resources."""
-    return config.router.replicas or max(1, len(nodes_offering(nodes, config.router.resources)))
+def count_routers(config: TandemConfig, nodes: Sequence[NodeOffer]) -> int:
+    """Returns how many routers to start: as configured, or one on each node that may have one."""
+    return config.router.replicas or max(1, sum(node.takes(config.router) for node in nodes))
 
 
 def _bind_pool(
     role: PoolRole,
     config: TandemConfig,
     folder: str,
-    nodes: Sequence[Mapping[str, float]],
+    nodes: Sequence[NodeOffer],
     identity: PeerIdentity,
 ) -> serve.Application:
     pool = config.pools[role]
-    options = _options(config, pool.replicas, pool.num_cpus, pool.resources, _environment(pool))
+    options = _options(config, pool.replicas, pool, _environment(pool))
     gpus = {"GPU": 1.0} if config.device == "cuda" else {}
     if gpus:
         options["ray_actor_options"]["num_gpus"] = 1
@@ -293,6 +292,8 @@ def _bind_pool(
         bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
         options["placement_group_bundles"] = [bundle] * pool.tp
         options["placement_group_strategy"] = pool.placement
+        if labels := options["ray_actor_options"].pop("label_selector", None):  # the group has it instead
+            options["placement_group_bundle_label_selector"] = [labels] * pool.tp
     deployment: Any = serve.deployment(WorkerPool, name=f"{role.title()}Pool", **options)
     return cast(serve.Application, deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity))
 
@@ -339,15 +340,18 @@ def _environment(pool: PoolConfig) -> dict[str, str]:
 
 
 def _options(
-    config: TandemConfig, replicas: int, num_cpus: float, resources: dict[str, float], environment: dict[str, str]
+    config: TandemConfig, replicas: int, section: RouterConfig | PoolConfig, environment: dict[str, str]
 ) -> dict[str, Any]:
+    actor = {
+        "num_cpus": section.num_cpus,
+        "resources": section.resources,
+        "runtime_env": {"env_vars": environment},
+    }
+    if section.labels:
+        actor["label_selector"] = section.labels
     return {
         "num_replicas": replicas,
-        "ray_actor_options": {
-            "num_cpus": num_cpus,
-            "resources": resources,
-            "runtime_env": {"env_vars": environment},
-        },
+        "ray_actor_options": actor,
         "max_ongoing_requests": 1000,
         "max_constructor_retry_count": 3,
         "health_check_period_s": 2,

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast, get_args
@@ -44,6 +45,9 @@ CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)
 AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)]
 PoolRole = Literal["prefill", "decode"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
+_LabelKey = Annotated[str, Field(max_length=317, pattern=r"^([a-z0-9.-]+/)?[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
+_LabelValue = Annotated[str, Field(max_length=63, pattern=r"^[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
+Labels = Annotated[dict[_LabelKey, _LabelValue], Field(max_length=32)]
 
 
 _SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -113,6 +117,9 @@ class RouterConfig(BaseModel):
     model_config = _SECTION
 
     replicas: int | None = Field(default=None, ge=1, le=256)  # None: 1 on a local Ray, one a node on a cluster
+    # The interface that the API servers bind. None: as all servers. Clients and the directory are told the address that
+    # `host` gives, so with 0.0.0.0 it is that of the node, and loopback reaches them, too.
+    bind: Host | None = None
     # Ports of each router; 0 takes a free one. A router whose node has another router on them takes the next ones.
     grpc_port: Port = 50_051
     http_port: Port = 8_080
@@ -143,6 +150,7 @@ class RouterConfig(BaseModel):
     max_connections_per_address: int = Field(default=MAX_CONNECTIONS_PER_ADDRESS, ge=1, le=1_048_576)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)
     resources: Resources = {}
+    labels: Labels = {}  # of the Ray nodes on which routers may run
 
 
 class PoolConfig(BaseModel):
@@ -164,6 +172,7 @@ class PoolConfig(BaseModel):
     max_sequences: int = Field(default=64, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray
     resources: Resources = {}  # custom Ray resources of a replica
+    labels: Labels = {}  # of the Ray nodes on which it may run
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -209,6 +218,8 @@ class TandemConfig(BaseModel):
     # is taken.
     status_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     dashboard: bool = False
+    # Of `tandem key identity`: what the processes of a service know each other by. None: made when it is launched.
+    identity_file: AbsolutePath | None = None
     auth: AuthConfig = AuthConfig()
     peer_tls: PeerTlsConfig = PeerTlsConfig()
     router: RouterConfig = RouterConfig()
@@ -219,6 +230,12 @@ class TandemConfig(BaseModel):
     def _has_a_decode_worker(self) -> Self:
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas: must be at least 1, got 0")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_source_of_certificates(self) -> Self:
+        if self.identity_file is not None and self.peer_tls.mode is not None:
+            raise ValueError("peer_tls.mode: does not go with identity_file, which holds the certificates")
         return self
 
     @property
@@ -247,24 +264,34 @@ class TandemConfig(BaseModel):
         return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)
 
 
-def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[Mapping[str, float]]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOffer:
+    """Describes what a node of the cluster has to offer."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def takes(self, section: RouterConfig | PoolConfig) -> bool:
+        """Returns whether replicas of this section may run here."""
+        wanted = section.resources
+        return all(self.resources.get(name, 0) >= wanted[name] for name in wanted) and (
+            section.labels.items() <= self.labels.items()
+        )
+
+
+def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[NodeOffer]) -> int:
     """Returns how many ranks of both pools may share a node that runs ranks of `pool`: the share of its cores that one
     rank may take is one in so many.
 
-    `nodes`: the resources that each node offers. Workers are expected to spread evenly over the nodes that offer their
-    pool's resources, the ranks of one worker to stay together unless its placement spreads them."""
+    Workers are expected to spread evenly over the nodes that their pool may have, the ranks of one worker to stay
+    together unless its placement spreads them."""
     num_ranks = [0] * len(nodes)
     for each in (config.prefill, config.decode):
         together = 1 if "SPREAD" in each.placement else each.tp
-        if eligible := nodes_offering(nodes, each.resources):
+        if eligible := [index for index, node in enumerate(nodes) if node.takes(each)]:
             for index in eligible:
                 num_ranks[index] += -(-each.num_ranks // together // len(eligible)) * together
-    return max((num_ranks[index] for index in nodes_offering(nodes, pool.resources)), default=1)
-
-
-def nodes_offering(nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float]) -> list[int]:
-    """Returns the indices of the nodes that offer at least these resources."""
-    return [i for i, node in enumerate(nodes) if all(node.get(name, 0) >= resources[name] for name in resources)]
+    return max((num_ranks[index] for index, node in enumerate(nodes) if node.takes(pool)), default=1)
 
 
 def check_interface(auth: AuthConfig, host: str) -> None:

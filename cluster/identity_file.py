@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from platformdirs import user_cache_path
 
-from ..proto.errors import NotFound
+from ..proto.errors import NotFound, Unavailable
 from ..proto.identity import PeerIdentity
 
 
@@ -26,12 +26,20 @@ def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
     path = identity_path(status_url)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # of a launcher that was killed
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(identity.to_text())
+    write_identity(path, identity)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def write_identity(path: Path, identity: PeerIdentity) -> None:
+    """Makes the file, readable by this user alone. Raises Unavailable if it is there already, or cannot be made."""
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(identity.to_text())
+    except OSError as error:
+        raise Unavailable(f"{path}: {error.strerror}") from None
 
 
 def read_identity(status_url: str, path: Path | None = None) -> PeerIdentity:

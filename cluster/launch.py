@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from ..proto.errors import TandemError, Unavailable
 from ..router.client.client import Client
 from .app import STOP_MARGIN_SECONDS, build_app, count_routers
-from .config import TandemConfig, check_interface, nodes_offering
+from .config import NodeOffer, TandemConfig, check_interface
 from .directory import close_directory
 from .environment import own_ray_token
 from .identity_file import kept_identity
@@ -98,7 +98,7 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     local = address is None
     if local:
         host = config.host or "127.0.0.1"
-        check_interface(config.auth, host)
+        check_interface(config.auth, config.router.bind or host)
         config = config.model_copy(update={"host": host})
         _check_free(config, host)
     with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
@@ -252,8 +252,8 @@ def _deploy(
     """Deploys and waits until every router answers, and what ran before has ended; returns their gRPC and HTTP
     addresses."""
     deadline = time.monotonic() + config.start_seconds
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    nodes = [resources for resources in alive if resources.get("CPU")]
+    alive = [_offer(node) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = [node for node in alive if node.resources.get("CPU")]
     _check_interfaces(config)
     num_routers = count_routers(config, nodes)
     app = build_app(config, folder, nodes, num_routers, continuity)
@@ -272,8 +272,13 @@ def _deploy(
 def _check_interfaces(config: TandemConfig) -> None:
     """Raises InvalidArgument if a router could be placed where it may not listen."""
     for node in ray.nodes():  # type: ignore[no-untyped-call]
-        if node["Alive"] and nodes_offering([node["Resources"]], config.router.resources):
-            check_interface(config.auth, config.host or node["NodeManagerAddress"])
+        if node["Alive"] and _offer(node).takes(config.router):
+            check_interface(config.auth, config.router.bind or config.host or node["NodeManagerAddress"])
+
+
+def _offer(node: Mapping[str, Any]) -> NodeOffer:
+    """Returns what one of `ray.nodes()` offers."""
+    return NodeOffer(resources=node["Resources"], labels=node["Labels"])
 
 
 def _wait(
@@ -349,8 +354,9 @@ def _check_free(config: TandemConfig, host: str) -> None:
     if (config.router.replicas or 1) == 1:  # several routers take free ports where these are taken
         ports |= {"router.grpc_port": config.router.grpc_port, "router.http_port": config.router.http_port}
     for key, port in ports.items():
-        if not _is_free(host, port):
-            raise Unavailable(f"{key}: {host}:{port} cannot be bound; is it taken?")
+        interface = (config.router.bind or host) if key.startswith("router.") else host
+        if not _is_free(interface, port):
+            raise Unavailable(f"{key}: {interface}:{port} cannot be bound; is it taken?")
 
 
 def _is_free(host: str, port: int) -> bool:

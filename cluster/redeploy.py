@@ -6,9 +6,9 @@ drain, and their sequences move to the new ones; then the old application is del
 end within their grace. New routers listen on the ports of the old ones meanwhile (see `runtime.PortClaim`).
 """
 
+import hmac
 import logging
 import re
-import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +23,7 @@ from ..proto.errors import Unavailable
 from ..proto.identity import PeerIdentity
 from ..workers.model.loader import open_checkpoint
 from .config import TandemConfig
+from .identity_file import read_identity
 from .members import Continuity
 from .peer_tls import peer_tls
 
@@ -64,15 +65,9 @@ def running_application(service: str) -> str | None:
 def take_over(config: TandemConfig, folder: str, running: str | None, *, local: bool) -> Continuity:
     """Returns what the service takes over from the running application, or begins with. Raises Unavailable if it cannot
     replace that."""
-    layout = open_checkpoint(Path(folder)).kv_layout(config.dtype).digest
     if running is None:
-        addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        return Continuity(
-            identity=PeerIdentity.generate(peer_tls(config.peer_tls, addresses)),
-            resume_key=secrets.token_bytes(32),
-            layout=layout,
-            ends_with_launcher=local,
-        )
+        return first_continuity(config, folder, local=local)
+    layout = _layout(config, folder)
     try:
         handle = serve.get_app_handle(running)
         found: Continuity = handle.continuity.remote().result(timeout_s=_CALL_SECONDS)
@@ -80,6 +75,26 @@ def take_over(config: TandemConfig, folder: str, running: str | None, *, local: 
         raise Unavailable("name: the service of this name runs, but does not answer; stop it first") from error
     check_continuity(config.name, found, layout)
     return found
+
+
+def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) -> Continuity:
+    """Returns what a service begins with: with `identity_file` the same each time. Raises NotFound if that cannot be
+    read."""
+    if config.identity_file is not None:
+        identity = read_identity("", Path(config.identity_file))
+    else:
+        addresses = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        identity = PeerIdentity.generate(peer_tls(config.peer_tls, addresses))
+    return Continuity(
+        identity=identity,
+        resume_key=hmac.digest(identity.secret, b"resume", "sha256"),
+        layout=_layout(config, folder),
+        ends_with_launcher=local,
+    )
+
+
+def _layout(config: TandemConfig, folder: str) -> bytes:
+    return open_checkpoint(Path(folder)).kv_layout(config.dtype).digest
 
 
 def check_continuity(service: str, running: Continuity, layout: bytes) -> None:

@@ -39,6 +39,7 @@ class RouterRuntime:
 
     def __init__(
         self,
+        host: str,
         registry: WorkerRegistry,
         dispatcher: Dispatcher,
         servers: ApiServers,
@@ -52,8 +53,10 @@ class RouterRuntime:
         self._registry = registry
         self._dispatcher = dispatcher
         self._servers = servers
-        self.grpc_address = servers.grpc_address  # HOST:PORT
-        self.http_address = servers.http_address
+        # HOST:PORT, with the host by which others reach this node.
+        self.grpc_address, self.http_address = (
+            f"{host}:{_port(bound)}" for bound in (servers.grpc_address, servers.http_address)
+        )
 
     @classmethod
     async def start(
@@ -69,16 +72,16 @@ class RouterRuntime:
         workers: Collection[worker_pb2.WorkerInfo] = (),
         replaced: Collection[tuple[str, str]] = (),
     ) -> Self:
-        """Binds both API servers on `host`; their health is NOT_SERVING until there is a decode worker.
+        """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode worker.
 
         `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests and
-        knows the prefix caches of tenants. `num_routers`: of the service, which may all share a host; see `_addresses`.
+        knows the prefix caches of tenants. `num_routers`: of the service, which may share a host; see `_addresses`.
         `replaced`: both addresses of each router that the ones of `application` replace, which both may have; then
-        requests come at once, for which there are `workers`. Raises OSError or RuntimeError if all ports that it may
-        bind are taken, InvalidArgument if the interface needs keys, or a file of keys or certificates is wrong."""
-        check_interface(config.auth, host)
-        router = config.router
-        authenticator, watches = _authenticator(config.auth, host, resume_key)
+        requests come at once, for which there are `workers`. Raises OSError or RuntimeError if all its ports are taken,
+        InvalidArgument if the interface needs keys, or a file of keys or certificates is wrong."""
+        router, bind = config.router, config.router.bind or host
+        check_interface(config.auth, bind)
+        authenticator, watches = _authenticator(config.auth, bind, resume_key)
         tls = _server_tls(router, watches)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         admission = _admission(router, registry)
@@ -95,13 +98,14 @@ class RouterRuntime:
             shares_ports=True,
         )
         registry.update(workers)
-        claim = partial(PortClaim, application=application, shared={each for both in replaced for each in both})
-        for addresses in _addresses(router, host, num_routers, replaced):
+        known = _rebound(replaced, host, bind)
+        claim = partial(PortClaim, application=application, shared={each for both in known for each in both})
+        for addresses in _addresses(router, bind, num_routers, known):
             try:
                 with ExitStack() as scope:
                     claims = [scope.enter_context(closing(claim(each))) for each in addresses]
                     servers = await start_servers(grpc_address=claims[0].address, http_address=claims[1].address)
-                    return cls(registry, dispatcher, servers, authenticator, watches, scope.pop_all())
+                    return cls(host, registry, dispatcher, servers, authenticator, watches, scope.pop_all())
             except (OSError, RuntimeError) as error:
                 taken = error
         raise taken
@@ -174,17 +178,30 @@ def _addresses(
     router: RouterConfig, host: str, num_routers: int, replaced: Collection[tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
     """Yields the addresses of both servers to try: the configured ports, and of several routers the ones after them; if
-    any port will do, first those of routers that are replaced.
+    any port will do, first those (`replaced`) of routers on this host that are replaced.
 
     So a router that is started in place of another, on the same host, has the address by which clients know that."""
     if not router.grpc_port and not router.http_port:
-        yield from (both for both in replaced if both[0].rpartition(":")[0] == host)
+        yield from replaced
     for index in range(num_routers):
         ports = [port + index if port else 0 for port in (router.grpc_port, router.http_port)]
         if max(ports) <= _MAX_PORT:
             yield f"{host}:{ports[0]}", f"{host}:{ports[1]}"
     if num_routers > 1:
         yield f"{host}:0", f"{host}:0"
+
+
+def _rebound(addresses: Iterable[tuple[str, str]], host: str, bind: str) -> list[tuple[str, str]]:
+    """Returns the addresses of the routers on this host, as they are bound there."""
+    return [
+        (f"{bind}:{_port(grpc_address)}", f"{bind}:{_port(http_address)}")
+        for grpc_address, http_address in addresses
+        if grpc_address.rpartition(":")[0] == host
+    ]
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 class PortClaim:

@@ -6,8 +6,8 @@ fails, and so does `--quick` when anything imports torch, so a new test belongs 
 Tests of properties that leave the number of examples to Hypothesis's profile try fewer under `--quick`.
 
 `make test` runs all but the tests of ALONE_PATHS in two processes side by side (`pytest --sharing -n 2`), then these
-one by one (`pytest --alone`). `pytest` without an option runs all one by one. `make soak` and
-`make matrix` run the tests marked `soak` and `matrix`, which nothing else does.
+one by one (`pytest --alone`). `pytest` without an option runs all one by one. `make soak`,
+`make matrix` and `make pods` run the tests marked `soak`, `matrix` and `pods`, which nothing else does.
 """
 
 import os
@@ -32,6 +32,7 @@ SHARING_PATHS: Final = (
         "cluster/test_ranks.py",
         "cluster/test_redeploy.py",
         "fuzz/test_fuzz_plans.py",
+        "k8s/test_manifests.py",
         "proto/test_new_parameter.py",
     ),
     *(
@@ -49,7 +50,16 @@ SHARING_PATHS: Final = (
 
 ALONE_PATHS: Final = (
     *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py"),
-    *("cluster/test_app.py", "e2e", "gpu", "matrix", "router/client", "router/dispatch/test_cancel.py"),
+    *(
+        "cluster/test_app.py",
+        "e2e",
+        "gpu",
+        "k8s/test_pods.py",
+        "k8s/test_serve_app.py",
+        "matrix",
+        "router/client",
+        "router/dispatch/test_cancel.py",
+    ),
     *(f"router/dispatch/test_{name}.py" for name in ("dispatcher", "drain", "faults", "rehand")),
     *("cluster/test_runtime.py", "soak", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "session")),

@@ -69,7 +69,7 @@ ARROWS: dict[str, set[str]] = {
     "router.api.openai": {"router.api", "router.auth", "router.frontend", "router.output", "router.request"},
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
-    "cluster.store": set(),
+    "cluster.store": {"workers.model.footprint", "workers.model.loader"},
     "cluster.tables": set(),
     "cluster.text_files": set(),
     "cluster.cli.options": {"router.client", "cluster.text_files"},

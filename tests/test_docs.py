@@ -25,5 +25,7 @@ def test_the_glossary_is_short() -> None:
 def test_what_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     links = [(ROOT / page).parent / link for link in re.findall(r"\]\(([\w./-]+)\)", text)]
-    files = [ROOT / name for name in re.findall(r"`((?:tests|cluster|workers|router|proto|docs)/[\w./]+)[:`]", text)]
+    files = [
+        ROOT / name for name in re.findall(r"`((?:tests|cluster|workers|router|proto|docs|k8s)/[\w./]+)[:`]", text)
+    ]
     assert [str(path) for path in links + files if not path.exists()] == []

@@ -1,4 +1,4 @@
-"""`tandem key create`, `list` and `revoke`: keeps the file of API keys."""
+"""`tandem key`: keeps the file of API keys, and makes the identity of a service."""
 
 import time
 from pathlib import Path
@@ -7,10 +7,14 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from ...proto.identity import PeerIdentity
 from ...router.auth.keys import ApiKey, create_key, load_keys, parse_expiry, revoke_key
+from ..config import PeerTlsConfig
+from ..identity_file import write_identity
+from ..peer_tls import make_peer_tls
 from ..tables import make_table
 
-key_app = typer.Typer(help="Keep the file of API keys.", no_args_is_help=True)
+key_app = typer.Typer(help="Keep the file of API keys; make the identity of a service.", no_args_is_help=True)
 
 _DIGITS: Final = 12  # of a digest: enough to find its key
 
@@ -62,6 +66,15 @@ def list_command(file: KeysFile) -> None:
 def revoke_command(file: KeysFile, name: KeyName) -> None:
     """Remove a key from FILE. Running services refuse it within seconds; its calls under way go on."""
     revoke_key(file, name)
+
+
+@key_app.command("identity")
+def identity_command(
+    file: Annotated[Path, typer.Argument(help="The file to make, for `identity_file` of a configuration.")],
+    tls: Annotated[bool, typer.Option(help="With a key and a certificate, so that peers speak TLS.")] = True,
+) -> None:
+    """Make the identity of a service: the secret by which its processes know each other. It must stay one."""
+    write_identity(file, PeerIdentity.generate(make_peer_tls(PeerTlsConfig().name) if tls else None))
 
 
 def _expiry(key: ApiKey) -> str:

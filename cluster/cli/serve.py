@@ -11,12 +11,10 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from ...proto.errors import InvalidArgument
 from ...router.auth.keys import load_keys
-from ...workers.model.footprint import check_config_split
 from ..config import TandemConfig, load_config
 from ..environment import prepare_ray_environment
-from ..store.store import resolve_model
+from ..store.checked import checked_folder
 
 _KEYS: Final = {
     **{"prefill": "prefill.replicas", "decode": "decode.replicas", "routers": "router.replicas"},
@@ -66,7 +64,9 @@ def serve(
         load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
     if checked.router.tls is not None:
         checked.router.tls.files.load()
-    serve_in_foreground(checked, checked_folder(checked), address)
+    serve_in_foreground(
+        checked, checked_folder(checked.model, {role: pool.tp for role, pool in checked.pools.items()}), address
+    )
 
 
 def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
@@ -85,26 +85,6 @@ def check_config(file: Annotated[Path, typer.Argument(help="A YAML file for `tan
     """Check a configuration file without starting anything."""
     load_config(file)
     typer.echo(f"{file}: ok")
-
-
-def checked_folder(config: TandemConfig) -> Path:
-    """Returns the model's folder, fetched if it has to be, after the check that it can be served, and split as
-    configured.
-
-    Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads."""
-    from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
-
-    folder = resolve_model(config.model, progress=True)
-    model = check_checkpoint(folder)
-    wrong = []
-    for role, pool in config.pools.items():
-        try:
-            check_config_split(model, pool.tp)
-        except ValueError as error:
-            wrong.append(f"{role}.{error}")
-    if wrong:
-        raise InvalidArgument("\n".join(wrong))
-    return folder.resolve()
 
 
 def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.cluster.config import MAX_FILE_BYTES, check_interface, load_config, ranks_per_node
+from tandem.cluster.config import MAX_FILE_BYTES, NodeOffer, check_interface, load_config, ranks_per_node
 from tandem.proto.errors import InvalidArgument
 
 
@@ -183,8 +183,28 @@ def test_tls_names_its_files_from_every_folder_and_a_wrong_key_is_named() -> Non
         load_config(None, {"model": "m", "router.tls": {"certificate": "a.crt"}})
 
 
-LOCAL = [{"CPU": 2.0}]
-APART = [{"CPU": 8.0, "p": 2.0}, {"CPU": 8.0, "d": 2.0}, {"CPU": 8.0, "d": 2.0}]
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ({"tandem.dev/role": "in(a,b)"}, r"decode\.labels\.tandem\.dev/role: must match pattern"),
+        ({"tandem dev": "a"}, r"decode\.labels\.tandem dev"),
+        ({"role": 7}, r"decode\.labels\.role: must be a valid string, got 7"),
+    ],
+)
+def test_labels_are_those_of_kubernetes(labels: dict[str, object], reason: str) -> None:
+    load_config(None, {"model": "m", "decode.labels": {"tandem.dev/role": "decode", "zone": "a.b-c_1"}})
+    with pytest.raises(InvalidArgument, match=reason):
+        load_config(None, {"model": "m", "decode.labels": labels})
+
+
+def test_the_certificates_of_peers_have_one_source() -> None:
+    with pytest.raises(InvalidArgument, match=r"peer_tls\.mode: does not go with identity_file"):
+        load_config(None, {"model": "m", "identity_file": "identity", "peer_tls.mode": "cluster"})
+
+
+LOCAL = [NodeOffer(resources={"CPU": 2.0})]
+APART = [NodeOffer(resources={"CPU": 8.0, name: 2.0}, labels={"role": name}) for name in ("p", "d", "d")]
+LABELS: dict[str, object] = {"prefill.labels": {"role": "p"}, "decode.labels": {"role": "d"}}
 
 
 @pytest.mark.parametrize(
@@ -198,12 +218,15 @@ APART = [{"CPU": 8.0, "p": 2.0}, {"CPU": 8.0, "d": 2.0}, {"CPU": 8.0, "d": 2.0}]
         ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.replicas": 3}, APART, 1, 2),
         ({"prefill.resources": {"p": 1.0}, "prefill.replicas": 2, "decode.replicas": 3}, APART, 3, 3),
         ({"prefill.resources": {"p": 1.0}, "decode.resources": {"d": 1.0}, "decode.tp": 4}, APART, 1, 4),
+        (LABELS, APART, 1, 1),
+        (LABELS | {"prefill.tp": 4, "decode.replicas": 3, "decode.tp": 2}, APART, 4, 4),
+        ({"prefill.labels": {"role": "p", "other": "x"}, "decode.labels": {"role": "d"}}, APART, 1, 1),
         ({"prefill.replicas": 0, "decode.tp": 3, "decode.placement": "STRICT_SPREAD"}, APART, 1, 1),
         ({"prefill.resources": {"no node has this": 1.0}, "decode.resources": {"d": 1.0}}, APART, 1, 1),
     ],
 )
 def test_ranks_share_the_cores_of_their_own_node(
-    overrides: dict[str, object], nodes: list[dict[str, float]], prefill: int, decode: int
+    overrides: dict[str, object], nodes: list[NodeOffer], prefill: int, decode: int
 ) -> None:
     config = load_config(None, {"model": "m"} | overrides)
     assert [ranks_per_node(config, pool, nodes) for pool in (config.prefill, config.decode)] == [prefill, decode]

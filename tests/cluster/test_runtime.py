@@ -83,6 +83,24 @@ async def test_a_router_without_keys_listens_on_loopback_alone(folder: Path) -> 
     await router.stop(0)
 
 
+async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: Path) -> None:
+    """As in a pod, where `kubectl port-forward` comes through loopback: others are told the node's address."""
+    router = config.router.model_copy(update={"bind": "0.0.0.0"})
+    with pytest.raises(InvalidArgument, match=r"0\.0\.0\.0 is not loopback"):
+        await start(config.model_copy(update={"router": router}), folder, 1)
+    auth = AuthConfig(allow_anonymous=True)
+    config = config.model_copy(update={"router": router, "auth": auth})
+    first = await start(config, folder, 1, application="a")
+    assert first.http_address == f"{HOST}:{router.http_port}"
+    for host in (HOST, "127.0.0.2"):
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"http://{host}:{router.http_port}/v1/models")).status_code == 200
+    second = await start(config, folder, 1, application="a.2", replaced=[(first.grpc_address, first.http_address)])
+    assert second.http_address == first.http_address
+    for each in (first, second):
+        await each.stop(0)
+
+
 @pytest.mark.parametrize("needs_key", [False, True])
 async def test_any_host_name_will_do_where_a_key_is_needed(
     config: TandemConfig, folder: Path, tmp_path: Path, needs_key: bool

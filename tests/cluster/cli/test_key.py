@@ -1,5 +1,6 @@
 """`tandem key`: the commands that keep the file of API keys, and `tandem serve` with a wrong one."""
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from typer.testing import CliRunner
 from tandem.cluster.cli.key import key_app
 from tandem.cluster.cli.main import app
 from tandem.cluster.cli.options import read_api_key
-from tandem.proto.errors import InvalidArgument, NotFound
+from tandem.cluster.identity_file import read_identity
+from tandem.proto.errors import InvalidArgument, NotFound, Unavailable
+from tandem.proto.identity import PeerIdentity
 from tandem.router.auth.keys import hash_key, load_keys
 from tandem.router.client.wire import API_KEY_VARIABLE
 
@@ -56,3 +59,16 @@ def test_commands_take_the_key_from_a_file_or_the_environment(tmp_path: Path, mo
         assert "--api-key-file" in options
         assert "--api-key " not in options
         assert ("--tls-ca" in options) == (command not in ("status", "drain"))
+
+
+def test_an_identity_is_made_once_and_read_by_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "identity"
+    run("identity", str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    made = PeerIdentity.from_text(path.read_text())
+    assert made.tls is not None
+    with pytest.raises(Unavailable, match="exists"):
+        run("identity", str(path))
+    assert PeerIdentity.from_text(path.read_text()) == made
+    run("identity", str(tmp_path / "plain"), "--no-tls")
+    assert read_identity("", tmp_path / "plain").tls is None

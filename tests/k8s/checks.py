@@ -1,0 +1,237 @@
+"""What must agree in the manifests, as functions from manifests to complaints."""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from tandem.cluster.app import STOP_MARGIN_SECONDS
+from tandem.cluster.config import PoolConfig, RouterConfig, TandemConfig, load_config
+from tandem.tests.k8s.kuberay import AGENT_PORT, METRICS_PORT
+from tandem.tests.k8s.manifests import ROOT, Group, Manifests
+
+Rule = Callable[[Manifests], list[str]]
+
+EPHEMERAL: Final = range(32768, 61000)
+"""Where the kernel takes ports for outgoing connections from, unless it is told otherwise."""
+DRAIN_ANSWER_SECONDS: Final = 10.0
+"""How much longer than its --timeout `tandem drain` may take."""
+MARGIN_SECONDS: Final = 10.0
+GIB: Final = 2**30
+
+
+def config_of(manifests: Manifests) -> TandemConfig:
+    return load_config(None, manifests.application["args"])
+
+
+def sections(manifests: Manifests) -> Iterator[tuple[Group, str, RouterConfig | PoolConfig]]:
+    """Yields each group of replicas with its deployment and its part of the configuration."""
+    config = config_of(manifests)
+    for name, deployment in (("router", "Router"), ("prefill", "PrefillPool"), ("decode", "DecodePool")):
+        yield manifests.groups[name], deployment, getattr(config, name)
+
+
+def ports_disagree(manifests: Manifests) -> list[str]:
+    config, router = config_of(manifests), manifests.groups["router"]
+    found = []
+    for name, port in (("grpc", config.router.grpc_port), ("http", config.router.http_port)):
+        if router.ports.get(name) != port:
+            found.append(f"router listens on {port} for {name}, its pod has {router.ports.get(name)}")
+    if config.router.bind != "0.0.0.0":
+        found.append("kubectl port-forward reaches loopback alone, which routers must bind")
+    for service in manifests.of_kind("Service"):
+        selected = [each for each in manifests.groups.values() if selects(service["spec"]["selector"], each.labels)]
+        for port in service["spec"]["ports"]:
+            found += [
+                f"{each.name} has no port {port['targetPort']}"
+                for each in selected
+                if port["targetPort"] not in each.ports
+            ]
+    for group in manifests.groups.values():
+        params = group.spec["rayStartParams"]
+        pinned = [int(value) for name, value in params.items() if name.endswith("-port") and "worker" not in name]
+        taken = [*group.ports.values(), *pinned, METRICS_PORT, AGENT_PORT]
+        found += [f"{group.name}: port {port} twice" for port in {port for port in taken if taken.count(port) > 1}]
+        workers = range(int(params["min-worker-port"]), int(params["max-worker-port"]) + 1)
+        found += [f"{group.name}: port {port} is one of Ray's workers" for port in taken if port in workers]
+        sysctls = {each["name"]: each["value"] for each in group.pod["securityContext"]["sysctls"]}
+        reserved = re.findall(r"\d+", sysctls.get("net.ipv4.ip_local_reserved_ports", ""))
+        loose = {port for port in taken if port in EPHEMERAL} - set(map(int, reserved))
+        found += [f"{group.name}: port {port} may be taken by a connection" for port in loose]
+        probe = group.container.get("readinessProbe", {}).get("httpGet")
+        if (group.name == "router") != (probe is not None):
+            found.append(f"{group.name}: readiness")
+        elif probe and (probe["path"] != "/ready" or probe["port"] not in group.ports):
+            found.append(f"{group.name}: its readinessProbe asks {probe}")
+    return found
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def labels_disagree(manifests: Manifests) -> list[str]:
+    found = []
+    groups = manifests.groups.values()
+    for group in groups:
+        if not selects(group.spec["labels"], group.spec["template"]["metadata"]["labels"]):
+            found.append(f"{group.name}: Ray's labels and the pod's differ")
+    for group, deployment, section in sections(manifests):
+        if [each.name for each in groups if selects(section.labels, each.spec["labels"])] != [group.name]:
+            found.append(f"{deployment} may run elsewhere than in the group {group.name}")
+    pods = [group.labels for group in groups]
+    pods += [each["spec"]["template"]["metadata"]["labels"] for each in manifests.of_kind("StatefulSet")]
+    for document in manifests.documents:
+        spec = document.get("spec", {})
+        selector = spec.get("podSelector") or spec.get("selector")
+        selector = selector.get("matchLabels", selector) if selector else None
+        if selector and not any(selects(selector, labels) for labels in pods):
+            found.append(f"{document['kind']} {document['metadata']['name']} selects no pod")
+    budgets = [each["spec"]["selector"]["matchLabels"] for each in manifests.of_kind("PodDisruptionBudget")]
+    for group in groups:
+        if sum(selects(selector, group.labels) for selector in budgets) != 1:
+            found.append(f"{group.name}: not in one PodDisruptionBudget")
+    found += [
+        f"{each['metadata']['name']}: Kubernetes takes only minAvailable for pods of a RayCluster"
+        for each in manifests.of_kind("PodDisruptionBudget")
+        if not isinstance(each["spec"].get("minAvailable"), int)
+    ]
+    return found
+
+
+def resources_disagree(manifests: Manifests) -> list[str]:
+    config = config_of(manifests)
+    found = []
+    if manifests.groups["head"].spec["resources"] != {"CPU": "0"}:
+        found.append("head: a replica could run there")
+    overrides = {each["name"]: each["num_replicas"] for each in manifests.application["deployments"]}
+    for group, deployment, section in sections(manifests):
+        limits, requests = group.container["resources"]["limits"], group.container["resources"]["requests"]
+        cpus, gpus = float(group.spec["resources"]["CPU"]), int(group.spec["resources"].get("GPU", 0))
+        ranks = section.tp if isinstance(section, PoolConfig) else 1
+        if gpus != int(limits.get("nvidia.com/gpu", 0)) or gpus != int(requests.get("nvidia.com/gpu", 0)):
+            found.append(f"{group.name}: Ray has {gpus} GPUs, the pod {limits.get('nvidia.com/gpu', 0)}")
+        if isinstance(section, PoolConfig) and gpus != (ranks if config.device == "cuda" else 0):
+            found.append(f"{group.name}: tp is {ranks}, and there are {gpus} GPUs")
+        if cpus > float(requests["cpu"]):
+            found.append(f"{group.name}: Ray has {cpus:g} CPUs, the pod {requests['cpu']}")
+        if not cpus / 2 < section.num_cpus * ranks <= cpus:
+            found.append(f"{group.name}: not exactly one replica of {section.num_cpus * ranks:g} CPUs fits {cpus:g}")
+        if limits["memory"] != requests["memory"]:
+            found.append(f"{group.name}: its memory is not its own")
+        kv_cache_gb = section.kv_cache_gb if isinstance(section, PoolConfig) and config.device == "cpu" else 0
+        if kv_cache_gb * GIB * ranks > memory(limits["memory"]) / 2:
+            found.append(f"{group.name}: the KV cache leaves less than half of the memory")
+        if overrides.get(deployment) != group.replicas:
+            found.append(f"{deployment}: {overrides.get(deployment)} replicas for {group.replicas} pods")
+        if not group.spec["minReplicas"] <= group.replicas <= group.spec["maxReplicas"]:
+            found.append(f"{group.name}: replicas")
+    return found
+
+
+def memory(text: str) -> int:
+    return int(text.removesuffix("Gi")) * GIB
+
+
+def times_disagree(manifests: Manifests) -> list[str]:
+    """Complains unless each step of the end of a pod has its time within the next one's."""
+    config = config_of(manifests)
+    stop = config.grace_seconds + STOP_MARGIN_SECONDS
+    found, longest = [], 0.0
+    for group in manifests.groups.values():
+        pre_stop = pre_stop_seconds(group)
+        drain = float(group.environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] or 0)
+        total = pre_stop + drain + MARGIN_SECONDS
+        if total > group.pod["terminationGracePeriodSeconds"]:
+            found.append(f"{group.name}: is killed before {total:g} seconds")
+        if group.name != "head":
+            longest = max(longest, pre_stop + drain)
+            if drain < stop + MARGIN_SECONDS:
+                found.append(f"{group.name}: Ray ends it before its replicas have had {stop:g} seconds")
+    if pre_stop_seconds(manifests.groups["head"]) < longest:
+        found.append(f"head: ends before the others, which take {longest:g} seconds")
+    for name in ("prefill", "decode"):
+        if config.grace_seconds > pre_stop_seconds(manifests.groups[name]):
+            found.append(f"{name}: drains for less than grace_seconds")
+    return found
+
+
+def pre_stop_seconds(group: Group) -> float:
+    command = " ".join(group.container["lifecycle"]["preStop"]["exec"]["command"])
+    if slept := re.fullmatch(r"sleep (\d+)", command):
+        return float(slept[1])
+    drained = re.search(r"tandem drain .*--timeout (\d+)$", command)
+    assert drained, command
+    return float(drained[1]) + DRAIN_ANSWER_SECONDS
+
+
+def versions_disagree(manifests: Manifests) -> list[str]:
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    found = []
+    if manifests.cluster["rayVersion"] != pinned["ray"]:
+        found.append(f"rayVersion is {manifests.cluster['rayVersion']}, the image has Ray {pinned['ray']}")
+    images = {group.container["image"] for group in manifests.groups.values()}
+    variant = "cuda" if config_of(manifests).device == "cuda" else "(cpu|demo)"
+    if len(images) != 1 or not re.fullmatch(rf"tandem:{re.escape(version)}-{variant}", next(iter(images))):
+        found.append(f"images: {sorted(images)}")
+    return found
+
+
+def files_are_missing(manifests: Manifests) -> list[str]:
+    """Complains about files of the arguments that are not in the pods that read them."""
+    args = manifests.application["args"]
+    found = []
+    for path in paths_in(args):
+        readers = ("router",) if path.startswith(("/etc/tandem/keys", "/etc/tandem/tls")) else tuple(manifests.groups)
+        for name in readers:
+            mounts = manifests.groups[name].mounts
+            if not any(path.startswith(mount + "/") for mount in mounts):
+                found.append(f"{name}: has no {path}")
+    has_key = ["TANDEM_API_KEY" in manifests.groups[name].environment for name in ("prefill", "decode")]
+    if has_key != [args["auth"].get("keys_file") is not None] * 2:
+        found.append("preStop asks the status page, which needs a key where clients need one")
+    for group in manifests.groups.values():
+        command = " ".join(group.container["lifecycle"]["preStop"]["exec"]["command"])
+        if "--identity" in command and f"--identity {args['identity_file']} " not in command:
+            found.append(f"{group.name}: preStop has another identity")
+    return found
+
+
+def paths_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from paths_in(each)
+    elif isinstance(value, str) and value.startswith("/"):
+        yield value
+
+
+def is_unsafe(manifests: Manifests) -> list[str]:
+    """Complains about a pod that may do more than it must."""
+    found = []
+    pods = [(name, group.pod) for name, group in manifests.groups.items()]
+    pods += [(each["metadata"]["name"], each["spec"]["template"]["spec"]) for each in manifests.of_kind("StatefulSet")]
+    for name, pod in pods:
+        own = pod["securityContext"]
+        if not own.get("runAsNonRoot") or own.get("seccompProfile") != {"type": "RuntimeDefault"}:
+            found.append(f"{name}: its user")
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            wanted = {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            if context != wanted:
+                found.append(f"{name}: {context}")
+        if pod.get("automountServiceAccountToken") and not (
+            name == "head" and manifests.cluster.get("enableInTreeAutoscaling")
+        ):
+            found.append(f"{name}: has a token of the API server")
+    return found
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    *(ports_disagree, labels_disagree, resources_disagree, times_disagree, versions_disagree, files_are_missing),
+    is_unsafe,
+)

@@ -1,0 +1,143 @@
+"""Renders the manifests of k8s/ and gives access to what they hold."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+K8S: Final = ROOT / "k8s"
+OVERLAYS: Final = tuple(sorted(path.name for path in (K8S / "overlays").iterdir()))
+COMPONENTS: Final = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
+ARGS: Final[dict[str, dict[str, Any]]] = {
+    "auth": {"auth": {"keys_file": "/etc/tandem/keys/keys.json"}},
+    "tls": {"router": {"tls": {"certificate": "/etc/tandem/tls/tls.crt", "key": "/etc/tandem/tls/tls.key"}}},
+}
+"""What the arguments of an overlay need that has a component: the comments of the components say so."""
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of pods of the RayService."""
+
+    name: str  # head, router, prefill or decode
+    spec: Document
+
+    @property
+    def pod(self) -> Document:
+        found: Document = self.spec["template"]["spec"]
+        return found
+
+    @property
+    def container(self) -> Document:
+        found: Document = self.pod["containers"][0]
+        return found
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of its pods."""
+        return {**self.spec["template"]["metadata"]["labels"], **self.spec["labels"]}
+
+    @property
+    def replicas(self) -> int:
+        return int(self.spec.get("replicas", 1))
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {each["name"]: each["containerPort"] for each in self.container["ports"]}
+
+    @property
+    def environment(self) -> dict[str, str | None]:
+        """Values are None where they come from somewhere else."""
+        return {each["name"]: each.get("value") for each in self.container["env"]}
+
+    @property
+    def mounts(self) -> dict[str, Document]:
+        """The volume at each mount path."""
+        volumes = {each["name"]: each for each in self.pod["volumes"]}
+        return {each["mountPath"]: volumes[each["name"]] for each in self.container["volumeMounts"]}
+
+
+@dataclass(frozen=True)
+class Manifests:
+    """Everything that `kubectl apply` would send."""
+
+    documents: list[Document]
+
+    def of_kind(self, kind: str) -> list[Document]:
+        return [each for each in self.documents if each["kind"] == kind]
+
+    @cached_property
+    def service(self) -> Document:
+        """The RayService."""
+        (found,) = self.of_kind("RayService")
+        return found
+
+    @cached_property
+    def cluster(self) -> Document:
+        found: Document = self.service["spec"]["rayClusterConfig"]
+        return found
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        groups = {each["groupName"]: Group(each["groupName"], each) for each in self.cluster["workerGroupSpecs"]}
+        return {"head": Group("head", self.cluster["headGroupSpec"])} | groups
+
+    @cached_property
+    def serve_config(self) -> Document:
+        found: Document = yaml.safe_load(self.service["spec"]["serveConfigV2"])
+        return found
+
+    @property
+    def application(self) -> Document:
+        (found,) = self.serve_config["applications"]
+        assert isinstance(found, dict)
+        return found
+
+
+def need(command: str, package: str) -> str:
+    """Returns the path of a command; without it the test is skipped, but not in CI."""
+    path = shutil.which(command)
+    if path is None:
+        reason = f"{command} is missing: apt-get install {package}"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+def kustomize(folder: Path) -> list[Document]:
+    """Returns what a kustomization renders to."""
+    kubectl = need("kubectl", "kubernetes-client")
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if each]
+
+
+@cache
+def render(overlay: str, components: Sequence[str] = ()) -> Manifests:
+    """Returns an overlay with components, and with the arguments that they need."""
+    if not components:
+        return Manifests(kustomize(K8S / "overlays" / overlay))
+    with tempfile.TemporaryDirectory(prefix="tandem-k8s-") as scratch:
+        shutil.copytree(K8S, Path(scratch) / "k8s")
+        folder = Path(scratch) / "k8s" / "overlays" / "composed"
+        folder.mkdir()
+        lists = {"resources": [f"../{overlay}"], "components": [f"../../components/{name}" for name in components]}
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(lists))
+        manifests = Manifests(kustomize(folder))
+    args = manifests.application["args"]
+    for name in components:
+        for section, keys in ARGS.get(name, {}).items():
+            args[section] = keys if section == "auth" else {**args[section], **keys}
+    return manifests

@@ -1,0 +1,213 @@
+"""Runs pods of a RayService on this machine, without Kubernetes: each in network, mount and PID namespaces of its own.
+
+A pod has an IP address, a root that cannot be written, private /tmp and /dev/shm, the mounts, variables, sysctls and
+user of its manifest, and the command that KubeRay gives it. Its probes and its preStop run as kubelet runs them. Takes
+root, iproute2 and util-linux.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from tandem.tests.k8s.kuberay import container_command, liveness_command
+from tandem.tests.k8s.manifests import ROOT, Group, need
+
+SCRIPT: Final = Path(__file__).parent / "pod.sh"
+PROBE_SECONDS: Final = 10.0
+END_SECONDS: Final = 10.0
+USER: Final = "1000"
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass(eq=False)
+class Pod:
+    """A pod that runs."""
+
+    name: str
+    group: Group
+    ip: str
+    process: subprocess.Popen[bytes]
+    environment: Mapping[str, str]
+    log: Path
+
+    @property
+    def init(self) -> psutil.Process:
+        """The container's process, 1 in its own namespace."""
+        (found,) = psutil.Process(self.process.pid).children()
+        return found
+
+    def execute(self, command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+        """Runs a command in the container, as `kubectl exec` does. Raises TimeoutExpired."""
+        enter = ["nsenter", "--target", str(self.init.pid), "--net", "--mount", "--pid", "--root", "--wdns=/"]
+        enter += ["--setuid", USER, "--setgid", USER, "--"]
+        return subprocess.run(
+            [*enter, *command], env=dict(self.environment), capture_output=True, text=True, timeout=seconds, check=False
+        )
+
+    def is_ready(self) -> bool:
+        """Asks the readinessProbe of the manifest."""
+        probe = self.group.container["readinessProbe"]["httpGet"]
+        try:
+            url = f"http://{self.ip}:{self.group.ports[probe['port']]}{probe['path']}"
+            with urllib.request.urlopen(url, timeout=PROBE_SECONDS) as reply:
+                return bool(200 <= reply.status < 400)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def is_alive(self) -> bool:
+        """Asks the livenessProbe that KubeRay adds."""
+        return self.execute(liveness_command(self.group), PROBE_SECONDS).returncode == 0
+
+    def delete(self) -> subprocess.CompletedProcess[str]:
+        """Ends the pod as kubelet does: preStop, SIGTERM, and SIGKILL when it has had its time. Returns what preStop
+        did. Raises TimeoutExpired if it had to be killed."""
+        ends = time.monotonic() + self.group.pod["terminationGracePeriodSeconds"]
+        before = self.execute(self.group.container["lifecycle"]["preStop"]["exec"]["command"], ends - time.monotonic())
+        self.init.send_signal(signal.SIGTERM)
+        self.process.wait(ends - time.monotonic())
+        return before
+
+    def kill(self) -> None:
+        """Ends everything in it at once."""
+        with suppress(psutil.NoSuchProcess, ValueError):
+            self.init.kill()
+        self.process.kill()
+        self.process.wait(END_SECONDS)
+
+
+@dataclass(eq=False)
+class PodNetwork:
+    """A bridge on this machine, which stands for the cluster's network, and the pods on it."""
+
+    scratch: Path
+    models: Path  # the folder that pods have under /models
+    identity: Path  # the file that is the Secret
+    prefix: str  # of names, so that several networks can be at the same time
+    subnet: str  # the first three numbers of the addresses
+    pods: list[Pod] = field(default_factory=list)
+    num_started: int = 0
+
+    @property
+    def head(self) -> Pod:
+        return next(pod for pod in self.pods if pod.group.name == "head")
+
+    def start(self, group: Group) -> Pod:
+        """Starts a pod of the group."""
+        self.num_started += 1
+        number = self.num_started
+        name, ip = f"{self.prefix}{number}", f"{self.subnet}.{number + 1}"
+        self._connect(name, ip, group)
+        environment = self._environment(group, ip)
+        log = self.scratch / f"{group.name}-{number}.log"
+        command = container_command(group, "" if group.name == "head" else self.head.ip)
+        root = self.scratch / f"root-{number}"
+        root.mkdir()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", name, "unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child"),
+                    *(str(SCRIPT), str(root), *self._mounts(group), "--", *command),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        pod = Pod(name=name, group=group, ip=ip, process=process, environment=environment, log=log)
+        self.pods.append(pod)
+        return pod
+
+    def remove(self, pod: Pod) -> None:
+        """Takes away what is left of a pod that has ended."""
+        pod.kill()
+        self.pods.remove(pod)
+        run("ip", "netns", "delete", pod.name)
+
+    def _connect(self, name: str, ip: str, group: Group) -> None:
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", f"{name}h", "type", "veth", "peer", "name", "eth0", "netns", name)
+        run("ip", "link", "set", f"{name}h", "master", self.prefix, "up")
+        for command in (
+            f"link set lo up|link set eth0 up|address add {ip}/24 dev eth0|route add default via {self.subnet}.1"
+        ).split("|"):
+            run("ip", "-n", name, *command.split())
+        for each in group.pod["securityContext"]["sysctls"]:
+            run("ip", "netns", "exec", name, "sysctl", "-qw", f"{each['name']}={each['value']}")
+
+    def _environment(self, group: Group, ip: str) -> dict[str, str]:
+        paths = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        given = {name: value for name, value in group.environment.items() if value is not None}
+        if "POD_IP" in group.environment:
+            given["POD_IP"] = ip
+        head = "127.0.0.1" if group.name == "head" else self.head.ip
+        return {
+            "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/home/tandem",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "RAY_AUTH_MODE": "disabled",
+            "OMP_NUM_THREADS": "1",
+            "RAY_IP": head,
+            "RAY_PORT": "6379",
+            "RAY_ADDRESS": f"{head}:6379",
+            **paths,
+            **given,
+        }
+
+    def _mounts(self, group: Group) -> Iterator[str]:
+        for target, volume in group.mounts.items():
+            if "emptyDir" in volume:
+                yield from ("-w", target)
+            elif "secret" in volume:
+                yield from ("-m", str(self.identity.parent), target)
+        yield from ("-m", str(self.models), "/models")
+        # What the image would have: the interpreter, the packages and the code.
+        code = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each]
+        for path in dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix).resolve(), ROOT, *code)):
+            if not str(path).startswith("/usr"):
+                yield from ("-b", str(path))
+
+
+@contextmanager
+def pod_network(models: Path, identity: Path) -> Iterator[PodNetwork]:
+    """Makes a network without pods; ends all that were started."""
+    for command, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("setpriv", "util-linux")):
+        need(command, package)
+    prefix = f"td{os.getpid()}"
+    subnet = f"10.{os.getpid() % 200 + 20}.{os.getpid() // 200 % 250}"
+    run("ip", "link", "add", prefix, "type", "bridge")
+    network = None
+    try:
+        run("ip", "address", "add", f"{subnet}.1/24", "dev", prefix)
+        run("ip", "link", "set", prefix, "up")
+        with tempfile.TemporaryDirectory(prefix="tandem-pods-", ignore_cleanup_errors=True) as scratch:
+            network = PodNetwork(scratch=Path(scratch), models=models, identity=identity, prefix=prefix, subnet=subnet)
+            try:
+                yield network
+            finally:
+                for pod in reversed(list(network.pods)):
+                    network.remove(pod)
+    finally:
+        run("ip", "link", "delete", prefix)
+
+
+def logs(network: PodNetwork) -> dict[str, Any]:
+    """Returns the end of what each pod has printed, for messages of failures."""
+    return {pod.log.name: pod.log.read_text(errors="replace")[-2000:] for pod in network.pods}

@@ -1,0 +1,49 @@
+"""Talks to Ray's dashboard as KubeRay's operator does: puts Serve's configuration, reads how its application is."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any, Final
+
+PATH: Final = "/api/serve/applications/"
+CHECK_SECONDS: Final = 0.2
+
+
+def put_config(dashboard: str, config: dict[str, Any]) -> None:
+    """Deploys; the dashboard is HOST:PORT."""
+    request = urllib.request.Request(
+        f"http://{dashboard}{PATH}",
+        data=json.dumps(config).encode(),
+        headers={"Content-Type": "application/json"},
+        method="PUT",
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.status == 200
+
+
+def application(dashboard: str) -> dict[str, Any]:
+    """Returns what Serve says about the application tandem; {} if there is none yet."""
+    with urllib.request.urlopen(f"http://{dashboard}{PATH}", timeout=30) as reply:
+        found: dict[str, Any] = json.load(reply)["applications"].get("tandem", {})
+    return found
+
+
+def wait_for(dashboard: str, status: str, seconds: float = 120.0) -> dict[str, Any]:
+    """Returns the application when it has this status, and as many replicas as it should have."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            found = application(dashboard)
+        except urllib.error.URLError:
+            found = {}
+        counts = [
+            len([replica for replica in each["replicas"] if replica["state"] == "RUNNING"])
+            == each["target_num_replicas"]
+            == len(each["replicas"])
+            for each in found.get("deployments", {}).values()
+        ]
+        if found.get("status") == status and (status != "RUNNING" or all(counts)):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(CHECK_SECONDS)
