@@ -19,8 +19,9 @@ _slots = threading.BoundedSemaphore(_MAX_THREADS)
 _stack_size = threading.Lock()  # threading.stack_size is a setting of the process
 
 
-def on_deep_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread of its own, at most two at a time; returns or raises what it does.
+def on_deep_stack(work: Callable[[], T], nice: int = 0) -> T:
+    """Runs `work` in a thread of its own, at most two at a time, by so much nicer than others; returns or raises what
+    it does.
 
     Switches off Rust's backtraces in this process unless RUST_LIB_BACKTRACE is set: where they are on, llguidance takes
     one for each rule on the way to an error, minutes for a long chain."""
@@ -29,6 +30,9 @@ def on_deep_stack(work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
+            if nice:
+                own = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + nice)
             done.set_result(work())
         except BaseException as error:  # passed on to the caller
             done.set_exception(error)

@@ -34,6 +34,7 @@ from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
 from .submit import WorkerLimits, parse_submit
+from .threads import in_thread
 from .tp.kv_group import KvGroup
 from .transfer.frames import TransferError
 from .transfer.receiver import FetchResult
@@ -41,6 +42,7 @@ from .transfer.receiver import FetchResult
 logger = logging.getLogger(__name__)
 
 _LEAVING: Final = "worker is going away"
+_COMPILE_SECONDS: Final = 60.0  # that a request waits for its grammar, also behind those of others
 _LOAD_SECONDS: Final = 0.01
 """How often a session reports the load while no request comes or ends: to read it of 64 sequences takes 9 us, as long
 as to queue seven tokens."""
@@ -316,10 +318,14 @@ class RequestManager:
         take seconds."""
         text = request.spec.sampling.grammar
         if text not in self._compiling:
-            self._compiling[text] = asyncio.ensure_future(asyncio.to_thread(load_grammar, text))
+            self._compiling[text] = in_thread(partial(load_grammar, text), "tandem-grammar")
             self._compiling[text].add_done_callback(lambda _: self._compiling.pop(text))
         try:
-            request.grammar = await asyncio.shield(self._compiling[text])
+            async with asyncio.timeout(_COMPILE_SECONDS):
+                request.grammar = await asyncio.shield(self._compiling[text])
+        except TimeoutError:
+            message = f"grammar: is not compiled after {_COMPILE_SECONDS:g} seconds"
+            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, message)
         except ValueError as error:
             self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, f"grammar: {error}")
         else:

@@ -1,10 +1,10 @@
 """Watches whether the engine of a worker makes progress."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from .engine.plan import Executor, OnLayers, Samples, StepPlan
+from .engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
 
 _COUNTED_SECONDS: Final = 4.0  # at most, between two looks; twice the period of Serve's health checks
 
@@ -58,3 +58,7 @@ class WatchedExecutor(Executor):
                 on_layers(num_layers)
 
         return self._executor.launch(plan, report)
+
+    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        """See `Executor.prepare_masks`."""
+        return self._executor.prepare_masks(sequences, seconds)

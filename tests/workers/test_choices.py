@@ -401,6 +401,23 @@ async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
         assert not session.outputs("a")
 
 
+async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.workers.request_manager._COMPILE_SECONDS", 0.2)
+    go_on = threading.Event()
+    async with worker_of(replace(fake_rank(), load_grammar=lambda grammar: go_on.wait(30))) as (_, session):
+        try:
+            await session.send(submit(grammar="endless"))
+            failure = await session.failure()
+            assert failure.kind == worker_pb2.FAILURE_KIND_INVALID
+            assert failure.message == "grammar: is not compiled after 0.2 seconds"
+            await session.send(submit("plain"))
+            await session.until(ended)
+        finally:
+            go_on.set()
+
+
 # --- through a dispatcher ------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ Knows nothing of tokenization, text, networks or where its plans are carried out
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from queue import Full
 from typing import Final
@@ -12,13 +12,14 @@ from typing import Final
 from .block_pool import BlockState
 from .config import EngineConfig
 from .events import CacheChanged, Event, Progress
-from .plan import Executor, FirstTokens, Samples, StepPlan
+from .plan import Constrained, Executor, FirstTokens, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
 from .sequence import SequenceSpec, State, Task
 from .update import update
 
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
+_LEAST_MASK_SECONDS: Final = 0.002
 _LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
 
 
@@ -33,8 +34,10 @@ class Engine:
         """`clock` returns seconds."""
         self.config = config
         self.requests = RequestTable(config, clock)
-        self.scheduler = Scheduler(self.requests)
+        self.scheduler = Scheduler(self.requests, self._prepare_masks)
         self.step_seconds = 0.0  # moving mean of the steps with decodes; read from any thread
+        self._model_seconds = 0.0  # the same of the steps with nothing but decodes, without the time for masks
+        self._mask_seconds = 0.0  # of the step under way
         self._clock = clock
         self._executor = executor
         self._in_flight: tuple[StepPlan, Callable[[], Samples]] | None = None  # launched, not yet collected
@@ -111,7 +114,7 @@ class Engine:
         the end, so that a decode worker can fetch KV cache while the prefill runs. Without `emit` returns them all."""
         events: list[Event] = []
         emit = emit or events.extend
-        started = self._clock()
+        started, self._mask_seconds = self._clock(), 0.0
         plan, found = self.scheduler.schedule()
         if found:
             emit(found)
@@ -126,13 +129,23 @@ class Engine:
             found = update(self.requests, plan, collect())
             if plan.has_decodes:
                 seconds = self._clock() - started
-                self.step_seconds += (seconds - self.step_seconds) * (_WEIGHT if self.step_seconds else 1.0)
+                self.step_seconds = _moving_mean(self.step_seconds, seconds)
+                if plan.num_tokens == len(plan.sequences):
+                    self._model_seconds = _moving_mean(self._model_seconds, seconds - self._mask_seconds)
         stored, evicted = self.requests.pool.take_changes()
         if stored or evicted:
             found.append(CacheChanged(stored=stored, evicted=evicted))
         if found:
             emit(found)
         return events
+
+    def _prepare_masks(self, sequences: Sequence[Constrained]) -> Collection[int]:
+        """See `Executor.prepare_masks`. Masks take about as long as the model, so that the sequences without a grammar
+        wait for at most twice as long as without those that have one."""
+        started = self._clock()
+        ready = self._executor.prepare_masks(sequences, max(self._model_seconds, _LEAST_MASK_SECONDS))
+        self._mask_seconds += self._clock() - started
+        return ready
 
     def _report_layers(self, plan: StepPlan, emit: Callable[[list[Event]], object], num_layers: int) -> None:
         """Reports the progress of prefills while a step runs whose first num_layers layers are computed."""
@@ -162,3 +175,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every block is held by exactly the sequences whose tables name it."""
         self.requests.check_integrity()
+
+
+def _moving_mean(mean: float, newest: float) -> float:
+    return mean + (newest - mean) * (_WEIGHT if mean else 1.0)

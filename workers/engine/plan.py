@@ -3,7 +3,7 @@
 Knows nothing of tensors, devices or networks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -105,6 +105,16 @@ class FirstTokens:
     logprobs: tuple[float, ...] = ()  # the candidates' log probabilities, float32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constrained:
+    """Holds what decides which tokens may follow in a sequence under a grammar."""
+
+    sequence_id: int
+    grammar: str
+    tokens: Sequence[int]  # all known ones; not to be kept, since they grow
+    num_prompt: int  # of these
+
+
 OnLayers = Callable[[int], None]
 """Called while a step runs with the number of layers that have the KV cache of all the step's tokens."""
 
@@ -119,6 +129,11 @@ class Executor(Protocol):
         The result, called once, waits for the step to end and returns its samples. At most one step may be launched
         before the last one's samples are collected."""
         ...
+
+    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        """Works for about so long on the masks of what may follow in these sequences; returns the ids of those whose
+        mask is ready, which may take part in the next step. Called again for the others, it gets to each."""
+        return [each.sequence_id for each in sequences]
 
     def execute(self, plan: StepPlan) -> list[int]:
         """Launches a step and returns its tokens."""

@@ -4,11 +4,13 @@ One scheduler for prefill, decode and mixed work: a sequence has tokens to compu
 no network.
 """
 
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from . import fork
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
-from .plan import PENDING_TOKEN, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, Constrained, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Sequence, SequenceSpec, State, Task
 from .update import advance_search, append_tokens
@@ -27,9 +29,13 @@ class Scheduler:
 
     Several choices are one sequence until their first tokens are known, and so are the beams of a search; the blocks
     that they will need are reserved from the start (see `fork`).
+
+    Whoever is under a grammar that does not say yet what may follow sits steps out, so that it keeps nobody waiting.
     """
 
-    def __init__(self, requests: RequestTable) -> None:
+    def __init__(self, requests: RequestTable, prepare_masks: Callable[[Items[Constrained]], Collection[int]]) -> None:
+        """`prepare_masks` returns which of some sequences under grammars may take part in a step."""
+        self._prepare_masks = prepare_masks
         self.pool = requests.pool
         self._requests = requests
         self._config = requests.config
@@ -54,7 +60,10 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         suspended: list[Sequence] = []
+        late = self._find_late()
         for sequence in self._requests.running:
+            if sequence.spec.id in late:
+                continue
             if num_unscheduled := sequence.num_unscheduled:
                 (decodes if num_unscheduled == 1 else prompts).append(sequence)
             elif sequence.is_suspended:
@@ -73,7 +82,7 @@ class Scheduler:
         while budget > 0 and self._can_admit():
             sequence = self._requests.waiting[0]
             events.append(self._admit(sequence))
-            if sequence.state is State.RUNNING:
+            if sequence.state is State.RUNNING and not sequence.needs_mask:
                 steps.append(self._step(sequence, min(sequence.num_unscheduled, budget), copies))
                 budget -= len(steps[-1].token_ids)
         plan = StepPlan(sequences=tuple(steps), dropped=tuple(self._requests.dropped), copies=tuple(copies))
@@ -96,6 +105,22 @@ class Scheduler:
                 events += [event for event in appended if isinstance(event, NewTokens) and event.finish is not None]
         self._requests.committed.clear()
         return events
+
+    def _find_late(self) -> set[int]:
+        """Returns the ids of the running sequences whose masks are not ready: they sit the next step out."""
+        constrained = [
+            Constrained(
+                sequence_id=sequence.spec.id,
+                grammar=sequence.spec.sampling.grammar,
+                tokens=sequence.tokens,
+                num_prompt=sequence.spec.num_prompt,
+            )
+            for sequence in self._requests.running
+            if sequence.needs_mask
+        ]
+        if not constrained:
+            return set()
+        return {each.sequence_id for each in constrained}.difference(self._prepare_masks(constrained))
 
     def _lease(self, sequence: Sequence) -> Suspended:
         """Leases a suspended sequence."""

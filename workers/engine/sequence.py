@@ -171,6 +171,14 @@ class Sequence:
         return min(max(len(self.tokens), self.num_scheduled + self.may_pend), self.max_length) - self.num_scheduled
 
     @property
+    def needs_mask(self) -> bool:
+        """Whether it is under a grammar, the next step can schedule it, and what may follow depends on its tokens. What
+        a completion may begin with is known as soon as the grammar is compiled."""
+        if not self.spec.sampling.grammar or len(self.tokens) == self.spec.num_prompt:
+            return False
+        return self.num_unscheduled > 0
+
+    @property
     def num_generated(self) -> int:
         """Tokens generated since the sequence came to this worker."""
         return len(self.tokens) - len(self.spec.tokens)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +11,16 @@ import numpy as np
 import torch
 
 from ..engine.config import default_chunk_tokens
-from ..engine.plan import PENDING_TOKEN, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
+from ..engine.plan import (
+    PENDING_TOKEN,
+    Constrained,
+    Executor,
+    OnLayers,
+    Samples,
+    SamplingParams,
+    SequenceStep,
+    StepPlan,
+)
 from . import kernels
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
 from .attention.torch_backend import TorchAttentionBackend
@@ -125,6 +134,10 @@ class ModelRunner(Executor):
         Raises ValueError if it cannot be compiled. May be called from any thread; may take seconds."""
         return self._grammars.load(grammar)
 
+    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        """See `Executor.prepare_masks`."""
+        return self._sampler.prepare_masks(sequences, seconds)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling parameters."""
@@ -186,7 +199,7 @@ class ModelRunner(Executor):
 
     def _admit(self, step: SequenceStep) -> None:
         if step.sampling is not None:
-            self._release(step.sequence_id)
+            self._num_top.pop(step.sequence_id, None)
             self._tables[step.sequence_id] = array("i")
             if step.sampling.prompt_logprobs is not None:
                 self._num_top[step.sequence_id] = step.sampling.prompt_logprobs

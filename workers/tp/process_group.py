@@ -3,9 +3,11 @@
 Uses no global process group, so that two engines fit in one process.
 """
 
+import hmac
+import secrets
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Final, Self
@@ -14,7 +16,7 @@ import msgpack
 import torch
 from torch import distributed
 
-from ..engine.plan import Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
+from ..engine.plan import Constrained, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
 from ..transfer.backend import join_store, listen_store, open_group
 
 EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
@@ -24,6 +26,7 @@ _STEP_FIELDS: Final = tuple(each.name for each in fields(SequenceStep))
 _SAMPLING_FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
 _VALUES: Final = {SequenceStep: attrgetter(*_STEP_FIELDS), SamplingParams: attrgetter(*_SAMPLING_FIELDS)}
 _LENGTH: Final = struct.Struct("<I")
+_SECRET_BYTES: Final = 32
 _PLAN_BYTES: Final = 4096  # sent at once; a decode step of a hundred sequences fits
 
 
@@ -33,9 +36,13 @@ class TpGroup:
 
     Tensors go over gloo in host memory and over NCCL between GPUs, messages over gloo. A call whose other ranks are
     lost or silent raises RuntimeError within the timeout; after that the group cannot be used any more. All calls but
-    `abort` come from one thread."""
+    `abort` come from one thread.
+
+    Whoever reaches the store can join: so all ranks show each other that they know the address, which has a secret,
+    before any of them sends anything else."""
 
     store: Any  # rank 0's TCPStore or a connection to it
+    secret: str
     _: KW_ONLY
     host: str
     rank: int
@@ -49,31 +56,43 @@ class TpGroup:
     @classmethod
     def listen(cls, *, host: str, size: int, device: str, timeout: float, start_timeout: float) -> Self:
         """Makes rank 0's group, whose `address` the others join."""
-        store = listen_store(host, size, start_timeout)
-        return cls(store, host=host, rank=0, size=size, device=device, timeout=timeout)
+        store, secret = listen_store(host, size, start_timeout), secrets.token_hex(_SECRET_BYTES)
+        return cls(store, secret, host=host, rank=0, size=size, device=device, timeout=timeout)
 
     @classmethod
     def join(
         cls, address: str, *, host: str, rank: int, size: int, device: str, timeout: float, start_timeout: float
     ) -> Self:
         """Makes another rank's group. Raises RuntimeError if rank 0 cannot be reached in time."""
-        store_host, _, port = address.rpartition(":")
+        place, _, secret = address.partition("/")
+        store_host, _, port = place.rpartition(":")
         store = join_store(store_host, int(port), start_timeout)
-        return cls(store, host=host, rank=rank, size=size, device=device, timeout=timeout)
+        return cls(store, secret, host=host, rank=rank, size=size, device=device, timeout=timeout)
 
     @property
     def address(self) -> str:
-        """HOST:PORT of rank 0's store."""
-        return f"{self.host}:{self.store.port}"
+        """HOST:PORT/SECRET of rank 0's store; for the group's ranks alone."""
+        return f"{self.host}:{self.store.port}/{self.secret}"
 
     def connect(self) -> None:
         """Connects all ranks, waiting as long as a start may take; call it before the first collective.
 
-        Raises RuntimeError if a rank does not come."""
+        Raises RuntimeError if a rank does not come, or if somebody else comes in its place."""
         self.store.set(f"here/{self.rank}", "")
         self.store.wait([f"here/{rank}" for rank in range(self.size)])
         self._messages = self._open("gloo")
+        self._check_ranks()
         self._tensors = self._messages if self.device == "cpu" else self._open("nccl")
+
+    def _check_ranks(self) -> None:
+        expected = [hmac.digest(self.secret.encode(), b"rank %d" % rank, "sha256") for rank in range(self.size)]
+        shown = [torch.zeros(len(expected[0]), dtype=torch.uint8) for _ in expected]
+        own = torch.frombuffer(bytearray(expected[self.rank]), dtype=torch.uint8)
+        self._messages.allgather([shown], [own]).wait()
+        if not all(
+            hmac.compare_digest(*pair) for pair in zip((x.numpy().tobytes() for x in shown), expected, strict=True)
+        ):
+            raise RuntimeError("a rank does not know the group's secret")
 
     def _open(self, backend: str) -> Any:
         store = distributed.PrefixStore(backend, self.store)  # type: ignore[attr-defined]
@@ -139,6 +158,10 @@ class TpExecutor(Executor):
         A layer that is computed here is computed everywhere: it ends with a collective."""
         self._group.broadcast_message(encode_plan(plan))
         return self._executor.launch(plan, on_layers)
+
+    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        """See `Executor.prepare_masks`. The other ranks follow no grammars."""
+        return self._executor.prepare_masks(sequences, seconds)
 
     def close(self) -> None:
         """Ends `rank_loop` on the other ranks. Raises RuntimeError if a rank is lost."""

@@ -255,7 +255,6 @@ def test_without_features_nothing_is_kept(folder: Path) -> None:
     assert list(sampler._params) == [50]
     processors = sampler._processors
     assert (processors._biases, processors._stops, processors._always) == ({}, {}, set())
-    assert not processors.matchers._matchers
-    assert not processors.matchers._num_read
+    assert not processors.matchers._constraints
     for feature in (processors._penalties, processors._bad_words):
         assert not feature._allocated

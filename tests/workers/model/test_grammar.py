@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from tandem.proto import limits
 from tandem.proto.deep_stack import on_deep_stack
+from tandem.tests.ambiguous import AMBIGUOUS
 from tandem.tests.schemas import random_schema
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import EOS_ID
@@ -265,20 +266,6 @@ def test_later_threads_have_the_stack_that_they_had() -> None:
     assert threading.stack_size() == before
 
 
-AMBIGUOUS = {
-    "words of words": 'start: e\ne: e e e | e e | /[a-z ]/ | ""',
-    "pairs": "start: e\ne: e e | /[a-z]/",
-    "deep": 'start: "ab" deep\ndeep: "x" | deep deep | deep deep deep',
-    "deeper": 'start: "ab" deep\ndeep: "x" | "xx" | deep deep | deep deep deep deep',
-    "operators": "start: e\ne: e OP e | /[a-z]/\nOP: /[a-z]/",
-    "options": "start: " + "/[a-z]/? " * 1500,
-    "repeated": "start: (((/[a-z]/){0,30}){0,30}){0,30}",
-    "counted": LLMatcher.grammar_from_regex("(a{1000}){1000}"),
-    "remembered": LLMatcher.grammar_from_regex("(.*a.{40}b)|(.*b.{50}c)|(.*[^a].{60}d)"),
-    "lexemes": "start: (" + "|".join(f"/[a-z]*{chr(97 + i % 26)}[a-z]{{{i // 26}}}/" for i in range(200)) + ")+",
-}
-
-
 @pytest.mark.parametrize("kind", AMBIGUOUS)
 def test_no_ambiguous_grammar_takes_long_for_a_step(folder: Path, kind: str) -> None:
     """Two seconds, with llguidance's own limits. Its processor's time is measured, since other tests may run."""
@@ -388,7 +375,7 @@ def test_the_last_used_stay_compiled_and_those_that_somebody_holds(
     monkeypatch.setattr(grammar_module, "_compile", lambda *_: pytest.fail("compiled again"))
     matchers = GrammarMatchers(grammars, 512)
     for number in (39, 0, 1):
-        matchers.admit(number, texts[number], (5, 6), 2)
+        matchers.admit(number, texts[number], (5, 6, 7), 2)
         assert number in matchers
     del held
     assert set(grammars._compiled) == {*texts[:2], *texts[10:]}, "the 32 last used are others now"
@@ -401,16 +388,22 @@ def test_masks_computed_in_threads_are_the_same(folder: Path, num_threads: int) 
     matchers._num_threads = num_threads
     texts = [json_grammar(random_schema(seed)) for seed in range(12)]
     steps = []
+    expected = {}
     for number, text in enumerate(texts):
-        matchers.admit(number, text, (5, 6), 2)
+        matcher = grammars.matcher(text)
+        first = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))[0]
+        matcher.consume_token(int(first))
+        expected[number] = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)[:16]
+        matchers.admit(number, text, (5, 6, int(first)), 2)
         steps.append(
-            SequenceStep(sequence_id=number, token_ids=(6,), start=1, new_blocks=(), sampling=None, num_samples=1)
+            SequenceStep(
+                sequence_id=number, token_ids=(int(first),), start=2, new_blocks=(), sampling=None, num_samples=1
+            )
         )
     random.Random(0).shuffle(steps)
     masks = matchers.masks(steps)
     for step, mask in zip(steps, masks, strict=True):
-        expected = bytearray(grammars.matcher(texts[step.sequence_id]).compute_bitmask())
-        assert torch.equal(mask, torch.frombuffer(expected, dtype=torch.int32)[:16])
+        assert torch.equal(mask, expected[step.sequence_id])
 
 
 def test_the_benchmark_runs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +25,7 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
 from tandem.workers.tp.process_group import TpGroup, decode_plan, encode_plan
+from tandem.workers.transfer.backend import join_store
 
 T = TypeVar("T")
 
@@ -208,3 +212,54 @@ def test_a_blocking_abort_does_not_block_the_caller() -> None:
 
 def test_gloo_needs_no_abort() -> None:
     TpGroup.listen(**WHERE).abort()
+
+
+def test_a_stranger_in_the_place_of_a_rank_gets_nothing() -> None:
+    """Whoever finds the store's port can join the group, but cannot show the secret of its address."""
+    first = TpGroup.listen(**WHERE)
+    place = first.address.partition("/")[0]
+
+    def intrude() -> str:
+        stranger = TpGroup.join(f"{place}/{'0' * 64}", rank=1, **WHERE)
+        with pytest.raises(RuntimeError) as refused:
+            stranger.connect()
+        return str(refused.value)
+
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(intrude)
+        with pytest.raises(RuntimeError, match=r"^a rank does not know the group's secret$"):
+            first.connect()
+        assert "secret" in result.result()
+
+
+def test_a_stranger_at_the_ports_of_a_running_group_changes_nothing() -> None:
+    """Neither noise at the store and at gloo's ports, nor a client that empties and fills the store."""
+    before = listening()
+
+    def gather(group: TpGroup) -> list[list[int]]:
+        group.receive_message() if group.rank else group.broadcast_message(b"begin")
+        if group.rank == 0:
+            place, _, _ = group.address.partition("/")
+            intrude(place, listening() - before | {int(place.rpartition(":")[2])})
+        return [part.tolist() for part in group.all_gather(torch.full((3,), group.rank))]
+
+    assert on_two_ranks(gather, gather) == ([[0] * 3, [1] * 3],) * 2
+
+
+def listening() -> set[int]:
+    """The ports of loopback at which this process listens."""
+    found = psutil.Process().net_connections("tcp4")
+    return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def intrude(store: str, ports: set[int]) -> None:
+    assert len(ports) >= 2, "the store's and gloo's"
+    for port in ports:
+        for noise in (b"", b"\xff" * 1_000, b"\0" * 1_000, b"GET / HTTP/1.1\r\n\r\n"):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as connection:
+                connection.sendall(noise)
+    host, _, port_text = store.rpartition(":")
+    client: Any = join_store(host, int(port_text), 10)
+    for key in client.list_keys():
+        client.delete_key(key)
+        client.set(key, "noise")

@@ -1,14 +1,15 @@
 """Constrains completions to grammars, which llguidance compiles and matches.
 
 A sequence whose grammar cannot be compiled here, whose tokens violate it, or which takes more than the limits in one
-step fails, and the batch continues.
+step fails, and the batch continues. Those whose masks take long sit steps out, and the others wait for none of them.
 """
 
 import json
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,14 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from ....proto.deep_stack import on_deep_stack
-from ...engine.plan import SequenceStep
+from ...engine.plan import Constrained, SequenceStep
 
 _NUM_RECENT: Final = 32  # kept compiled, used or not
 _MAX_MASK_THREADS: Final = 8
 _CORES_PER_MASK_THREAD: Final = 4
+_TOKENS_AT_ONCE: Final = 16  # read between two looks at the clock; the worst take a millisecond each
+_COMPILE_NICE: Final = 10
+_MAX_SEQUENCE_SECONDS: Final = 60.0  # of masks of one sequence; with the slowest ones these are 4,000 tokens
 _MAX_ERROR_CHARACTERS: Final = 200
 # No step of any grammar that was tried takes more than 15 ms, with 49,152 tokens; llguidance's own limits allow 2 s. A
 # choice of 1,024 texts, a schema with 300 optional properties, and 128 tools are within them.
@@ -38,11 +42,13 @@ _LIMITS: Final = LLParserLimits(
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CompiledGrammar:
-    """Holds a matcher at the beginning of a completion. Its copies share the lexer's states."""
+    """Holds a matcher at the beginning of a completion, and what may begin it. Its copies share the lexer's states."""
 
     matcher: LLMatcher
+    mask: torch.Tensor  # int32 [num_words], a bit for each token
+    is_worn: bool = False  # the lexer may be full, for good
 
 
 class GrammarCache:
@@ -64,27 +70,41 @@ class GrammarCache:
         is held. Raises ValueError if it cannot be compiled. May take seconds, which do not block other threads."""
         with self._lock:
             compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar))
+        if compiled is None or compiled.is_worn:
+            compiled = on_deep_stack(partial(_compile, self._load_tokenizer(), grammar), nice=_COMPILE_NICE)
         with self._lock:
-            compiled = self._compiled.setdefault(grammar, compiled)  # another thread may have been faster
-            self._recent[grammar] = compiled
-            self._recent.move_to_end(grammar)
-            if len(self._recent) > _NUM_RECENT:
-                self._recent.popitem(last=False)
-            return compiled
+            faster = self._compiled.get(grammar)  # of another thread
+            compiled = compiled if faster is None or faster.is_worn else faster
+            self._compiled[grammar] = compiled
+            return self._use(grammar, compiled)
+
+    def find(self, grammar: str) -> CompiledGrammar:
+        """Returns the compiled grammar of a sequence, worn or not; compiles it only if nobody holds it. Raises as
+        `load`."""
+        with self._lock:
+            if compiled := self._compiled.get(grammar):
+                return self._use(grammar, compiled)
+        return self.load(grammar)
+
+    def _use(self, grammar: str, compiled: CompiledGrammar) -> CompiledGrammar:
+        self._recent[grammar] = compiled
+        self._recent.move_to_end(grammar)
+        if len(self._recent) > _NUM_RECENT:
+            self._recent.popitem(last=False)
+        return compiled
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Returns a matcher at the beginning of a completion. Raises ValueError if the grammar cannot be compiled."""
-        found = self.load(grammar)
+        found = self.find(grammar)
         with self._lock:
             return found.matcher.deep_copy()
 
     def forget(self, grammar: str) -> None:
         """Makes the next `load` compile it anew: the lexer that all matchers of a grammar share may be full."""
         with self._lock:
-            self._compiled.pop(grammar, None)
             self._recent.pop(grammar, None)
+            if compiled := self._compiled.get(grammar):
+                compiled.is_worn = True
 
     def _load_tokenizer(self) -> LLTokenizer:
         """Reads the tokenizer at its first use. Raises ValueError if it does not support grammars."""
@@ -104,95 +124,177 @@ class GrammarCache:
 def _compile(tokenizer: LLTokenizer, grammar: str) -> CompiledGrammar:
     """Compiles a grammar, recursing over chains of rules. Raises ValueError if it is not valid or over the limits."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-    matcher.compute_bitmask()  # fills the lexer's cache for all copies, and may reach a limit
+    mask = matcher.compute_bitmask()  # fills the lexer's cache for all copies, and may reach a limit
     if matcher.is_error():
         raise ValueError(f"the grammar cannot be compiled: {_brief(matcher.get_error())}")
-    return CompiledGrammar(matcher)
+    return CompiledGrammar(matcher, torch.frombuffer(bytearray(mask), dtype=torch.int32))
+
+
+@dataclass(slots=True, eq=False)
+class _Constraint:
+    """Holds how far one sequence under a grammar is."""
+
+    grammar: str
+    num_read: int  # of its tokens that are prompt or were given to its matcher
+    matcher: LLMatcher | None = None  # at the beginning of a completion none is needed
+    mask: torch.Tensor | None = None  # what may follow the tokens that were read, int32 [num_words]
+    seconds: float = 0.0  # that its masks have taken
+    turn: float = 0.0  # who has the least is next; grows by the same seconds
+    failure: str = ""  # why it cannot continue
+
+    def is_ready(self, num_tokens: int) -> bool:
+        """Whether what may follow its first num_tokens is known."""
+        return bool(self.failure) or (self.num_read >= num_tokens and self.mask is not None)
+
+    def charge(self, seconds: float) -> None:
+        """Counts the time that its masks take, and ends it when that is too much."""
+        self.seconds += seconds
+        self.turn += seconds
+        if self.seconds > _MAX_SEQUENCE_SECONDS and not self.failure:
+            self.fail(f"it has taken more than {_MAX_SEQUENCE_SECONDS:g} seconds to find what may follow its tokens")
+
+    def fail(self, reason: str) -> None:
+        """Ends it with its next sample."""
+        self.failure = f"grammar: {reason}"
+        self.matcher = self.mask = None
 
 
 class GrammarMatchers:
     """Holds a matcher for each sequence under a grammar. Used from one thread."""
 
-    def __init__(self, grammars: GrammarCache | None, vocab_size: int) -> None:
-        """Without `grammars` no sequence is constrained."""
+    def __init__(
+        self, grammars: GrammarCache | None, vocab_size: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Without `grammars` no sequence is constrained. `clock` returns seconds."""
         self._grammars = grammars
+        self._clock = clock
         self._num_words = -(-vocab_size // 32)
         ends = np.zeros(32 * self._num_words, bool)
         ends[list(grammars.end_ids if grammars else ())] = True
         self._ends = torch.from_numpy(np.packbits(ends, bitorder="little").view(np.int32))  # [num_words], bits
-        self._matchers: dict[int, LLMatcher | str] = {}  # or why there is none
-        self._texts: dict[int, str] = {}
-        self._num_read: dict[int, int] = {}  # tokens of the sequence that are prompt or were given to its matcher
+        self._constraints: dict[int, _Constraint] = {}
         self._failures: dict[int, str] = {}
+        self._turn = 0.0  # the highest that was served
         # On few cores more threads compete with the model's: one wait for a core is longer than most masks take.
         self._num_threads = min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // _CORES_PER_MASK_THREAD)
         self._executor: LLExecutor | None = None
 
     def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._matchers
+        return sequence_id in self._constraints
 
     def admit(self, sequence_id: int, grammar: str, history: Sequence[int], num_prompt: int) -> None:
-        """Adds a sequence, or replaces it; its tokens so far are `history`. May take seconds if the grammar is not
-        compiled."""
+        """Adds a sequence, or replaces it; its tokens so far are `history`. Whatever `prepare` has done for it is
+        kept."""
         if self._grammars is None:
             return
-        try:
-            matcher = self._grammars.matcher(grammar)
-        except ValueError as error:
-            self._matchers[sequence_id] = f"grammar: {error}"
-        else:
-            matcher.consume_tokens(list(history[num_prompt:]))
-            self._matchers[sequence_id] = matcher
-        self._texts[sequence_id] = grammar
-        self._num_read[sequence_id] = len(history)
+        known = self._constraints.get(sequence_id)
+        if known is None or known.grammar != grammar or not known.is_ready(len(history)):
+            known = self._constraints[sequence_id] = _Constraint(grammar, num_prompt, turn=self._turn)
+            if len(history) > num_prompt:
+                self._read(known, history)
 
     def release(self, sequence_id: int) -> None:
         """Removes a sequence, if it is there."""
-        self._matchers.pop(sequence_id, None)
-        self._texts.pop(sequence_id, None)
-        self._num_read.pop(sequence_id, None)
+        self._constraints.pop(sequence_id, None)
+
+    def prepare(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        """See `Executor.prepare_masks`. One mask takes 5 to 500 us, or what the limits allow, with the GIL released.
+
+        Who has had the least time so far comes first: a sequence whose masks take long does not delay those whose masks
+        do not. A new one begins where the others are, so none waits for ever."""
+        ready, waiting = [], []
+        for each in sequences:
+            known = self._constraints.get(each.sequence_id)
+            if known is None:
+                known = _Constraint(each.grammar, each.num_prompt, turn=self._turn)
+                self._constraints[each.sequence_id] = known
+            if known.is_ready(len(each.tokens)):
+                ready.append(each.sequence_id)
+            else:
+                waiting.append((known, each))
+        waiting.sort(key=lambda pair: pair[0].turn)
+        began = now = self._clock()
+        size = max(self._num_threads, 1)
+        for group in (waiting[first : first + size] for first in range(0, len(waiting), size)):
+            if now > began + seconds:
+                break
+            self._turn = max(self._turn, group[-1][0].turn)
+            for known, each in group:
+                self._read(known, each.tokens, began + seconds)
+            self._compute([known for known, each in group if known.num_read == len(each.tokens)])
+            before, now = now, self._clock()
+            for known, _ in group:
+                known.charge((now - before) / len(group))
+            ready += [each.sequence_id for known, each in group if known.is_ready(len(each.tokens))]
+        return ready
 
     def masks(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """Consumes the tokens of the steps of sequences under grammars, none of them pending, and returns what may
-        follow: int32 [num_steps, num_words], a bit for each token; for failed sequences only the end tokens.
-
-        Takes 5 to 500 us a sequence, or what the limits allow, with the GIL released; a GPU meanwhile computes the
-        logits."""
-        masks = torch.zeros(len(steps), self._num_words, dtype=torch.int32)
-        matchers: list[tuple[LLMatcher, int]] = []
-        for row, step in enumerate(steps):
-            matcher = self._matchers[step.sequence_id]
-            if isinstance(matcher, str):
-                masks[row] = self._ends
-                self._failures[step.sequence_id] = matcher
-                continue
-            num_read = self._num_read[step.sequence_id]
-            matcher.consume_tokens(list(step.token_ids[max(num_read - step.start, 0) :]))
-            self._num_read[step.sequence_id] = max(num_read, step.start + len(step.token_ids))
-            matchers.append((matcher, row))
-        num_bytes = 4 * self._num_words
-        if self._num_threads > 1 and len(matchers) > 1:
-            self._executor = self._executor or LLExecutor(self._num_threads)
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), num_bytes, len(steps))
-        else:
-            for matcher, row in matchers:
-                matcher.unsafe_compute_mask_ptr(masks.data_ptr() + row * num_bytes, num_bytes)
-        for matcher, row in matchers:
-            if matcher.is_error():
-                masks[row] = self._ends
-                self._fail(steps[row].sequence_id, matcher)
-        return masks
+        """Returns what may follow the tokens of the steps of sequences under grammars, none of them pending: int32
+        [num_steps, num_words], a bit for each token; for failed sequences only the end tokens. Computes what has not
+        been prepared."""
+        constraints = [self._constraints[step.sequence_id] for step in steps]
+        for known, step in zip(constraints, steps, strict=True):
+            if unread := step.token_ids[max(known.num_read - step.start, 0) :]:
+                self._consume(known, unread)
+        self._compute([known for known in constraints if known.mask is None])
+        for known, step in zip(constraints, steps, strict=True):
+            if known.failure:
+                self._failures[step.sequence_id] = known.failure
+        masks = [self._ends if known.mask is None else known.mask for known in constraints]
+        return torch.stack(masks)
 
     def take_failures(self) -> dict[int, str]:
         """Returns by sequence why those failed whose masks were computed since the last call."""
         failures, self._failures = self._failures, {}
         return failures
 
-    def _fail(self, sequence_id: int, matcher: LLMatcher) -> None:
-        reason = f"grammar: the completion cannot continue: {_brief(matcher.get_error())}"
-        self._matchers[sequence_id] = self._failures[sequence_id] = reason
+    def _read(self, known: _Constraint, tokens: Sequence[int], deadline: float = float("inf")) -> None:
+        """Gives the matcher the tokens of a sequence that it has not read yet, some at least before the deadline."""
+        while known.num_read < len(tokens) and not known.failure:
+            self._consume(known, tokens[known.num_read : known.num_read + _TOKENS_AT_ONCE])
+            if self._clock() > deadline:
+                return
+
+    def _consume(self, known: _Constraint, tokens: Sequence[int]) -> None:
+        known.mask = None
+        if known.matcher is None and not known.failure and self._grammars is not None:
+            try:
+                known.matcher = self._grammars.matcher(known.grammar)
+            except ValueError as error:
+                known.fail(str(error))
+        if known.matcher is not None:
+            known.matcher.consume_tokens(list(tokens))
+        known.num_read += len(tokens)
+
+    def _compute(self, constraints: Sequence[_Constraint]) -> None:
+        """Computes the masks of what may follow the tokens that were read."""
+        todo: list[tuple[_Constraint, LLMatcher]] = []
+        for known in constraints:
+            if known.matcher is not None:
+                todo.append((known, known.matcher))
+            elif not known.failure and self._grammars is not None:
+                try:
+                    known.mask = self._grammars.find(known.grammar).mask[: self._num_words]
+                except ValueError as error:
+                    known.fail(str(error))
+        masks = torch.zeros(len(todo), self._num_words, dtype=torch.int32)
+        num_bytes = 4 * self._num_words
+        if self._num_threads > 1 and len(todo) > 1:
+            self._executor = self._executor or LLExecutor(self._num_threads)
+            matchers = [(matcher, row) for row, (_, matcher) in enumerate(todo)]
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), num_bytes, len(todo))
+        else:
+            for row, (_, matcher) in enumerate(todo):
+                matcher.unsafe_compute_mask_ptr(masks.data_ptr() + row * num_bytes, num_bytes)
+        for mask, (known, matcher) in zip(masks, todo, strict=True):
+            known.mask = mask
+            if matcher.is_error():
+                self._fail(known, matcher)
+
+    def _fail(self, known: _Constraint, matcher: LLMatcher) -> None:
+        known.fail(f"the completion cannot continue: {_brief(matcher.get_error())}")
         if self._grammars is not None:
-            self._grammars.forget(self._texts[sequence_id])
+            self._grammars.forget(known.grammar)
 
 
 def _brief(error: str) -> str:

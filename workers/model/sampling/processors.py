@@ -40,7 +40,7 @@ class LogitsProcessors:
 
     def admit(self, step: SequenceStep, params: SamplingParams) -> None:
         """Adds a sequence, or replaces it, if it uses any logits processor."""
-        self.release(step.sequence_id)
+        self._forget(step.sequence_id)
         prompt, completion = step.history[: step.num_prompt], step.history[step.num_prompt :]
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
@@ -54,15 +54,22 @@ class LogitsProcessors:
             self._bad_words.admit(step.sequence_id, params.bad_words, step.history)
         if params.grammar:
             self.matchers.admit(step.sequence_id, params.grammar, step.history, step.num_prompt)
+        else:
+            self.matchers.release(step.sequence_id)
         if params.logit_bias or params.needs_history:
             self._always.add(step.sequence_id)
 
     def release(self, sequence_id: int) -> None:
         """Removes a sequence, if it is there."""
+        self._forget(sequence_id)
+        self.matchers.release(sequence_id)
+
+    def _forget(self, sequence_id: int) -> None:
+        """Removes a sequence but for its matcher, which may be there before the sequence."""
         self._always.discard(sequence_id)
         self._biases.pop(sequence_id, None)
         self._stops.pop(sequence_id, None)
-        for feature in (self._penalties, self._bad_words, self.matchers):
+        for feature in (self._penalties, self._bad_words):
             feature.release(sequence_id)
 
     def rows(self, steps: Sequence[SequenceStep]) -> list[int]:

@@ -3,13 +3,13 @@
 Sequences that want nothing but temperature and filters cost what they would cost in a batch of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
 
-from ...engine.plan import SamplingParams, SequenceStep
+from ...engine.plan import Constrained, SamplingParams, SequenceStep
 from ..device import indices, take_rows
 from .grammar import GrammarCache
 from .gumbel import sample
@@ -71,6 +71,10 @@ class Sampler:
         self._params.pop(sequence_id, None)
         self._processors.release(sequence_id)
         self._special.discard(sequence_id)
+
+    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        """See `Executor.prepare_masks`."""
+        return self._processors.matchers.prepare(sequences, seconds)
 
     def __call__(self, logits: torch.Tensor, steps: Sequence[SequenceStep]) -> SampledTokens:
         """Samples from logits [num_sequences, vocab_size] of the steps that sample, in their order."""
