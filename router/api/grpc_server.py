@@ -51,11 +51,8 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 2),
-    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 300_000),
     ("grpc.max_connection_age_ms", 3_600_000),  # its streams then have as long to end
     ("grpc.max_connection_age_grace_ms", 3_600_000),
 ]
@@ -72,6 +69,9 @@ class GrpcServer:
         compression: grpc.Compression = grpc.Compression.NoCompression,
         audit: AuditLog | None = None,
         stall_seconds: float = STALL_SECONDS,
+        head_seconds: float = 10.0,
+        idle_seconds: float = 300.0,
+        max_connections: int = MAX_CONNECTIONS,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
         shares_port: bool = False,
@@ -87,7 +87,15 @@ class GrpcServer:
         self._authenticator = authenticator or Authenticator()
         self._server = grpc.aio.server(
             interceptors=[_KeyInterceptor(self._authenticator, self._audit)],
-            options=[*_OPTIONS, ("grpc.so_reuseport", shares_port)],
+            options=[
+                *_OPTIONS,
+                # A client has so long for the begin of HTTP/2. gRPC knows no bound by address, and refuses new
+                # connections when there are too many.
+                ("grpc.server_handshake_timeout_ms", round(1_000 * head_seconds)),
+                ("grpc.max_connection_idle_ms", round(1_000 * idle_seconds)),
+                ("grpc.max_allowed_incoming_connections", max_connections),
+                ("grpc.so_reuseport", shares_port),
+            ],
             compression=compression,
         )
         self._server.add_generic_rpc_handlers((self._handlers(),))

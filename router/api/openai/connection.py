@@ -26,6 +26,7 @@ class ConnectionBounds:
     stall_seconds: float = STALL_SECONDS
     head_seconds: float = _HEAD_SECONDS
     request_seconds: float = 70.0  # for a whole request; the app answers one whose body takes a minute
+    idle_seconds: float = 300.0  # of a gRPC connection without a call; its client connects anew
     max_connections: int = MAX_CONNECTIONS
     max_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
     per_address: Counter[str] = field(default_factory=Counter)

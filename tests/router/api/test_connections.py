@@ -155,3 +155,62 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(model
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_MESSAGE_BYTES + 1}\r\n\r\n"
         writer.write(head.encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame without any
+
+
+async def list_models(address: str) -> None:
+    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        assert await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT, wait_for_ready=True)
+
+
+@pytest.mark.parametrize("said", [b"", HTTP2_PREFACE], ids=["nothing", "no settings"])
+async def test_a_grpc_connection_that_says_nothing_is_ended(model: ServedModel, said: bytes) -> None:
+    async with serving(model, ConnectionBounds(head_seconds=0.3)) as (servers, _):
+        async with connected(servers.grpc_address) as (reader, writer):
+            writer.write(said)
+            with suppress(ConnectionError):
+                await reader.read()  # to its end
+        await list_models(servers.grpc_address)
+
+
+async def test_a_grpc_connection_without_a_call_is_ended(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds(idle_seconds=0.5)) as (servers, _):
+        async with connected(servers.grpc_address) as (reader, writer):
+            writer.write(HTTP2_PREFACE + HTTP2_SETTINGS)
+            with suppress(ConnectionError):
+                await reader.read()
+        await list_models(servers.grpc_address)
+
+
+async def test_grpc_takes_no_more_connections_than_its_bound_and_new_ones_when_some_end(model: ServedModel) -> None:
+    bounds = ConnectionBounds(max_connections=8, head_seconds=0.5)
+    async with serving(model, bounds) as (servers, _), AsyncExitStack() as scope:
+        for _ in range(40):
+            await scope.enter_async_context(connected(servers.grpc_address))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await refused_call(servers.grpc_address)
+        await list_models(servers.grpc_address)  # it tries again, and those that say nothing have been ended
+
+
+async def refused_call(address: str) -> None:
+    """Fails with the first connection that fails."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT)
+
+
+async def test_thousands_of_grpc_connections_that_come_and_go_leave_room(model: ServedModel) -> None:
+    async with serving(model, ConnectionBounds(max_connections=16)) as (servers, _):
+        for _ in range(500):
+            async with connected(servers.grpc_address):
+                pass
+        async with asyncio.timeout(WAIT):
+            while True:
+                with suppress(grpc.aio.AioRpcError):
+                    await list_models(servers.grpc_address)
+                    return
