@@ -44,31 +44,24 @@ SHARING_PATHS: Final = (
         "test_examples.py",
         "test_extending.py",
     ),
-    *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/transfer/test_piece_writer.py"),
+    *("cluster/bench/test_bench.py", "cluster/cli/test_cli_client.py", "cluster/test_runtime.py", "matrix"),
+    *("router/client", "router/scheduling/test_simulation.py"),
+    *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "rehand")),
+    *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
+    *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "peer_tls")),
+    *(f"workers/test_{name}.py" for name in ("session", "strangers", "worker")),
+    *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair", "piece_writer", "receiver")),
+    *(f"workers/transfer/test_{name}.py" for name in ("second_fetch", "sender", "shared_memory", "toy_transport")),
+    "workers/transfer/test_unequal.py",
 )
-"""Files and folders of tests that may use network, processes and models, but share the machine with other tests."""
+"""Files and folders of tests that may use network, processes, models or many seconds, but share the machine with other
+tests."""
 
 ALONE_PATHS: Final = (
-    *("cluster/bench/test_bench.py", "cluster/cli/test_cli.py", "cluster/cli/test_cli_client.py"),
-    *(
-        "cluster/test_app.py",
-        "e2e",
-        "gpu",
-        "k8s/test_pods.py",
-        "k8s/test_serve_app.py",
-        "matrix",
-        "router/client",
-        "router/dispatch/test_cancel.py",
-    ),
-    *(f"router/dispatch/test_{name}.py" for name in ("dispatcher", "drain", "faults", "rehand")),
-    *("cluster/test_runtime.py", "soak", "workers/tp"),
-    *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "session")),
-    *("workers/test_peer_tls.py", "workers/test_strangers.py", "workers/test_suspend.py", "workers/test_worker.py"),
-    *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair")),
-    *(f"workers/transfer/test_{name}.py" for name in ("receiver", "second_fetch", "sender")),
-    *(f"workers/transfer/test_{name}.py" for name in ("shared_memory", "toy_transport", "unequal")),
+    *("cluster/cli/test_cli.py", "cluster/test_app.py", "e2e", "gpu", "k8s/test_pods.py", "k8s/test_serve_app.py"),
+    *("soak", "workers/test_suspend.py"),
 )
-"""Those that want it for themselves: whole services, and faults that are to be noticed in time."""
+"""Those that want it for themselves: whole services on Ray, and what is to happen in time."""
 
 IO_PATHS: Final = SHARING_PATHS + ALONE_PATHS
 """Those that are not in the quick tier."""

@@ -12,7 +12,7 @@ from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, fleet
 from tandem.tests.token_request import token_request
 
-NUM_TOKENS = 48
+NUM_TOKENS = 24
 LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 127, 128, 160, 200, 256, 300, 333, 512, 1500)
 
 Likeliest = Callable[[tuple[int, ...], tuple[int, ...]], list[int]]

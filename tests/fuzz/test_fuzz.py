@@ -4,7 +4,7 @@
 is guided by coverage, where atheris is installed."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tandem.tests.fuzz.mutations import inputs
@@ -40,7 +40,7 @@ def test_a_parser_that_fails_otherwise_is_found() -> None:
 
     target = Target(read=broken, raises=(ValueError,), seeds=[b"abc"])
 
-    @settings(database=None, max_examples=500)
+    @settings(database=None, max_examples=500, phases=[Phase.generate])
     @given(inputs(target.seeds))
     def run(data: bytes) -> None:
         target(data)
