@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse
 
 from ..proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ..proto.identity import PeerIdentity
+from ..proto.metrics import NULL_METRICS
 from ..proto.shared_result import SharedResult
 from ..router.api.browsers import BrowserRules
 from ..workers.engine.config import Budgets
@@ -31,6 +32,8 @@ from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, Rou
 from .members import Continuity, Members
 from .ranks import node_host, rank_threads, start_ranks
 from .status import describe_workers, drain_workers
+from .telemetry.logs import write_json_logs
+from .telemetry.ray_metrics import RayMetrics, report_figures
 
 if TYPE_CHECKING:
     from .runtime import RouterRuntime
@@ -58,6 +61,8 @@ class Replica:
 
     def __init__(self, config: TandemConfig, kind: str) -> None:
         go_first()
+        if config.log_format == "json":
+            write_json_logs()
         self._config = config
         self._directory = DirectoryClient(config.name)
         self._label = f"tandem {kind} {config.served_name}"
@@ -118,8 +123,14 @@ class WorkerPool(Replica):
             gpu=config.device == "cuda",
         )
         addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
-        self._worker = worker = await Worker.start(worker_config, worker_id=self._member_id, role=role, ranks=addresses)
-        self._run(worker.stop, self._exit_on_failure(worker), self._heartbeat(worker))
+        self._worker = worker = await Worker.start(
+            worker_config,
+            worker_id=self._member_id,
+            role=role,
+            ranks=addresses,
+            metrics=RayMetrics(config.served_name, role) if config.metrics else NULL_METRICS,
+        )
+        self._run(worker.stop, self._exit_on_failure(worker), self._heartbeat(worker), report_figures(worker))
 
     def check_health(self) -> None:
         """Raises if the worker can serve no more; Serve then replaces the replica."""
@@ -152,6 +163,8 @@ class WorkerPool(Replica):
 class Router(Replica):
     """Runs one router, and answers the status page behind Serve's HTTP proxy."""
 
+    _runtime: "RouterRuntime | None" = None  # until the start has succeeded
+
     async def __init__(  # type: ignore[misc]
         self, config: TandemConfig, folder: str, replicas: int, continuity: Continuity, *pools: object
     ) -> None:
@@ -176,8 +189,24 @@ class Router(Replica):
             workers=self._members.fitting,
             replaced=[each.addresses for each in self._members.other_routers],
         )
+        await runtime.serve_ops(
+            config.router.ops_port,
+            num_routers=replicas,
+            application=self._application,
+            replaced=[each.ops_address for each in self._members.other_routers],
+        )
         self._authenticator = runtime.authenticator
+        self._runtime = runtime
         self._run(runtime.stop, self._watch(runtime), *(watch.run() for watch in runtime.watches))
+
+    def check_health(self) -> None:
+        """Raises if the router can serve no more; Serve then replaces the replica."""
+        try:
+            super().check_health()
+        except BaseException:
+            if self._runtime is not None:
+                self._runtime.fail()
+            raise
 
     async def __call__(self, request: Request) -> JSONResponse:
         """Answers the status page, which only tells, to callers with a key if the service has keys; not to pages in
@@ -201,7 +230,7 @@ class Router(Replica):
             "service": self._config.name,
             "model": self._config.served_name,
             "routers": [
-                {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address}
+                {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address, "ops": each.ops_address}
                 for each in self._members.routers
             ],
             "workers": await self._described.get(),
@@ -213,13 +242,15 @@ class Router(Replica):
 
     async def wait_for_members(
         self, num_routers: int, num_prefill: int, num_decode: int, timeout: float
-    ) -> tuple[list[str], list[str]]:
-        """Returns the gRPC and the HTTP addresses of this application's routers, once it has that many routers and
-        workers, and each router of the service knows all its workers. Raises TimeoutError."""
+    ) -> tuple[list[str], list[str], list[str]]:
+        """Returns the gRPC, the HTTP and the ops addresses of this application's routers, once it has that many routers
+        and workers, and each router of the service knows all its workers. Raises TimeoutError."""
 
         await self._members.wait_complete(num_routers, num_prefill, num_decode, timeout)
         own = self._members.own_routers
-        return [each.grpc_address for each in own], [each.http_address for each in own]
+        addresses = zip(*((each.grpc_address, each.http_address, each.ops_address) for each in own), strict=True)
+        grpc, http, ops = map(list, addresses)
+        return grpc, http, ops
 
     async def drain_others(self, seconds: float) -> int:
         """Has the workers of the application that this one replaces drain; returns how many requests they have left
@@ -235,6 +266,7 @@ class Router(Replica):
                 router_id=self._member_id,
                 grpc_address=runtime.grpc_address,
                 http_address=runtime.http_address,
+                ops_address=runtime.ops_address,
                 num_workers=len(self._members.workers),
                 application=self._application,
             )

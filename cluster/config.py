@@ -111,6 +111,15 @@ class PeerTlsConfig(BaseModel):
         return self
 
 
+class TracingConfig(BaseModel):
+    """Configures where spans of requests go, over OTLP; needs the extra `otel`."""
+
+    model_config = _SECTION
+
+    endpoint: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^/ ]+")] | None = None  # with /v1/traces
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)  # of requests whose caller has not decided
+
+
 class RouterConfig(BaseModel):
     """Configures the routers: how many, the ports of their API servers, the bounds of the queue, where they may run."""
 
@@ -123,6 +132,7 @@ class RouterConfig(BaseModel):
     # Ports of each router; 0 takes a free one. A router whose node has another router on them takes the next ones.
     grpc_port: Port = 50_051
     http_port: Port = 8_080
+    ops_port: Port = 9_464  # of /metrics, /live and /ready; if another program has it, any free one
     tls: TlsConfig | None = None  # None: in plaintext
     reflection: bool = False
     # Of gRPC responses, to clients that accept it. Token messages are small: compression costs more time than it
@@ -220,6 +230,9 @@ class TandemConfig(BaseModel):
     dashboard: bool = False
     # Of `tandem key identity`: what the processes of a service know each other by. None: made when it is launched.
     identity_file: AbsolutePath | None = None
+    metrics: bool = True  # False counts nothing, to measure what it costs
+    log_format: Literal["text", "json"] = "text"  # json: a line for each request, and the request's id in all lines
+    tracing: TracingConfig = TracingConfig()
     auth: AuthConfig = AuthConfig()
     peer_tls: PeerTlsConfig = PeerTlsConfig()
     router: RouterConfig = RouterConfig()

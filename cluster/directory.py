@@ -36,6 +36,7 @@ class RouterInfo:
     http_address: str  # HOST:PORT
     num_workers: int = 0  # that it knows
     application: str = ""  # the deployment of the service that it belongs to
+    ops_address: str = ""  # HOST:PORT of /metrics
 
     @property
     def addresses(self) -> tuple[str, str]:

@@ -46,6 +46,9 @@ END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
 _RETIRE_SECONDS: Final = 60.0
 
+RouterAddresses = tuple[list[str], list[str], list[str]]
+"""HOST:PORT of every router: gRPC, HTTP, ops."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
@@ -54,6 +57,7 @@ class Service:
     config: TandemConfig
     grpc_addresses: Sequence[str]
     http_addresses: Sequence[str]
+    ops_addresses: Sequence[str]
     status_url: str
     application: str  # its name in Ray Serve
     ray_processes: Sequence[psutil.Process] = ()  # of a Ray of its own, those without which it ends
@@ -66,7 +70,8 @@ class Service:
     @property
     def addresses(self) -> str:
         """Returns all addresses as `tandem serve` prints them."""
-        return f"grpc={','.join(self.grpc_addresses)} http={','.join(self.http_addresses)}"
+        kinds = {"grpc": self.grpc_addresses, "http": self.http_addresses, "ops": self.ops_addresses}
+        return " ".join(f"{kind}={','.join(addresses)}" for kind, addresses in kinds.items())
 
     def wait(self) -> None:
         """Waits until a signal's handler raises, or another command has replaced the service. Raises Unavailable if a
@@ -110,12 +115,15 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
         status_url = f"{root_url}/{application}"
         try:
             with _in_one_line("the service"):
-                grpc_addresses, http_addresses = _deploy(config, folder, application, running, continuity)
+                grpc_addresses, http_addresses, ops_addresses = _deploy(
+                    config, folder, application, running, continuity
+                )
             with kept_identity(continuity.identity, status_url):
                 yield Service(
                     config=config,
                     grpc_addresses=grpc_addresses,
                     http_addresses=http_addresses,
+                    ops_addresses=ops_addresses,
                     status_url=status_url,
                     application=application,
                     ray_processes=ray_processes,
@@ -248,9 +256,8 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
 
 def _deploy(
     config: TandemConfig, folder: str, application: str, running: str | None, continuity: Continuity
-) -> tuple[list[str], list[str]]:
-    """Deploys and waits until every router answers, and what ran before has ended; returns their gRPC and HTTP
-    addresses."""
+) -> RouterAddresses:
+    """Deploys and waits until every router answers, and what ran before has ended; returns their addresses."""
     deadline = time.monotonic() + config.start_seconds
     alive = [_offer(node) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     nodes = [node for node in alive if node.resources.get("CPU")]
@@ -259,14 +266,14 @@ def _deploy(
     app = build_app(config, folder, nodes, num_routers, continuity)
     target = serve.RunTarget(target=app, name=application, route_prefix=f"/{application}")
     (router,) = serve.run_many([target], wait_for_applications_running=False)
-    grpc_addresses, http_addresses = _wait(config, application, router, num_routers, deadline)
-    for address in grpc_addresses if config.router.tls is None else ():  # whose CA and names are the clients' matter
+    addresses = _wait(config, application, router, num_routers, deadline)
+    for address in addresses[0] if config.router.tls is None else ():  # whose CA and names are the clients' matter
         with Client(address) as client:
             if not client.health(timeout=HEALTH_SECONDS):
                 raise Unavailable(f"the service has started, but does not answer at {address}")
     if running is not None:
         retire(running, router, max(deadline - time.monotonic(), _RETIRE_SECONDS))
-    return grpc_addresses, http_addresses
+    return addresses
 
 
 def _check_interfaces(config: TandemConfig) -> None:
@@ -283,14 +290,14 @@ def _offer(node: Mapping[str, Any]) -> NodeOffer:
 
 def _wait(
     config: TandemConfig, application: str, router: DeploymentHandle[Any], num_routers: int, deadline: float
-) -> tuple[list[str], list[str]]:
+) -> RouterAddresses:
     """Waits until every router knows all workers; checks meanwhile whether Serve has given up."""
     ready = router.wait_for_members.remote(
         num_routers, config.prefill.replicas, config.decode.replicas, config.start_seconds
     )
     while time.monotonic() < deadline:
         try:
-            addresses: tuple[list[str], list[str]] = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
+            addresses: RouterAddresses = ready.result(timeout_s=FAILURE_CHECK_SECONDS)
             return addresses
         except TimeoutError:
             status = serve.status().applications[application]

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -12,6 +12,7 @@ import grpc
 
 from ..proto import worker_pb2
 from ..proto.identity import PeerIdentity
+from ..proto.metrics import Metrics
 from ..router.api.browsers import ANY as ANY_HOST
 from ..router.api.browsers import BrowserRules
 from ..router.api.openai.connection import ConnectionBounds
@@ -28,6 +29,7 @@ from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
 from .config import AuthConfig, RouterConfig, TandemConfig, check_interface, is_loopback
+from .telemetry.monitor import RouterMonitor, open_spans
 
 _MAX_PORT: Final = 65_535
 
@@ -45,6 +47,7 @@ class RouterRuntime:
         servers: ApiServers,
         authenticator: Authenticator,
         watches: Sequence[FileWatch[Any]],
+        monitor: RouterMonitor,
         claims: ExitStack,
     ) -> None:
         self.authenticator = authenticator
@@ -57,6 +60,10 @@ class RouterRuntime:
         self.grpc_address, self.http_address = (
             f"{host}:{_port(bound)}" for bound in (servers.grpc_address, servers.http_address)
         )
+        self.ops_address = ""  # once `serve_ops` has returned
+        self._monitor = monitor
+        self._is_stopping = False
+        self._host, self._bind = host, servers.http_address.rpartition(":")[0]
 
     @classmethod
     async def start(
@@ -82,19 +89,19 @@ class RouterRuntime:
         router, bind = config.router, config.router.bind or host
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, resume_key)
-        tls = _server_tls(router, watches)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
-        admission = _admission(router, registry)
-        dispatcher = Dispatcher(registry, admission, identity=identity, park_seconds=router.park_seconds)
+        browsers = _browser_rules(config, host)
+        monitor = _monitor(config, browsers)
+        service, dispatcher = _service(config, folder, registry, monitor, identity, resume_key)
         start_servers = partial(
             ApiServers.start,
-            GenerationService([_served_model(config, folder)], dispatcher, admission, resume_key),
+            service,
             reflection=router.reflection,
             compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
-            browsers=_browser_rules(config, host),
+            browsers=browsers,
             bounds=_bounds(router),
             authenticator=authenticator,
-            tls=tls,
+            tls=_server_tls(router, watches),
             shares_ports=True,
         )
         registry.update(workers)
@@ -105,7 +112,7 @@ class RouterRuntime:
                 with ExitStack() as scope:
                     claims = [scope.enter_context(closing(claim(each))) for each in addresses]
                     servers = await start_servers(grpc_address=claims[0].address, http_address=claims[1].address)
-                    return cls(host, registry, dispatcher, servers, authenticator, watches, scope.pop_all())
+                    return cls(host, registry, dispatcher, servers, authenticator, watches, monitor, scope.pop_all())
             except (OSError, RuntimeError) as error:
                 taken = error
         raise taken
@@ -114,15 +121,59 @@ class RouterRuntime:
         """Replaces the registry's list of workers by the directory's."""
         known = list(workers)
         self._registry.update(known)
-        await self._servers.set_serving(any(worker.role == worker_pb2.ROLE_DECODE for worker in known))
+        can_serve = any(worker.role == worker_pb2.ROLE_DECODE for worker in known)
+        if not self._is_stopping:
+            self._monitor.ops.reason = "" if can_serve else "no decode worker"
+            await self._servers.set_serving(can_serve)
+
+    async def serve_ops(
+        self, port: int, *, num_routers: int = 1, application: str = "", replaced: Collection[str] = ()
+    ) -> None:
+        """Serves /metrics, /live and /ready beside the API servers: on `port`, of several routers of one host on those
+        after it, else on any free one. `replaced`: their addresses at the routers that this one replaces.
+
+        A router that replaces another listens beside it, so for as long as both are there, either answers."""
+        wanted = [port + index for index in range(num_routers) if port and port + index <= _MAX_PORT]
+        kept = [_port(each) for each in replaced if each.rpartition(":")[0] == self._host]
+        shared = [f"{self._bind}:{each}" for each in kept]
+        for each in (*([] if port else kept), *wanted, 0):
+            with suppress(OSError), ExitStack() as scope:
+                claim = scope.enter_context(closing(PortClaim(f"{self._bind}:{each}", application, shared)))
+                bound = await self._monitor.ops.start(claim.address, shares_port=True)
+                self.ops_address = f"{self._host}:{_port(bound)}"
+                self._claims.push(scope.pop_all())
+                break
+
+    def fail(self) -> None:
+        """Reports that this router cannot be used any more."""
+        self._monitor.ops.failure = "failed"
 
     async def stop(self, grace: float) -> None:
         """Refuses new requests, gives running ones `grace` seconds, then ends everything. Who is cut reads why."""
+        self._is_stopping, self._monitor.ops.reason = True, "draining"
         await self._servers.set_serving(False)
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
         await self._servers.stop(grace + _LAST_ANSWER_SECONDS)
+        await self._monitor.close()
         self._claims.close()
         await self._dispatcher.close()
+
+
+def _service(
+    config: TandemConfig,
+    folder: Path,
+    registry: WorkerRegistry,
+    monitor: RouterMonitor,
+    identity: PeerIdentity,
+    resume_key: bytes,
+) -> tuple[GenerationService, Dispatcher]:
+    admission = _admission(config.router, registry, monitor.metrics)
+    dispatcher = Dispatcher(
+        registry, admission, identity=identity, park_seconds=config.router.park_seconds, metrics=monitor.metrics
+    )
+    monitor.watch(admission, dispatcher, registry)
+    models = [_served_model(config, folder)]
+    return GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry), dispatcher
 
 
 def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
@@ -131,6 +182,17 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
         name=config.served_name,
         tokenizer=Tokenizer.load(folder),
         context_tokens=min(config.context_tokens or longest, longest),
+    )
+
+
+def _monitor(config: TandemConfig, browsers: BrowserRules) -> RouterMonitor:
+    tracing = config.tracing
+    return RouterMonitor(
+        config.served_name,
+        counts=config.metrics,
+        browsers=browsers,
+        spans=open_spans(tracing.endpoint, tracing.sample_ratio, config.name, config.served_name),
+        logs_requests=config.log_format == "json",
     )
 
 
@@ -148,12 +210,13 @@ def _bounds(router: RouterConfig) -> ConnectionBounds:
     )
 
 
-def _admission(router: RouterConfig, registry: WorkerRegistry) -> Admission:
+def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics) -> Admission:
     return Admission(
         registry,
         max_queued_tokens=router.max_queued_tokens,
         max_queued_requests=router.max_queued_requests,
         max_queue_seconds=router.max_queue_seconds,
+        metrics=metrics,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import PeerChannel
+from tandem.proto.metrics import NULL_METRICS, Metrics
 from tandem.proto.worker_pb2_grpc import WorkerStub
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.dispatch.execution import PARK_SECONDS
@@ -117,6 +118,7 @@ async def fleet(
     rank: Callable[[str], Rank] = lambda role: fake_rank(),
     frame_hook: FrameHook | None = None,
     park_seconds: float = PARK_SECONDS,
+    metrics: Metrics = NULL_METRICS,
     **config: Any,
 ) -> AsyncIterator[Fleet]:
     """Starts workers of `rank(role)` and a dispatcher that sees them all; on leaving checks that they are idle. Every
@@ -130,6 +132,7 @@ async def fleet(
             worker_id=f"{role}-{n}",
             role=role,
             frame_hook=frame_hook,
+            metrics=metrics,
         )
         for n, role in enumerate(roles)
     ]

@@ -60,16 +60,21 @@ ARROWS: dict[str, set[str]] = {
     "router.deadline": set(),
     "router.client": set(),
     "router.scheduling": {"router.request"},
+    "router.telemetry": set(),
     "router.dispatch": {"router.scheduling", "router.request", "router.deadline"},
-    "router.frontend": {"router.request", "router.auth"},
+    "router.frontend": {"router.request", "router.auth", "router.telemetry"},
     "router.output": {"router.frontend", "router.request"},
     "router.api": {
         *("router.auth", "router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"),
+        "router.telemetry",
     },
-    "router.api.openai": {"router.api", "router.auth", "router.frontend", "router.output", "router.request"},
+    "router.api.openai": {
+        *("router.api", "router.auth", "router.frontend", "router.output", "router.request", "router.telemetry"),
+    },
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
     "cluster.store": {"workers.model.footprint", "workers.model.loader"},
+    "cluster.telemetry": {"router.api", "router.dispatch", "router.scheduling", "router.telemetry"},
     "cluster.tables": set(),
     "cluster.text_files": set(),
     "cluster.cli.options": {"router.client", "cluster.text_files"},
@@ -99,7 +104,7 @@ for folder, targets in ARROWS.items():
         targets.add("proto")
 
 # Which folders alone may import a library, or which may not.
-ONLY_IN = {"ray": {"cluster"}}
+ONLY_IN = {"ray": {"cluster", "cluster.telemetry"}}
 NOT_IN = {
     "torch": {"proto", "workers.engine", "router", ""},
     "transformers": {"proto", "workers.engine", ""},

@@ -17,6 +17,7 @@ from typing import Final
 from ..proto import worker_pb2
 from ..proto.errors import InvalidArgument
 from ..proto.hashing import hash_prompt
+from ..proto.metrics import NULL_METRICS, RECOMPUTED, SUSPENDS, Metrics
 from .engine.engine import Engine
 from .engine.events import (
     Admitted,
@@ -59,6 +60,7 @@ class RequestManager:
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
     failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
+    metrics: Metrics = NULL_METRICS
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
     num_recomputed_tokens: int = field(init=False, default=0)  # of requests with tokens from elsewhere
     sessions: set[RouterSession] = field(init=False, default_factory=set)
@@ -260,6 +262,7 @@ class RequestManager:
         spec = request.spec
         if spec.task is not Task.DECODE and spec.first_index > 0:
             self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
+            self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)
         if spec.task is Task.DECODE:
             self.kv.set_target(spec.id, event.blocks, event.num_cached)
         elif spec.task is Task.PREFILL:
@@ -269,6 +272,7 @@ class RequestManager:
     def _suspended(self, request: WorkerRequest, choice: int, event: Suspended) -> None:
         """Offers the KV cache of a choice, all of which is computed."""
         request.suspended[choice] = event.id
+        self.metrics.add(SUSPENDS)
         handle = self._offer(event.id, event.blocks, event.tokens, request.spec.salt)
         self.kv.progress(event.id, len(event.tokens), num_ahead=0, num_layers=0)
         self.kv.complete(event.id, FirstTokens(tokens=(event.first_token,)))

@@ -1,12 +1,21 @@
 """Watches whether the engine of a worker makes progress."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from .engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
 
 _COUNTED_SECONDS: Final = 4.0  # at most, between two looks; twice the period of Serve's health checks
+_MAX_STEPS: Final = 4_096  # that are remembered until somebody takes them
+
+StepLog = deque[tuple[float, int]]
+"""The last steps: the seconds and the tokens of each. The engine's thread appends, the event loop takes."""
+
+
+def new_step_log() -> StepLog:
+    return deque(maxlen=_MAX_STEPS)
 
 
 class Watchdog:
@@ -17,6 +26,7 @@ class Watchdog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stamp = 0.0
+        self._rested = clock()  # when it last became idle
         self._seen = 0.0  # the stamp at the last look, and when that was
         self._looked = 0.0
         self._stalled = 0.0
@@ -27,7 +37,11 @@ class Watchdog:
 
     def rest(self) -> None:
         """Ends the work: the thread is idle."""
-        self._stamp = 0.0
+        self._stamp, self._rested = 0.0, self._clock()
+
+    def idle_seconds(self) -> float:
+        """Returns for how long there has been no work."""
+        return 0.0 if self._stamp else self._clock() - self._rested
 
     def stalled_seconds(self) -> float:
         """Returns for how long there has been work without progress.
@@ -43,11 +57,12 @@ class Watchdog:
 
 
 class WatchedExecutor(Executor):
-    """Marks the progress of another executor's steps: where it reports layers, a long chunk is no hang."""
+    """Marks the progress of another executor's steps: where it reports layers, a long chunk is no hang. Logs each."""
 
-    def __init__(self, executor: Executor, progress: Watchdog) -> None:
+    def __init__(self, executor: Executor, progress: Watchdog, steps: StepLog | None = None) -> None:
         self._executor = executor
         self._progress = progress
+        self._steps = new_step_log() if steps is None else steps
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`."""
@@ -57,7 +72,15 @@ class WatchedExecutor(Executor):
             if on_layers is not None:
                 on_layers(num_layers)
 
-        return self._executor.launch(plan, report)
+        started = time.monotonic()
+        collect = self._executor.launch(plan, report)
+
+        def finish() -> Samples:
+            samples = collect()
+            self._steps.append((time.monotonic() - started, plan.num_tokens))
+            return samples
+
+        return finish
 
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
         """See `Executor.prepare_masks`."""

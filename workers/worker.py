@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -15,11 +16,15 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import PeerServer
+from ..proto.metrics import NULL_METRICS, UNBALANCED, Metrics
 from ..proto.shared_result import SharedResult
 from .engine.block_pool import BlockState
 from .engine.config import Budgets
 from .engine.engine import Engine
+from .engine.plan import SamplingParams
+from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
+from .figures import WorkerFigures
 from .malloc import keep_freed_memory
 from .model.device import enter_device
 from .request_manager import RequestManager
@@ -29,7 +34,7 @@ from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
 from .transfer.endpoint import KvEndpoint
 from .transfer.sender import FrameHook, KvSender
-from .watchdog import Watchdog, WatchedExecutor
+from .watchdog import Watchdog, WatchedExecutor, new_step_log
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +42,10 @@ _GOODBYE_SECONDS = 0.5  # for routers to read what happens to their requests
 _COMMAND_SECONDS = 30.0  # timeout of a command to the engine, which runs it between two steps
 _MAX_DRAIN_SECONDS = 86_400.0
 _CHECK_SHARE = 0.02  # of the time may go into checks of the engine, however often its status is asked for
+
+_CANARY = SequenceSpec(  # a prefill and a decode
+    id=-1, task=Task.WHOLE, tokens=(0,), max_tokens=2, sampling=SamplingParams(temperature=0.0)
+)
 
 ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
@@ -49,6 +58,7 @@ class WorkerConfig:
     budgets: Budgets = field(default_factory=Budgets)
     lease_seconds: float = 30.0  # how long a finished prefill's KV cache is kept without a reader
     hang_seconds: float = 10.0  # without progress of the engine, after which it is taken to hang
+    canary_seconds: float = 30.0  # without work, after which a health check has the engine make a step
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -63,6 +73,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         worker_id: str,
         role: str,
         frame_hook: FrameHook | None,
+        metrics: Metrics,
     ) -> None:
         """See `serve`."""
         self.worker_id, self.role = worker_id, role
@@ -72,12 +83,14 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._coordinator = coordinator
         self._rank = rank
         self._hang_seconds = config.hang_seconds
-        self._progress = Watchdog()
-        self._engine = Engine(WatchedExecutor(rank.executor, self._progress), rank.engine_config(config.budgets))
+        self._canary_seconds = config.canary_seconds
+        self._metrics = metrics
+        self._progress, steps = Watchdog(), new_step_log()
+        self._engine = Engine(WatchedExecutor(rank.executor, self._progress, steps), rank.engine_config(config.budgets))
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, self._fail, self._progress)
         sender = KvSender(
-            config.rank.transfer_context(rank.kv),
+            config.rank.transfer_context(rank.kv, metrics),
             epoch=self.epoch,
             lease_seconds=config.lease_seconds,
             stall_seconds=config.rank.stall_seconds,
@@ -86,7 +99,21 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         )
         self._endpoint = KvEndpoint(sender, config.rank.identity)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
-        self._requests = RequestManager(
+        self._requests = self._request_manager(rank, config)
+        self._figures = WorkerFigures(
+            load=self.load,
+            kv=self._kv,
+            steps=steps,
+            num_graph_replays=rank.num_graph_replays,
+            on_gpu=config.rank.device == "cuda",
+        )
+        self._integrity = SharedResult(self._check_integrity, share=_CHECK_SHARE)
+        self._last_load = worker_pb2.WorkerLoad()
+        self._failure: BaseException | None = None
+        self._server = PeerServer(config.rank.identity)
+
+    def _request_manager(self, rank: Rank, config: WorkerConfig) -> RequestManager:
+        return RequestManager(
             thread=self._thread,
             kv=self._kv,
             limits=WorkerLimits(
@@ -99,15 +126,18 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             kv_handle=self._kv_handle,
             load=self.load,
             failed=self._fail,
+            metrics=self._metrics,
         )
-        self._integrity = SharedResult(self._check_integrity, share=_CHECK_SHARE)
-        self._last_load = worker_pb2.WorkerLoad()
-        self._failure: BaseException | None = None
-        self._server = PeerServer(config.rank.identity)
 
     @classmethod
     async def start(
-        cls, config: WorkerConfig, *, worker_id: str, role: str = "decode", ranks: Sequence[str] = ()
+        cls,
+        config: WorkerConfig,
+        *,
+        worker_id: str,
+        role: str = "decode",
+        ranks: Sequence[str] = (),
+        metrics: Metrics = NULL_METRICS,
     ) -> Self:
         """Loads the model, binds the port and serves, as the only worker of this process. `ranks` are the addresses of
         the `RankServer`s of ranks 1, 2, ... of the group, which have the same RankConfig.
@@ -118,7 +148,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         enter_device(config.rank.device)  # this thread reads and writes KV cache
         coordinator, rank = await TpCoordinator.load(config.rank, ranks)
         try:
-            worker = await cls.serve(rank, config, worker_id=worker_id, role=role, coordinator=coordinator)
+            worker = await cls.serve(
+                rank, config, worker_id=worker_id, role=role, coordinator=coordinator, metrics=metrics
+            )
         except BaseException:
             await coordinator.close()
             raise
@@ -135,10 +167,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         role: str,
         frame_hook: FrameHook | None = None,
         coordinator: TpCoordinator | None = None,
+        metrics: Metrics = NULL_METRICS,
     ) -> Self:
         """Serves a loaded rank. `frame_hook` wraps the frames that the KV sender yields, for fault tests."""
         coordinator = coordinator or TpCoordinator()
-        worker = cls(rank, config, coordinator, worker_id=worker_id, role=role, frame_hook=frame_hook)
+        worker = cls(rank, config, coordinator, worker_id=worker_id, role=role, frame_hook=frame_hook, metrics=metrics)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
         worker._endpoint.serve_on(worker._server)
         worker.address = worker._server.bind(config.rank.host, config.rank.port)
@@ -172,11 +205,22 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             await self._kv.close()
 
     def check_health(self) -> None:
-        """Raises RuntimeError if the engine has failed or hangs. Called now and then in the event loop."""
+        """Raises RuntimeError if the engine has failed or hangs. Called now and then in the event loop. One that has
+        been idle for long gets a sequence of its own, whose steps fail or hang if no others would succeed."""
         if self._failure is None and self._progress.stalled_seconds() > self._hang_seconds:
             self._fail(TimeoutError(f"no progress of the engine for {self._hang_seconds:g} seconds (hang_seconds)"))
         if self._failure is not None:
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
+        if self._progress.idle_seconds() >= self._canary_seconds:
+            self._thread.post(lambda engine: engine.submit(_CANARY))
+
+    async def report_figures(self, with_integrity: bool) -> None:
+        """Reports what the worker's metrics are now; call it every few seconds. Whether the engine is intact takes a
+        moment between two of its steps."""
+        self._figures.report(self._metrics)
+        if with_integrity:
+            with suppress(TimeoutError):  # the watchdog sees to an engine that does not answer
+                self._metrics.set(UNBALANCED, not await self._integrity.get())
 
     def load(self) -> worker_pb2.WorkerLoad:
         """Returns a snapshot for placement. Reads each counter of the engine's thread once; since the engine may move

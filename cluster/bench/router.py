@@ -20,12 +20,15 @@ import typer
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import PeerChannel
 from ...proto.identity import PeerIdentity
+from ...proto.metrics import NULL_METRICS, Metrics
 from ...router.api.servers import ApiServers
 from ...router.api.service import GenerationService
 from ...router.dispatch.dispatcher import Dispatcher
 from ...router.frontend.prepare import ServedModel
 from ...router.frontend.tokenizer import byte_tokenizer
 from ...router.scheduling.registry import WorkerRegistry
+from ...router.telemetry.prometheus import PrometheusMetrics
+from ...router.telemetry.requests import RequestTelemetry
 from ...workers.engine.config import Budgets
 from ...workers.engine.null import NullExecutor
 from ...workers.tp.rank import Rank, RankConfig
@@ -57,13 +60,14 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
     rounds: Annotated[int, typer.Option(help="Of each case; the best one counts.")] = 3,
     step_ms: Annotated[float, typer.Option(help="How long the worker takes for a token of all streams.")] = 0.0,
+    metrics: Annotated[bool, typer.Option(help="Whether the router counts; what that costs is the difference.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the router: tokens/s and CPU time of a token, over gRPC and HTTP."""
     identity = PeerIdentity.generate()
     with (
         _child(identity, "serve-worker", str(step_ms)) as worker,
-        _child(identity, "serve-router", worker[1]) as router,
+        _child(identity, "serve-router", worker[1], "--metrics" if metrics else "--no-metrics") as router,
     ):
         costs = [
             max(
@@ -91,9 +95,9 @@ def serve_worker(step_ms: float) -> None:
 
 
 @app.command(hidden=True)
-def serve_router(worker: str) -> None:
+def serve_router(worker: str, metrics: bool = True) -> None:
     """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with its stdin."""
-    asyncio.run(_serve_router(worker))
+    asyncio.run(_serve_router(worker, PrometheusMetrics(_MODEL) if metrics else NULL_METRICS))
 
 
 ChildProcess = tuple[psutil.Process, str]
@@ -133,16 +137,16 @@ async def _serve_worker(step_seconds: float) -> None:
     await worker.stop()
 
 
-async def _serve_router(worker: str) -> None:
+async def _serve_router(worker: str, metrics: Metrics) -> None:
     identity = PeerIdentity.from_text(sys.stdin.readline())
     async with PeerChannel(worker, identity) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_START_SECONDS)
     registry = WorkerRegistry()
     registry.update([status.info])
-    dispatcher = Dispatcher(registry, identity=identity)
+    dispatcher = Dispatcher(registry, identity=identity, metrics=metrics)
     model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
-    server = await ApiServers.start(GenerationService([model], dispatcher))
+    server = await ApiServers.start(GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics)))
     await server.set_serving(True)
     await _until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
     await server.stop(0)

@@ -75,7 +75,7 @@ def status(
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{service['service']}: {service['model']}")
     for router in service["routers"]:
-        console.print(f"router {router['id']}  grpc={router['grpc']} http={router['http']}")
+        console.print(f"router {router['id']}  grpc={router['grpc']} http={router['http']} ops={router['ops']}")
     console.print(_worker_table(service["workers"]))
     if any(worker["transports"] for worker in service["workers"]):
         console.print(_transport_table(service["workers"]))

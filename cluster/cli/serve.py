@@ -19,7 +19,8 @@ from ..store.checked import checked_folder
 _KEYS: Final = {
     **{"prefill": "prefill.replicas", "decode": "decode.replicas", "routers": "router.replicas"},
     **{"prefill_tp": "prefill.tp", "decode_tp": "decode.tp"},
-    **{"grpc_port": "router.grpc_port", "http_port": "router.http_port", "reflection": "router.reflection"},
+    **{"grpc_port": "router.grpc_port", "http_port": "router.http_port", "ops_port": "router.ops_port"},
+    "reflection": "router.reflection",
     **{"api_keys": "auth.keys_file", "allow_anonymous": "auth.allow_anonymous"},
 }
 """The keys of the configuration that are not called as their flags are."""
@@ -45,6 +46,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="The interface that all servers bind.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     http_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    ops_port: Annotated[int | None, typer.Option(help="Of metrics and probes; 0 takes a free one.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="The file of API keys, made by `tandem key create`.")] = None,
     allow_anonymous: Annotated[
         bool | None, typer.Option("--allow-anonymous", help="Serve without keys on any interface.", show_default=False)
@@ -56,7 +58,7 @@ def serve(
     """Serve MODEL until Ctrl-C or SIGTERM; both stop everything within 10 s and end with exit code 0.
 
     On a cluster, a service of the same name, model and dtype is replaced without an interruption.
-    Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT http=HOST:PORT
+    Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT http=HOST:PORT ops=HOST:PORT
     With several routers, the addresses of each kind are separated by commas.
     """
     checked = load_config(config, _overrides(context.params))

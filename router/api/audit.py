@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Final, Literal
 
+from ...proto.metrics import ERRORS, NULL_METRICS, Metrics
+
 _log = logging.getLogger("tandem.audit")
 
 LINES_PER_SECOND: Final = 20.0
@@ -18,11 +20,16 @@ MAX_BURST: Final = 100.0
 class AuditLog:
     """Writes at most LINES_PER_SECOND lines, and MAX_BURST after a silence; the next line counts those left out."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, metrics: Metrics = NULL_METRICS) -> None:
         self._clock = clock
+        self._metrics = metrics
         self._allowance = MAX_BURST
         self._last = clock()
         self._left_out = 0
+
+    def failed(self, api: Literal["grpc", "http"], reason: str) -> None:
+        """Counts one call that ends with an error, of whatever kind."""
+        self._metrics.add(ERRORS, api=api, code=reason)
 
     def refused(self, api: Literal["grpc", "http"], peer: str, reason: str, key_name: str = "") -> None:
         """Reports one call. `peer`: an address; `reason`: a gRPC status code or HTTP status; `key_name`: of the API

@@ -27,6 +27,7 @@ from ...proto.limits import (
 from ..auth.authenticator import Authenticator, Caller
 from ..auth.tls import ServerTls
 from ..frontend.prepare import RequestContext
+from ..telemetry.trace import TRACEPARENT, parse_traceparent
 from .audit import AuditLog, is_refusal
 from .service import GenerationService, tandem_errors_only
 from .stall import StallTimer
@@ -154,7 +155,13 @@ class GrpcServer:
             with tandem_errors_only(), (caller := self._caller(context)).quota.call():
                 request = await self._service.accept(
                     _parse(inference_pb2.GenerateRequest, body),
-                    RequestContext(arrived=arrived, deadline=deadline, caller=caller, is_resumable=True),
+                    RequestContext(
+                        arrived=arrived,
+                        deadline=deadline,
+                        caller=caller,
+                        is_resumable=True,
+                        trace=parse_traceparent(_metadata_value(context.invocation_metadata(), TRACEPARENT)),
+                    ),
                 )
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
                 with StallTimer(self._stall_seconds) as writes:
@@ -223,6 +230,7 @@ def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any,
 async def _abort(
     context: _Context, error: TandemError, timeline: inference_pb2.Timeline, audit: AuditLog, key_name: str = ""
 ) -> NoReturn:
+    audit.failed("grpc", error.code)
     if is_refusal(error.http_status):
         audit.refused("grpc", _peer_address(context), error.code, key_name)
     code = grpc.StatusCode[error.code]
@@ -248,8 +256,12 @@ def _status(code: grpc.StatusCode, error: TandemError) -> status_pb2.Status:
 
 
 def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    return _metadata_value(metadata, AUTHORIZATION_KEY)
+
+
+def _metadata_value(metadata: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str | None:
     for key, value in metadata or ():
-        if key == AUTHORIZATION_KEY:
+        if key == wanted:
             return value if isinstance(value, str) else value.decode("latin-1")
     return None
 

@@ -43,7 +43,8 @@ class ApiServers:
         without `tls` all is in plaintext. With `shares_ports` others may listen there, too, who say the same.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs."""
-        audit, bounds, authenticator = AuditLog(), bounds or ConnectionBounds(), authenticator or Authenticator()
+        audit = AuditLog(metrics=service.metrics)
+        bounds, authenticator = bounds or ConnectionBounds(), authenticator or Authenticator()
         grpc_server = GrpcServer(
             service,
             reflection=reflection,

@@ -15,6 +15,7 @@ from typing import Final
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InternalError, NotFound, TandemError
+from ...proto.metrics import Metrics
 from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
 from ..deadline import before, deadline_passed
 from ..frontend.prepare import PreparedRequest, RequestContext, ServedModel, check_prompt, encode_prompt, prepare
@@ -22,6 +23,8 @@ from ..frontend.resume import ResumeKey
 from ..output.processor import OutputProcessor
 from ..request import TokenSource
 from ..scheduling.admission import Admission
+from ..telemetry.requests import RequestFacts, RequestTelemetry
+from ..telemetry.trace import CURRENT_REQUEST
 
 _log = logging.getLogger(__name__)
 
@@ -54,15 +57,22 @@ class GenerationService:
         source: TokenSource,
         admission: Admission | None = None,
         resume_key: bytes | None = None,
+        telemetry: RequestTelemetry | None = None,
     ) -> None:
         """`models`: at least one; all are names of what `source` generates with. `admission`, the dispatcher's, refuses
         requests before tokenization that it would refuse after it. `resume_key`: 32 secret bytes; services with the
-        same go on with each other's requests. None: a random one."""
+        same go on with each other's requests. None: a random one. `telemetry` follows each request that runs."""
         self._models = {model.name: model for model in models}
         self.models = tuple(self._models.values())
         self._source = source
         self._admission = admission
         self._resume_key = ResumeKey(resume_key or secrets.token_bytes(32))
+        self._telemetry = telemetry or RequestTelemetry()
+
+    @property
+    def metrics(self) -> Metrics:
+        """What the servers count in, too."""
+        return self._telemetry.metrics
 
     async def accept(
         self,
@@ -72,6 +82,8 @@ class GenerationService:
         default_max_tokens: int | None = None,
     ) -> PreparedRequest:
         """Checks and tokenizes `request`. Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
+        trace_id = context.trace.trace_id if context.trace else ""
+        CURRENT_REQUEST.set((request.request_id, trace_id))
         model, caller = self.model(request.model), context.caller
 
         def admit() -> None:
@@ -91,6 +103,7 @@ class GenerationService:
             resume_key=self._resume_key if context.is_resumable else None,
         )
         prepared = await before(context.deadline, checked)
+        CURRENT_REQUEST.set((prepared.request_id, trace_id))
         caller.quota.take_tokens(len(prepared.tokens.prompt))
         return prepared
 
@@ -106,7 +119,8 @@ class GenerationService:
         """
         timeline.request_id = request.request_id
         outputs = OutputProcessor(request)
-        return outputs.run(self._source.generate(request.tokens, timeline, outputs.ended), timeline)
+        execution = self._telemetry.track(_facts(request), timeline, outputs)
+        return outputs.run(self._source.generate(request.tokens, timeline, outputs.ended), timeline, execution)
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """Returns the token ids that `run` would see. Raises InvalidArgument or NotFound."""
@@ -139,6 +153,21 @@ class GenerationService:
         if name not in self._models:
             raise NotFound(f"model: {name!r} is not served here; served: {', '.join(self._models)}")
         return self._models[name]
+
+
+def _facts(request: PreparedRequest) -> RequestFacts:
+    tokens = request.tokens
+    return RequestFacts(
+        request_id=request.request_id,
+        arrived=tokens.arrived,
+        num_prompt=len(tokens.prompt),
+        num_choices=request.num_answers,
+        max_tokens=tokens.max_tokens,
+        is_chat=request.chat is not None,
+        temperature=tokens.sampling.temperature,
+        top_p=tokens.sampling.top_p,
+        trace=request.trace,
+    )
 
 
 def _estimated_tokens(request: inference_pb2.GenerateRequest) -> int:

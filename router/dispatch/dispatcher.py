@@ -9,6 +9,7 @@ from weakref import WeakSet
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
+from ...proto.metrics import ITERATION_TOKENS, NULL_METRICS, Metrics
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
@@ -35,9 +36,11 @@ class Dispatcher:
         *,
         identity: PeerIdentity,
         park_seconds: float = PARK_SECONDS,
+        metrics: Metrics = NULL_METRICS,
     ) -> None:
         """`admission` decides when a request may start; None: one with the default bounds. An interrupted request waits
         `park_seconds` for a worker that can take it."""
+        self._metrics = metrics
         self._registry = registry
         self._admission = admission or Admission(registry)
         self._identity = identity
@@ -52,7 +55,7 @@ class Dispatcher:
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full, InternalError when the
         request has cost MAX_WORKERS_LOST workers."""
-        wake, timer = Wake(), RequestTimer(request, timeline)
+        wake, timer = Wake(), RequestTimer(request, timeline, self._metrics)
         send = partial(self._send, wake)
         execution = RequestExecution(
             request,
@@ -66,6 +69,11 @@ class Dispatcher:
         )
         self._running.add(execution)
         return execution.run(self._admission, wake)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that were interrupted and wait for a worker."""
+        return sum(execution.wake_at is not None for execution in self._running)
 
     def stop(self) -> None:
         """Ends all requests, those that wait for admission too, with Unavailable."""
@@ -97,8 +105,13 @@ class Dispatcher:
                 key,
                 info.address,
                 self._identity,
-                on_message=partial(self._registry.report, *key),
+                on_message=partial(self._received, key),
                 on_break=partial(self._registry.session_lost, *key),
                 can_move=partial(self._registry.has_other, worker_id),
             )
         return client.submit(submit, wake)
+
+    def _received(self, worker: WorkerKey, message: worker_pb2.SessionResponse) -> None:
+        self._registry.report(*worker, message)
+        if message.outputs:
+            self._metrics.observe(ITERATION_TOKENS, len(message.outputs))

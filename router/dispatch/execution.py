@@ -185,7 +185,7 @@ class RequestExecution:
                         attempt.drop(delta.choice)
                     elif fresh := self._fresh(delta):
                         self._emitted[fresh.choice] += fresh.ids
-                        self._timer.tokens(len(fresh.ids))
+                        self._timer.tokens(len(fresh.ids), fresh.choice)
                         if self._give_up:
                             self._clear(fresh, attempt)
                         yield fresh
@@ -233,7 +233,7 @@ class RequestExecution:
         submit = make_submit(self._request, part, self._num_attempts, first_choice, first_index)
         if self._has_prompt_logprobs:
             submit.ClearField("prompt_logprobs")
-        self._timer.dispatched(placement, self._num_attempts)
+        self._timer.dispatched(placement, self._num_attempts, "suspended" if source else "replay")
         attempt = Attempt(
             part, submit, placement, send=self._send, registry=self._registry, timer=self._timer, source=source
         )
@@ -277,6 +277,7 @@ class RequestExecution:
         was interrupted too often."""
         cause, choices = interruption.cause, interruption.choices
         logger.warning("%s: %s on %s", self._request.request_id, interruption.message, interruption.worker[0])
+        self._timer.interrupted(cause.name.lower(), interruption.worker[0])
         if cause is Cause.INVALID:
             raise refusal(interruption.message)
         if cause.avoids_worker:
@@ -285,8 +286,7 @@ class RequestExecution:
             self._num_transfers_lost[choice] += cause is Cause.TRANSFER
         if cause.blames_request:
             self._blame(interruption)
-        latest = self._clock() + self._park_seconds
-        until = min([self._give_up.setdefault(choice, latest) for choice in choices])
+        until = min([self._give_up.setdefault(choice, self._clock() + self._park_seconds) for choice in choices])
         for each in self._parked:
             each.choices -= choices  # whose prefill worker is lost now, too
         source = attempt if interruption.can_rehand else None
@@ -366,7 +366,7 @@ class RequestExecution:
         if placement is None:
             return False
         self._num_attempts += 1
-        self._timer.dispatched(placement, self._num_attempts)
+        self._timer.dispatched(placement, self._num_attempts, "rehand")
         attempt.rehand(placement, self._num_attempts)
         return True
 

@@ -1,8 +1,20 @@
-"""Fills the timeline of one request from what its router observes and its workers measure."""
+"""Fills the timeline of one request from what its router observes and its workers measure, and counts what happens to
+it on the way."""
 
 import time
 
 from ...proto import inference_pb2, worker_pb2
+from ...proto.metrics import (
+    INTERRUPTIONS,
+    ITL,
+    KV_BYTES,
+    KV_SECONDS,
+    NULL_METRICS,
+    PREEMPTIONS,
+    RECOVERIES,
+    BucketCounts,
+    Metrics,
+)
 from ..request import TokenRequest
 from ..scheduling.policy import Placement
 
@@ -14,8 +26,16 @@ class RequestTimer:
     after it.
     """
 
-    def __init__(self, request: TokenRequest, timeline: inference_pb2.Timeline) -> None:
+    def __init__(
+        self, request: TokenRequest, timeline: inference_pb2.Timeline, metrics: Metrics = NULL_METRICS
+    ) -> None:
+        """Stamps the end of the request's checks: from now on it waits for a worker."""
+        self._metrics = metrics
+        self._gaps = BucketCounts(ITL.buckets)  # between tokens of a choice
+        self._last_of = [0.0] * request.num_choices  # when the last token of a choice came
         self._arrived = request.arrived
+        self._tokenized = time.monotonic()
+        self._was_interrupted = False
         self._num_choices = request.num_choices
         self._timeline = timeline
         self._dispatched: float | None = None
@@ -28,8 +48,11 @@ class RequestTimer:
         timeline.request_id = request.request_id
         timeline.prompt_tokens = len(request.prompt)
 
-    def dispatched(self, placement: Placement, attempt: int) -> None:
-        """Stamps the dispatch of an attempt."""
+    def dispatched(self, placement: Placement, attempt: int, kind: str = "replay") -> None:
+        """Stamps the dispatch of an attempt; `kind` says how it recovers from an interruption, if there was one, see
+        RECOVERIES."""
+        if self._was_interrupted:
+            self._metrics.add(RECOVERIES, kind=kind)
         self._dispatched = self._dispatched or time.monotonic()
         self._timeline.attempts = attempt
         self._timeline.prefill_worker = placement.prefill or placement.decode
@@ -52,11 +75,27 @@ class RequestTimer:
             self._timeline.kv_transfer_bytes += received.transfer_bytes
             self._timeline.kv_transfer_active_seconds += received.transfer_active_seconds
             self._timeline.kv_transport = received.transport
+            self._metrics.observe(KV_SECONDS, received.transfer_active_seconds, transport=received.transport)
+            self._metrics.add(KV_BYTES, received.transfer_bytes, transport=received.transport)
 
-    def tokens(self, count: int) -> None:
-        """Counts tokens that have reached the router."""
+    def interrupted(self, cause: str, worker_id: str) -> None:
+        """Notes that choices were taken from a worker, and why, see INTERRUPTIONS."""
+        self._was_interrupted = True
+        self._metrics.add(INTERRUPTIONS, cause=cause)
+        if cause == "preempted":
+            self._metrics.add(PREEMPTIONS)
+
+    def tokens(self, count: int, choice: int = 0) -> None:
+        """Counts tokens of a choice that have reached the router; several at once have come at equal distances."""
         self._num_tokens += count
-        self._last = time.monotonic()
+        self._last = now = time.monotonic()
+        if not count:
+            return
+        if last := self._last_of[choice]:
+            self._gaps.observe((now - last) / count, count)
+        elif count > 1:
+            self._gaps.observe(0.0, count - 1)
+        self._last_of[choice] = now
 
     def stop(self) -> None:
         """Writes the timeline: the request has ended, whichever way."""
@@ -66,8 +105,8 @@ class RequestTimer:
         received = min(self._kv_received or first, end)
         # Waiting for blocks on the decode worker after the first token is queueing, too.
         waited = min(max((self._decode_admitted or first) - first, 0.0), received - first)
-        timeline.tokenize_seconds = dispatched - self._arrived
-        timeline.queue_seconds = self._queue + waited
+        timeline.tokenize_seconds = self._tokenized - self._arrived
+        timeline.queue_seconds = dispatched - self._tokenized + self._queue + waited
         timeline.dispatch_seconds = first - dispatched - self._queue - timeline.prefill_seconds
         timeline.kv_transfer_seconds = received - first - waited
         timeline.decode_seconds = end - received
@@ -76,3 +115,4 @@ class RequestTimer:
         timeline.completion_tokens = self._num_tokens
         num_steps = self._num_tokens / self._num_choices - 1  # the choices are generated at the same time
         timeline.tpot_seconds = (end - first) / num_steps if num_steps > 0 else 0.0
+        self._gaps.report(self._metrics, ITL)

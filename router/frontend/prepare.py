@@ -11,6 +11,7 @@ from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
 from ..auth.rate import Quota
 from ..request import TokenRequest
+from ..telemetry.trace import TraceContext
 from .chat import check_chat
 from .constraint import GrammarValidator
 from .resume import ChoiceProgress, ResumeBinding, ResumeKey, check_resume, digest_request
@@ -46,6 +47,7 @@ class RequestContext:
     caller: Caller = field(default_factory=Caller)
     is_resumable: bool = False  # whether the answer has resume tokens
     resume: Sequence[inference_pb2.ResumedChoice] = ()  # of a header; otherwise the message has it
+    trace: TraceContext | None = None  # that the caller follows the request in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class PreparedRequest:
     quota: Quota = field(default_factory=Quota)  # that the completions count against
     resume: ResumeBinding | None = None  # what its resume tokens bind; None: it has none
     progress: Mapping[int, ChoiceProgress] = field(default_factory=dict)  # by choice, if it was begun elsewhere
+    trace: TraceContext | None = None
 
     @property
     def is_held(self) -> bool:
@@ -109,6 +112,7 @@ async def prepare(
         is_empty=max_tokens == 0,
         chat=request.prompt.chat if request.prompt.HasField("chat") else None,
         quota=context.caller.quota,
+        trace=context.trace,
     )
     if resume_key is None:
         return prepared

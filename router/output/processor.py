@@ -4,8 +4,8 @@ Knows nothing of dispatch and of APIs.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InternalError
@@ -29,6 +29,7 @@ class OutputProcessor:
 
     def __init__(self, request: PreparedRequest) -> None:
         self.ended: set[int] = set()  # choices ended by a stop string; the source is to cancel them
+        self.finish_reasons: list[inference_pb2.FinishReason] = []  # of the choices that have ended here
         self._request = request
         self._choices = [_ChoiceOutput(request, number) for number in range(request.tokens.num_choices)]
         self._progress = {} if request.is_held else request.progress  # what the client has of each choice
@@ -43,15 +44,19 @@ class OutputProcessor:
             self._prompt_logprobs = _prompt_logprobs(request.tokenizer, tokens.prompt, ())
 
     async def run(
-        self, deltas: AsyncGenerator[TokenDelta, None], timeline: inference_pb2.Timeline
+        self,
+        deltas: AsyncGenerator[TokenDelta, None],
+        timeline: inference_pb2.Timeline,
+        execution: AbstractContextManager[object] | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields the messages of what a source generates, see GenerationService.run. Closes `deltas`.
+        """Yields the messages of what a source generates, see GenerationService.run. Closes `deltas`. Stays in the
+        context `execution` from its first step until the source has ended.
 
         Raises InternalError if the source breaks its contract: no index is missing or repeated, nothing follows the
         end."""
         request = self._request
         held: list[inference_pb2.GenerateResponse] = []  # until all completions have ended
-        try:
+        with self._charged(timeline, execution or nullcontext()):
             async with aclosing(deltas):
                 await self._restore()
                 async for delta in deltas:
@@ -65,6 +70,7 @@ class OutputProcessor:
                         self._prompt_logprobs = []
                     if message.finish_reason != _UNFINISHED:
                         del self._open[delta.choice]
+                        self.finish_reasons.append(message.finish_reason)
                         if delta.finish_reason == _UNFINISHED:
                             self.ended.add(delta.choice)
                     if self._open and not request.is_held:
@@ -73,16 +79,24 @@ class OutputProcessor:
                     held.append(message)
                     if not self._open and delta.finish_reason == _UNFINISHED:
                         break  # by a stop string: closing the source cancels the rest
-        finally:
-            timeline.request_id = request.request_id  # the source writes its own
-            request.quota.take_tokens(self._num_generated())
         if self._open:
             raise InternalError(_BROKEN)
         for message in self._last(held, timeline):
             yield self._signed(message, timeline)
 
-    def _num_generated(self) -> int:
-        """Returns the tokens that were generated here."""
+    @contextmanager
+    def _charged(self, timeline: inference_pb2.Timeline, execution: AbstractContextManager[object]) -> Iterator[None]:
+        """Charges what the source has generated within `execution`, whichever way that ends."""
+        try:
+            with execution:
+                yield
+        finally:
+            timeline.request_id = self._request.request_id  # the source writes its own
+            self._request.quota.take_tokens(self.num_generated)
+
+    @property
+    def num_generated(self) -> int:
+        """Returns the tokens that were generated here, until now."""
         restored = sum(len(progress.ids) for progress in self._progress.values())
         return max(sum(choice.num_tokens for choice in self._choices) - restored, 0)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...proto.errors import InvalidArgument, Overloaded, TandemError
+from ...proto.metrics import NULL_METRICS, REFUSALS, Metrics
 from ..request import TokenRequest
 from .capacity import Capacity, DrainRate, required_capacity
 from .fair_queue import FairQueue, QueueEntry
@@ -57,9 +58,11 @@ class Admission:
         max_queued_requests: int = 1_024,
         max_queue_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics = NULL_METRICS,
     ) -> None:
         """`max_queued_tokens` counts prompts and what they are expected to generate. `max_queue_seconds`: see
         QUEUE_SECONDS_HELP."""
+        self._metrics = metrics
         self.num_active = 0  # requests that hold a slot
         self.queue: FairQueue[_Waiting] = FairQueue(max_tokens=max_queued_tokens, max_requests=max_queued_requests)
         self._registry = registry
@@ -77,7 +80,7 @@ class Admission:
             entry = QueueEntry(tenant=tenant, priority=priority, num_tokens=max(estimated_tokens, 1))
             self._check_wait(entry, deadline)
             if self.queue.displaced_by(entry) is None:
-                raise self._overloaded("the queue is full", entry)
+                raise self._overloaded("the queue is full", entry, "full")
 
     @asynccontextmanager
     async def slot(self, request: TokenRequest) -> AsyncIterator[Callable[[], None]]:
@@ -113,11 +116,11 @@ class Admission:
         self._check_wait(entry, deadline)
         displaced = self.queue.push(entry)
         if displaced is None:
-            raise self._overloaded("the queue is full", entry)
+            raise self._overloaded("the queue is full", entry, "full")
         self._drain.fill()
         for other in displaced:
             if not other.admitted.done():
-                other.admitted.set_exception(self._overloaded("the queue is full", other))
+                other.admitted.set_exception(self._overloaded("the queue is full", other, "full"))
         longest = min(WAIT_TOLERANCE * self._max_queue_seconds, self._slack(deadline))
         timer = asyncio.get_running_loop().call_later(longest, self._expire, entry)
         self._admit_waiting()
@@ -141,7 +144,7 @@ class Admission:
 
     def _expire(self, entry: _Waiting) -> None:
         if not entry.admitted.done():
-            entry.admitted.set_exception(self._overloaded("the request waited too long", entry))
+            entry.admitted.set_exception(self._overloaded("the request waited too long", entry, "waited"))
             self._remove(entry)
 
     def _remove(self, entry: _Waiting) -> None:
@@ -212,12 +215,13 @@ class Admission:
         predicted = self._drain.seconds(self.queue.tokens_ahead(entry))
         slack = self._slack(deadline)
         if predicted > min(self._max_queue_seconds, slack) or slack <= 0:
-            raise self._overloaded(f"the queue is about {predicted:.1f} seconds long", entry)
+            raise self._overloaded(f"the queue is about {predicted:.1f} seconds long", entry, "predicted")
 
     def _slack(self, deadline: float | None) -> float:
         """Returns the seconds after which even a request that is next would miss its deadline."""
         return math.inf if deadline is None else deadline - self._clock() - self._registry.least_prefill_seconds()
 
-    def _overloaded(self, message: str, entry: QueueEntry) -> Overloaded:
+    def _overloaded(self, message: str, entry: QueueEntry, reason: str) -> Overloaded:
+        self._metrics.add(REFUSALS, reason=reason)
         predicted = self._drain.seconds(self.queue.tokens_ahead(entry))
         return Overloaded(message, min(max(predicted, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS))

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.tests.metrics_page import scrape, scrape_until
+from tandem.tests.prometheus import VLLM_EXPRESSIONS, dashboard_expressions, prometheus
 from tandem.tests.service import expected_tokens, status, wait_until_idle
 from tandem.tests.tiny import make_tiny_model
 
@@ -59,14 +61,50 @@ def routers(service: Any) -> dict[str, str]:
 
 
 async def test_both_routers_serve_on_ports_of_their_own(service: Any, model: Path) -> None:
-    assert len(set(service.grpc_addresses) | set(service.http_addresses)) == 4
+    assert len({*service.grpc_addresses, *service.http_addresses, *service.ops_addresses}) == 6
     assert "127.0.0.2:42051" in service.grpc_addresses
-    assert service.addresses == f"grpc={','.join(service.grpc_addresses)} http={','.join(service.http_addresses)}"
+    grpc, http, ops = map(",".join, (service.grpc_addresses, service.http_addresses, service.ops_addresses))
+    assert service.addresses == f"grpc={grpc} http={http} ops={ops}"
     assert sorted(routers(service).values()) == sorted(service.grpc_addresses)
     expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
     found = await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
     assert found == [expected, expected]
     wait_until_idle(service.status_url)
+
+
+async def test_the_figures_of_both_routers_add_up(service: Any) -> None:
+    names = ("vllm:generation_tokens_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_count")
+    before = await scrape(*service.ops_addresses)
+    await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
+    after = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *service.ops_addresses)
+    num_requests = 2 * len(PROMPTS)
+    grown = [after.value(name) - before.value(name) for name in names]
+    assert grown == [num_requests * NUM_TOKENS, num_requests, num_requests]
+    assert after.value("tandem_ready") == 2
+
+
+async def test_every_panel_of_the_dashboard_has_a_series(service: Any, tmp_path: Path) -> None:
+    """In a real Prometheus, which scrapes the routers and the agents of Ray; and each of vLLM's own dashboard."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    agents = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
+    with prometheus(tmp_path, {"routers": service.ops_addresses, "ray": agents}) as server:
+        load = asyncio.create_task(keep_busy(service))
+        try:
+            await asyncio.to_thread(server.wait_for, f"count(up == 1) >= {2 + len(agents)}")
+            for expression in (*dashboard_expressions(service.config.served_name), *VLLM_EXPRESSIONS):
+                await asyncio.to_thread(server.wait_for, expression)
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+    wait_until_idle(service.status_url)
+
+
+async def keep_busy(service: Any) -> None:
+    """Sends requests to both routers, again and again."""
+    while True:
+        await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
 
 
 async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, model: Path) -> None:

@@ -44,6 +44,19 @@ def test_progress_and_rest_begin_anew() -> None:
     assert stalled_after(progress, clock, looks=10) == 0
 
 
+def test_idle_time_counts_from_the_last_work() -> None:
+    clock = Clock()
+    progress = Watchdog(clock)
+    clock.now += 5
+    assert progress.idle_seconds() == 5
+    progress.mark()
+    clock.now += 5
+    assert progress.idle_seconds() == 0
+    progress.rest()
+    clock.now += 2
+    assert progress.idle_seconds() == 2
+
+
 def test_a_pause_of_the_process_is_no_stall() -> None:
     clock = Clock()
     progress = Watchdog(clock)

@@ -42,6 +42,7 @@ class DecodeGraphs:
         self, forward: Forward, backend: TritonAttentionBackend, capture: Capture, batches: Sequence[int]
     ) -> None:
         """Captures a step of each of `batches`, the largest first, so that the others find memory in its pool."""
+        self.num_replays = 0
         self._batches = sorted(batches)
         self._static = StaticDecodes(backend, self._batches[-1])
         self._token_ids = torch.zeros(self._batches[-1], dtype=torch.int64, device=backend.device)
@@ -56,6 +57,7 @@ class DecodeGraphs:
         self._token_ids[: len(spans)] = token_ids
         replay, logits = self._captured[next(batch for batch in self._batches if batch >= len(spans))]
         replay()
+        self.num_replays += 1
         return logits[: len(spans)]
 
     def _step(self, forward: Forward, batch: int) -> Launch:

@@ -192,6 +192,10 @@ class ModelRunner(Executor):
 
         self._graphs = DecodeGraphs(forward, self._attention, capture, batches)
 
+    def num_graph_replays(self) -> int:
+        """Returns how many steps have run as a CUDA graph."""
+        return self._graphs.num_replays if self._graphs else 0
+
     def _release(self, sequence_id: int) -> None:
         self._tables.pop(sequence_id, None)
         self._num_top.pop(sequence_id, None)

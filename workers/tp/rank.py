@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ...proto.identity import PeerIdentity
+from ...proto.metrics import NULL_METRICS, Metrics
 from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
@@ -44,9 +45,9 @@ class RankConfig:
     silence_seconds: float = 5.0  # timeout of the heartbeats between a group's ranks
     start_seconds: float = 300.0  # timeout of a group's ranks for each other to load
 
-    def transfer_context(self, kv: KvStore) -> TransferContext:
+    def transfer_context(self, kv: KvStore, metrics: Metrics = NULL_METRICS) -> TransferContext:
         """Returns what transfers of this rank's KV cache use."""
-        return TransferContext(kv=kv, transports=self.transports, host=self.host, device=self.device)
+        return TransferContext(kv=kv, transports=self.transports, host=self.host, device=self.device, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class Rank:
     # Compiles a grammar, which sequences find compiled as long as the result is referenced. From any thread; raises
     # ValueError, whose text may be shown to a user.
     load_grammar: Callable[[str], object] | None = None
+    num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
 
     def engine_config(self, budgets: Budgets) -> EngineConfig:
         """Returns the configuration of the engine that runs on this rank."""
@@ -109,6 +111,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         launches_ahead=runner.launches_ahead,
         eos_ids=frozenset(model.eos_token_ids),
         load_grammar=runner.load_grammar,
+        num_graph_replays=runner.num_graph_replays,
     )
 
 

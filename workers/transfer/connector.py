@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self, TypeVar
 
+from ...proto.metrics import NULL_METRICS, Metrics
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import KvStore
 from .frames import FRAME_BYTES, Announce, BlockTable, Data, TransferError, TransportError
@@ -32,6 +33,7 @@ class TransferContext:
     transports: tuple[str, ...] = ()  # that may be used beside gRPC, in order of preference
     host: str = "127.0.0.1"  # the interface to bind
     device: str = "cpu"  # of the rank
+    metrics: Metrics = NULL_METRICS
     leases: LeaseTable = field(init=False)
     _resources: dict[str, asyncio.Future[Any]] = field(init=False, default_factory=dict)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ...proto import worker_pb2
 from ...proto.channel import PeerChannel
+from ...proto.metrics import KV_FAILURES
 from ..engine.plan import FirstTokens
 from ..kv_cache.layout import KvSpan
 from ..kv_cache.reshard import Piece, plan_layout
@@ -123,6 +124,7 @@ class PieceStream:
         self._num_tokens = handle.num_tokens
         self._prefix_hash = prefix_hash
         self._kv = context.kv
+        self._metrics = context.metrics
         self._connector: KvConnector = GrpcConnector(context, "grpc")
         self._endpoint = handle.endpoints[piece.source_rank]
         self._connections = connections
@@ -147,18 +149,30 @@ class PieceStream:
                 try:
                     return await self._transfer(place, self._connection)
                 except TransportError as error:
+                    self._count_failure()
                     logger.warning("KV cache from %s goes over gRPC: %s", self._endpoint, str(error))
                 self._connections.drop(self._connection)
+                self._connection = None
                 self.call.cancel()
                 self.call = self._open()
                 await self._send(Open(layout=self._kv.layout.digest))
             return await self._transfer(place, None)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            self._count_failure()
             raise TransferError("KV stream broke") from error
-        except asyncio.CancelledError:
-            if self._connection and stall.expired():  # it may be the connection that is stuck
-                self._connections.drop(self._connection)
+        except TransferError:
+            self._count_failure()
             raise
+        except asyncio.CancelledError:
+            if stall.expired():
+                self._count_failure()
+                if self._connection:  # which may be stuck
+                    self._connections.drop(self._connection)
+            raise
+
+    def _count_failure(self) -> None:
+        connector = self._connection.connector if self._connection else None
+        self._metrics.add(KV_FAILURES, transport=connector.name if connector else self._connector.name)
 
     async def close(self, seconds: float, *, acknowledge: bool) -> None:
         """Lets the sender end the stream, since a cancel could overtake the Ack; cancels it after so long."""

@@ -1,11 +1,10 @@
 """Serves OpenAI's completions and chats, models, tokenization, health, and the OpenAPI document over HTTP."""
 
 import asyncio
-import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar, cast
@@ -26,8 +25,10 @@ from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
 from ...frontend.prepare import RequestContext, ServedModel
 from ...frontend.validation import check_request_id
+from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..audit import AuditLog, is_refusal
 from ..browsers import BrowserRules, check_json
+from ..listener import HttpListener
 from ..service import GenerationService, tandem_errors_only
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .connection import ConnectionBounds, HttpConnection
@@ -80,20 +81,14 @@ class HttpServer:
         )
         config.load()
         config.ssl = None if tls is None else tls.http_context
-        self._server = _Server(config)
+        self._listener = HttpListener(config)
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
         """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With `shares_port` others
         may listen there, too, who say the same.
 
         Raises OSError if the port is taken."""
-        host, _, port = address.rpartition(":")
-        listener = socket.create_server((host, int(port)), backlog=2_048, reuse_port=shares_port)
-        # asyncio does this for its own listeners only; without it each event of a stream waits 40 ms for an ACK.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._running = asyncio.create_task(self._server.serve(sockets=[listener]), name="http server")
-        await self._server.ready.wait()
-        return f"{host}:{listener.getsockname()[1]}"
+        return await self._listener.start(address, shares_port=shares_port)
 
     def set_serving(self, serving: bool) -> None:
         """Sets what /health answers."""
@@ -102,12 +97,7 @@ class HttpServer:
     async def stop(self, grace: float) -> None:
         """Accepts no more requests; cancels those that still run after `grace` seconds."""
         self._serving = False
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace))
-        self._server.should_exit = True
-        await self._running
-        cancelled = self._server.server_state.tasks
-        if cancelled:
-            await asyncio.wait(cancelled)
+        await self._listener.stop(grace)
 
     def _app(self) -> FastAPI:
         app = FastAPI(redoc_url=None)
@@ -214,9 +204,12 @@ class _Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def report(message: Message) -> None:
-            if message["type"] == "http.response.start" and is_refusal(message["status"]):
+            status = message["status"] if message["type"] == "http.response.start" else 200
+            if status >= 400:
+                self._audit.failed("http", str(status))
+            if is_refusal(status):
                 caller = scope.get("state", {}).get("caller", Caller())  # of a key, if one was shown
-                self._audit.refused("http", (scope["client"] or ("",))[0], str(message["status"]), caller.key_name)
+                self._audit.refused("http", (scope["client"] or ("",))[0], str(status), caller.key_name)
             await send(message)
 
         try:
@@ -227,22 +220,6 @@ class _Gate:
             await response(scope, receive, report)
         else:
             await self._app(scope, receive, report)
-
-
-class _Server(uvicorn.Server):
-    """Leaves the process's signals alone and sets `ready` when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _respond(request: Request, answer: Callable[[bytes, str, RequestContext], Awaitable[Response]]) -> Response:
@@ -262,6 +239,7 @@ async def _respond(request: Request, answer: Callable[[bytes, str, RequestContex
                 caller=request.state.caller,
                 is_resumable=resume is not None,
                 resume=resume or (),
+                trace=parse_traceparent(request.headers.get(TRACEPARENT)),
             )
             body = await _read(request)
             check_json(request.headers)

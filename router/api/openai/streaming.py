@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
+from ....proto.metrics import ERRORS
 from ...frontend.prepare import PreparedRequest, RequestContext
 from ...frontend.validation import answer_size, check_answer_size, check_num_sequences
 from ...output.processor import delivered
@@ -54,6 +55,7 @@ class GenerationResponse(Response):
             if not has_started:
                 await self._send_other(error_response(error, self._request.field), scope, receive, send)
                 return
+            self._service.metrics.add(ERRORS, api="http", code=str(error.http_status))
             last = error_event(error, self._request.field)
         await send({"type": "http.response.body", "body": last})
 

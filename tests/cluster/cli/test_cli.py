@@ -29,7 +29,7 @@ TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main(
 WAIT = 60  # seconds that anything may take, on however busy a machine
 RAY_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [^]]* [IWE] \d+ \d+\] ")
 SCRATCH = re.compile(rf"{re.escape(tempfile.gettempdir())}/tandem-\w+")
-READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+)\n$")
+READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+) ops=127\.0\.0\.1:\d+\n$")
 
 
 def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":

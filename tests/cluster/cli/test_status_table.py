@@ -17,7 +17,10 @@ def worker(name: str, transports: dict[str, str]) -> dict[str, Any]:
     return state | {"num_leases": 1, "num_transfers": 2}
 
 
-ROUTERS = [{"id": "r-0", "grpc": "a:1", "http": "a:2"}, {"id": "r-1", "grpc": "a:3", "http": "a:4"}]
+ROUTERS = [
+    {"id": "r-0", "grpc": "a:1", "http": "a:2", "ops": "a:5"},
+    {"id": "r-1", "grpc": "a:3", "http": "a:4", "ops": "a:6"},
+]
 
 
 def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[str]:
@@ -30,7 +33,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[s
 
 def test_every_router_is_shown_with_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = printed(monkeypatch, worker("d-0", {}))
-    assert lines[:3] == ["tandem: m", "router r-0  grpc=a:1 http=a:2", "router r-1  grpc=a:3 http=a:4"]
+    assert lines[:3] == ["tandem: m", "router r-0  grpc=a:1 http=a:2 ops=a:5", "router r-1  grpc=a:3 http=a:4 ops=a:6"]
 
 
 def test_the_transport_of_each_pair_of_ranks_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.metrics import INTERRUPTIONS, ITL, RECOVERIES, Metric
 from tandem.router.dispatch import request_timer
+from tandem.router.dispatch.attempt import Cause
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.scheduling.policy import Placement
 from tandem.tests.token_request import token_request
 
+OBSERVED = list[tuple[Metric, float, int]]
 PARTS = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
 
 
@@ -23,15 +26,33 @@ class Clock:
         return self.now
 
 
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.observed: OBSERVED = []
+        self.added: list[tuple[Metric, dict[str, str]]] = []
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        self.added.append((metric, labels))
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None: ...
+
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        self.observed.append((metric, value, count))
+
+
 class TimedRequest:
-    """A request timer on a clock of its own."""
+    """A request timer on a clock of its own. Its checks take no time."""
 
     def __init__(self, num_choices: int = 1) -> None:
         self.clock = Clock()
+        self.recorder = Recorder()
         self.timeline = inference_pb2.Timeline()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(request_timer, "time", self.clock)
-            self.timer = RequestTimer(token_request(range(50), arrived=100.0, num_choices=num_choices), self.timeline)
+            request = token_request(range(50), arrived=100.0, num_choices=num_choices)
+            self.timer = RequestTimer(request, self.timeline, self.recorder)
 
     def at(self, now: float, event: str) -> None:
         self.clock.now = now
@@ -76,7 +97,7 @@ def test_a_whole_request() -> None:
     timed = TimedRequest()
     for after, event in [*STAGES, (12.0, "stop")]:
         timed.at(100 + after, event)
-    assert timed.parts() == pytest.approx([1.0, 0.25, 2.25, 0.5, 3.0, 4.0])
+    assert timed.parts() == pytest.approx([0.0, 1.25, 2.25, 0.5, 3.0, 4.0])
     assert timed.timeline.end_to_end_seconds == pytest.approx(11.0)
     assert timed.timeline.ttft_seconds == pytest.approx(4.0)
     assert timed.timeline.tpot_seconds == pytest.approx(3.5)
@@ -97,7 +118,42 @@ def test_waiting_for_blocks_after_the_first_token_is_queueing() -> None:
     late.insert(3, (6.0, "decode admitted"))
     for after, event in [*late, (12.0, "stop")]:
         timed.at(100 + after, event)
-    assert timed.parts() == pytest.approx([1.0, 2.25, 2.25, 0.5, 1.0, 4.0])
+    assert timed.parts() == pytest.approx([0.0, 3.25, 2.25, 0.5, 1.0, 4.0])
+
+
+def gaps(timed: TimedRequest, *tokens: tuple[float, int, int]) -> OBSERVED:
+    """What is observed when (seconds, choice, count) tokens come and the request ends."""
+    for after, choice, count in tokens:
+        timed.clock.now = 100 + after
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(request_timer, "time", timed.clock)
+            timed.timer.tokens(count, choice)
+    timed.at(200.0, "stop")
+    return timed.recorder.observed
+
+
+def test_the_gaps_between_tokens_are_observed_at_the_end() -> None:
+    found = gaps(TimedRequest(), (1.0, 0, 1), (1.0625, 0, 1), (1.125, 0, 1), (3.125, 0, 1), (4.125, 0, 4))
+    assert found == [(ITL, 0.0625, 2), (ITL, 0.25, 4), (ITL, 2.0, 1)]  # four that came together, at equal distances
+
+
+def test_gaps_are_those_of_a_choice() -> None:
+    found = gaps(TimedRequest(2), (1.0, 0, 1), (1.5, 1, 3), (2.0, 0, 1), (2.5, 1, 0))
+    assert found == [(ITL, 0.0, 2), (ITL, 1.0, 1)]  # of three first tokens at once two come after another
+
+
+def test_an_attempt_after_an_interruption_is_a_recovery() -> None:
+    timed = TimedRequest()
+    timed.timer.dispatched(Placement(prefill="p", decode="d"), 1)
+    timed.timer.dispatched(Placement(prefill="p", decode="d"), 2)  # of another choice
+    assert timed.recorder.added == []
+    timed.timer.interrupted("crash", "d")
+    timed.timer.dispatched(Placement(prefill="p", decode="e"), 3, "rehand")
+    assert timed.recorder.added[1:] == [(RECOVERIES, {"kind": "rehand"})]
+
+
+def test_the_table_knows_every_cause_of_an_interruption() -> None:
+    assert INTERRUPTIONS.labels["cause"] == tuple(cause.name.lower() for cause in Cause)
 
 
 @given(st.integers(0, len(STAGES)), st.lists(st.floats(0.75, 5), min_size=8, max_size=8), st.booleans())

@@ -1,0 +1,1 @@
+"""What leaves the processes of a service for its operators: metrics through Ray, traces, logs."""

@@ -1,0 +1,1 @@
+"""What a router tells about its requests: metrics, traces, a line of log for each."""

@@ -1,0 +1,342 @@
+"""Tests metrics and probes of a router with real servers, sessions and KV transfers, and workers without a model."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tandem.cluster.config import load_config
+from tandem.cluster.runtime import RouterRuntime
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument, NotFound
+from tandem.router.client.client import AsyncClient
+from tandem.tests.fleet import Fleet, fake_rank, fleet
+from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
+from tandem.tests.peers import IDENTITY
+from tandem.tests.tiny_tokenizer import make_tokenizer
+
+HOST: Final = "127.0.0.1"
+WAIT: Final = 30.0
+TOKENS: Final = 24
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's folder of which there is only the tokenizer."""
+    make_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("tandem.cluster.runtime.read_context_tokens", lambda _: 2_048)
+    return tmp_path
+
+
+async def start(folder: Path, running: Fleet | None, **overrides: object) -> RouterRuntime:
+    """Starts a router, of all workers if there are any."""
+    ports = dict.fromkeys(("router.grpc_port", "router.http_port", "router.ops_port"), 0)
+    config = load_config(None, {"model": "m", "router.local_prefill_tokens": 0} | ports | overrides)
+    router = await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
+    await router.serve_ops(config.router.ops_port)
+    if running is not None:
+        await router.update([worker.info() for worker in running.workers])
+    return router
+
+
+@asynccontextmanager
+async def routers(folder: Path, count: int = 1, **overrides: object) -> AsyncIterator[list[RouterRuntime]]:
+    """Starts routers that share a prefill and a decode worker."""
+    size = len(make_tokenizer())
+    async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=size)) as running, AsyncExitStack() as scope:
+        found = []
+        for _ in range(count):
+            found.append(await start(folder, running, **overrides))
+            scope.push_async_callback(found[-1].stop, 0)
+        yield found
+
+
+@dataclass
+class Counted:
+    """Adds up what clients are answered."""
+
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+    kv_bytes: int = 0
+    reasons: Counter[str] | None = None
+
+    def add(self, prompt: int, generated: int, cached: int, *reasons: str) -> None:
+        self.requests += 1
+        self.prompt += prompt
+        self.generated += generated
+        self.cached += cached
+        self.reasons = (self.reasons or Counter()) + Counter(reasons)
+
+
+def prompt(number: int) -> list[int]:
+    return [(7 * i + 31 * number) % 300 + 3 for i in range(20 + 17 * number)]
+
+
+async def ask_grpc(address: str, counted: Counted, number: int, **options: Any) -> None:
+    async with AsyncClient(address, max_retries=0) as client:
+        answer = await client.generate(prompt(number), max_tokens=TOKENS, temperature=0, timeout=WAIT, **options)
+    usage = answer.usage
+    counted.kv_bytes += answer.timeline.kv_transfer_bytes
+    reasons = [completion.finish_reason for completion in answer.choices]
+    counted.add(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, *reasons)
+
+
+async def ask_http(address: str, counted: Counted, number: int, **fields: Any) -> None:
+    body = {"model": "m", "prompt": prompt(number), "max_tokens": TOKENS, "temperature": 0} | fields
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT) as http:
+        answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    reasons = [choice["finish_reason"] for choice in answer["choices"]]
+    counted.add(usage["prompt_tokens"], usage["completion_tokens"], cached, *reasons)
+
+
+def check(page: MetricsPage, counted: Counted) -> None:
+    """Fails unless the page says what the clients have counted."""
+    assert counted.reasons is not None
+    assert page.value("vllm:request_success_total") == counted.reasons.total()
+    for reason, number in counted.reasons.items():
+        assert page.value("vllm:request_success_total", finished_reason=reason) == number
+    assert page.value("vllm:prompt_tokens_total") == counted.prompt
+    assert page.value("vllm:prefix_cache_queries_total") == counted.prompt
+    assert page.value("vllm:prefix_cache_hits_total") == counted.cached
+    assert page.value("vllm:prompt_tokens_cached_total") == counted.cached
+    assert page.value("vllm:generation_tokens_total") == counted.generated
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+        assert page.value(f"vllm:{name}_count") == counted.requests
+    assert page.value("vllm:request_prompt_tokens_sum") == counted.prompt
+    assert page.value("vllm:request_generation_tokens_sum") == counted.generated
+    assert page.value("vllm:inter_token_latency_seconds_count") == counted.generated - counted.reasons.total()
+    assert page.value("vllm:iteration_tokens_total_sum") >= counted.generated - counted.reasons.total()
+    assert page.value("tandem_kv_transfer_seconds_count") == counted.requests
+    assert page.value("vllm:num_requests_running") == page.value("vllm:num_requests_waiting") == 0
+
+
+async def test_counters_equal_what_clients_count(folder: Path) -> None:
+    """Over both APIs of two routers, whose figures add up."""
+    async with routers(folder, 2) as both:
+        counted, one, two = Counted(), both[0], both[1]
+        for _ in range(2):  # the second time from the prefix cache
+            asked = [ask_grpc(each.grpc_address, counted, number) for each in both for number in range(4)]
+            await asyncio.gather(*asked, ask_grpc(one.grpc_address, counted, 5, n=3, best_of=3))
+        ops = one.ops_address, two.ops_address
+        page = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *ops)
+        check(page, counted)
+        assert page.value("tandem_kv_transfer_bytes_total", transport="grpc") == counted.kv_bytes
+        await asyncio.gather(*(ask_http(each.http_address, counted, number, n=2) for each in both for number in (6, 7)))
+        check(await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, *ops), counted)
+        apart = [await scrape(address) for address in ops]
+        assert all(page.value("vllm:generation_tokens_total") > 0 for page in apart)
+
+
+async def test_errors_and_clients_that_leave_are_counted(folder: Path) -> None:
+    async with routers(folder) as (router,), AsyncClient(router.grpc_address, max_retries=0) as client:
+        for _ in range(3):
+            with pytest.raises(InvalidArgument):
+                await client.generate(prompt(1), temperature=-1)
+        with pytest.raises(NotFound):
+            await client.generate(prompt(1), model="other")
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=WAIT) as http:
+            statuses = [(await http.post("/v1/completions", json=each)).status_code for each in BAD_BODIES]
+            assert statuses == [400, 400, 404]
+            async with http.stream("POST", "/v1/completions", json=LONG) as answer:
+                await anext(answer.aiter_lines())
+        async with client.stream(prompt(2), max_tokens=1_500, ignore_eos=True) as stream:
+            await anext(stream)
+        page = await scrape_until(
+            lambda page: page.value("vllm:request_success_total", finished_reason="abort") == 2, router.ops_address
+        )
+        assert page.value("tandem_errors_total", api="grpc", code="INVALID_ARGUMENT") == 3
+        assert page.value("tandem_errors_total", api="grpc", code="NOT_FOUND") == 1
+        assert page.value("tandem_errors_total", api="http", code="400") == 2
+        assert page.value("tandem_errors_total", api="http", code="404") == 1
+        assert page.value("tandem_errors_total") == 7
+        assert page.value("vllm:request_success_total") == 2
+        assert page.value("vllm:e2e_request_latency_seconds_count") == 0
+        assert page.value("vllm:prompt_tokens_total") == 2 * len(prompt(2))
+
+
+LONG: Final = {"model": "m", "prompt": prompt(2), "max_tokens": 1_500, "stream": True, "ignore_eos": True}
+BAD_BODIES: Final[list[dict[str, Any]]] = [
+    {"model": "m", "prompt": "x", "temperature": -1},
+    {"model": "m", "prompt": "x", "unknown": 1},
+    {"model": "other", "prompt": "x"},
+]
+
+
+async def test_tokens_are_seen_while_a_stream_runs(folder: Path) -> None:
+    async with (
+        routers(folder) as (router,),
+        AsyncClient(router.grpc_address) as client,
+        client.stream(prompt(2), max_tokens=1_900, ignore_eos=True) as stream,
+    ):
+        await anext(stream)
+        page = await scrape(router.ops_address)
+        assert page.value("vllm:num_requests_running") == 1
+        assert page.value("vllm:prompt_tokens_total") == len(prompt(2))
+        assert 1 <= page.value("vllm:generation_tokens_total") < 1_900
+        assert page.value("vllm:request_success_total") == 0
+        used = await scrape_until(lambda page: page.value("vllm:kv_cache_usage_perc") > 0, router.ops_address)
+        assert used.value("vllm:kv_cache_usage_perc") < 1
+        assert used.value("tandem_workers", pool="decode", state="ready") == 1
+        assert used.value("tandem_workers", pool="prefill", state="draining") == 0
+
+
+async def test_nothing_is_counted_where_metrics_are_off(folder: Path) -> None:
+    async with routers(folder, metrics=False) as (router,):
+        await ask_grpc(router.grpc_address, Counted(), 1)
+        async with httpx.AsyncClient(base_url=f"http://{router.ops_address}", timeout=WAIT) as http:
+            assert (await http.get("/metrics")).status_code == 404
+            assert (await http.get("/ready")).status_code == 200
+
+
+async def state_of(router: RouterRuntime, path: str) -> tuple[int, str]:
+    async with httpx.AsyncClient(base_url=f"http://{router.ops_address}", timeout=WAIT) as http:
+        answer = await http.get(path)
+    return answer.status_code, answer.json()["status"]
+
+
+async def health_of(router: RouterRuntime, service: str) -> int:
+    async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT)
+    return int(answer.status)
+
+
+async def test_a_router_is_ready_while_it_can_answer(folder: Path) -> None:
+    serving = health_pb2.HealthCheckResponse
+    async with fleet(1, 1) as running:
+        router = await start(folder, None)
+        assert await state_of(router, "/live") == (200, "ok")
+        assert await state_of(router, "/ready") == (503, "starting")
+        assert await health_of(router, "tandem.v1.Inference") == serving.NOT_SERVING
+        await router.update([worker.info() for worker in running.workers if worker.role == "prefill"])
+        assert await state_of(router, "/ready") == (503, "no decode worker")
+        await router.update([worker.info() for worker in running.workers])
+        assert await state_of(router, "/ready") == (200, "ok")
+        assert await health_of(router, "tandem.v1.Inference") == await health_of(router, "") == serving.SERVING
+        router.fail()
+        assert [await state_of(router, path) for path in ("/live", "/ready")] == [(503, "failed")] * 2
+        await router.stop(0)
+
+
+async def test_a_router_that_drains_is_not_ready_and_lets_its_streams_end(folder: Path) -> None:
+    async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=300)) as running:
+        router = await start(folder, running)
+        async with AsyncClient(router.grpc_address) as client:
+            async with client.stream(prompt(2), max_tokens=1_900, ignore_eos=True) as stream:
+                await anext(stream)
+                stopping = asyncio.create_task(router.stop(WAIT))
+                await asyncio.sleep(0)
+                assert await state_of(router, "/ready") == (503, "draining")
+                assert await state_of(router, "/live") == (200, "ok")
+                await router.update([worker.info() for worker in running.workers])  # it stays so
+                assert await state_of(router, "/ready") == (503, "draining")
+                assert (await scrape(router.ops_address)).value("tandem_ready") == 0
+                received = 1 + sum([len(delta.token_ids) async for delta in stream])
+            assert received >= 1_900
+        await stopping
+
+
+async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> None:
+    """Another program that has it keeps nobody from serving; a router in place of another has its address."""
+    async with AsyncExitStack() as scope:
+        first = await start(folder, None)
+        scope.push_async_callback(first.stop, 0)
+        taken = int(first.ops_address.rpartition(":")[2])
+        other = await start(folder, None, **{"router.ops_port": taken})
+        scope.push_async_callback(other.stop, 0)
+        assert other.ops_address != first.ops_address
+        config = load_config(None, {"model": "m", "router.grpc_port": 0, "router.http_port": 0})
+        for port in (taken, 0):
+            next_one = await RouterRuntime.start(config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32)
+            scope.push_async_callback(next_one.stop, 0)
+            await next_one.serve_ops(port, application=f"m.{port}", replaced=[first.ops_address])
+            assert next_one.ops_address == first.ops_address
+
+
+async def test_a_page_in_a_browser_does_not_read_the_metrics(folder: Path) -> None:
+    """By DNS rebinding; and nothing is changed through the ops port."""
+    async with AsyncExitStack() as scope:
+        router = await start(folder, None)
+        scope.push_async_callback(router.stop, 0)
+        http = await scope.enter_async_context(httpx.AsyncClient(base_url=f"http://{router.ops_address}", timeout=WAIT))
+        assert (await http.get("/metrics", headers={"host": "rebound.example.com"})).status_code == 403
+        assert (await http.post("/metrics")).status_code == 405
+        assert (await http.get("/v1/models")).status_code == 404
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes spans over OTLP, on a free port."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        super().__init__((HOST, 0), CollectorHandler)
+
+
+class CollectorHandler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        exported = ExportTraceServiceRequest.FromString(body)
+        for resource in exported.resource_spans:
+            for scope in resource.scope_spans:
+                self.server.spans += scope.spans
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_clients_trace_is_in_the_exported_spans(folder: Path, collector: Collector) -> None:
+    """Over both APIs; the times are those of the timeline that the client gets."""
+    traces = [f"{number:032x}" for number in (11, 12)]
+    headers = [("traceparent", f"00-{trace}-00000000000000aa-01") for trace in traces]
+    endpoint = f"http://{HOST}:{collector.server_port}/v1/traces"
+    overrides: dict[str, Any] = {"tracing.endpoint": endpoint}
+    async with routers(folder, **overrides) as (router,):
+        async with httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=WAIT) as http:
+            body: dict[str, Any] = {"model": "m", "prompt": prompt(1), "max_tokens": TOKENS}
+            (await http.post("/v1/completions", json=body, headers=headers[:1])).raise_for_status()
+        request = inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": prompt(1)}}, stopping={"max_tokens": 9})
+        async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+            generate: Any = channel.unary_stream("/tandem.v1.Inference/Generate")
+            call = generate(request.SerializeToString(), metadata=headers[1:])
+            assert [message async for message in call]
+            trailing = dict(await call.trailing_metadata())
+        timeline = inference_pb2.Timeline.FromString(trailing["tandem-timeline-bin"])
+    roots = [span for span in collector.spans if span.name == "text_completion m"]
+    assert [span.trace_id.hex() for span in roots] == traces
+    assert {span.parent_span_id.hex() for span in roots} == {"00000000000000aa"}
+    children = {span.name: span for span in collector.spans if span.parent_span_id == roots[1].span_id}
+    for name in ("queue", "prefill", "kv_transfer", "decode"):
+        seconds = (children[name].end_time_unix_nano - children[name].start_time_unix_nano) / 1e9
+        assert seconds == pytest.approx(getattr(timeline, f"{name}_seconds"), abs=1e-6)
+    total = (roots[1].end_time_unix_nano - roots[1].start_time_unix_nano) / 1e9
+    assert total == pytest.approx(timeline.end_to_end_seconds, abs=1e-5)

@@ -1,0 +1,97 @@
+"""Runs a real Prometheus, Debian's, against a service of a test."""
+
+import json
+import math
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tandem.tests.k8s.manifests import need
+
+WAIT = 30.0
+DASHBOARD = Path(__file__).parents[1] / "k8s" / "components" / "monitoring" / "tandem-dashboard.json"
+
+VLLM_EXPRESSIONS = [
+    # The panels of examples/online_serving/prometheus_grafana/grafana.json of vLLM, and of its newer dashboards, that
+    # are about metrics of V1.
+    *(
+        f"histogram_quantile(0.99, sum by(le) (rate(vllm:{name}_bucket[1m])))"
+        for name in ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
+    ),
+    *(
+        f"rate(vllm:{name}_sum[1m]) / rate(vllm:{name}_count[1m])"
+        for name in ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
+    ),
+    *(f"rate(vllm:{name}_tokens_total[1m])" for name in ("prompt", "generation")),
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+    *(f"sum by(le) (increase(vllm:request_{name}_tokens_bucket[1m]))" for name in ("prompt", "generation")),
+    "sum by(finished_reason) (increase(vllm:request_success_total[1m]))",
+    *(f"rate(vllm:request_{name}_time_seconds_sum[1m])" for name in ("queue", "prefill", "decode", "inference")),
+    "sum by(le) (increase(vllm:request_max_num_generation_tokens_bucket[1m]))",
+    "histogram_quantile(0.99, sum by(le) (rate(vllm:request_time_per_output_token_seconds_bucket[1m])))",
+    "rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])",
+]
+
+
+def dashboard_expressions(model_name: str) -> list[str]:
+    """Returns every expression of our dashboard, with its variables set."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    return [each.replace("$model_name", model_name).replace("$__rate_interval", "1m") for each in expressions]
+
+
+@contextmanager
+def prometheus(folder: Path, jobs: Mapping[str, Sequence[str]]) -> Iterator["Prometheus"]:
+    """Scrapes the targets HOST:PORT of each job once a second, while the context is open."""
+    config = {
+        "global": {"scrape_interval": "1s"},
+        "scrape_configs": [
+            {"job_name": job, "static_configs": [{"targets": list(targets)}]} for job, targets in jobs.items()
+        ],
+    }
+    path, log = folder / "prometheus.yml", folder / "prometheus.log"
+    path.write_text(yaml.safe_dump(config))
+    program = need("prometheus", "prometheus")
+    arguments = [f"--config.file={path}", f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"]
+    with (
+        log.open("w") as output,
+        subprocess.Popen([program, *arguments], stderr=output) as process,
+    ):
+        try:
+            deadline = time.monotonic() + WAIT
+            while not (found := re.search(r'msg="Listening on" address=(\S+)', log.read_text())):
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            yield Prometheus(f"http://{found[1]}", sum(map(len, jobs.values())))
+        finally:
+            process.terminate()
+
+
+class Prometheus:
+    """Answers queries about what it has scraped."""
+
+    def __init__(self, url: str, num_targets: int) -> None:
+        self._url = url
+        self._num_targets = num_targets
+
+    def query(self, expression: str) -> list[float]:
+        """Returns the value of each series that the expression has now, but for those that are no number."""
+        answer: dict[str, Any] = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}).json()
+        assert answer["status"] == "success", answer
+        values = [float(series["value"][1]) for series in answer["data"]["result"]]
+        return [value for value in values if not math.isnan(value)]
+
+    def wait_for(self, expression: str, seconds: float = WAIT) -> list[float]:
+        """Returns the series of an expression as soon as there are any."""
+        deadline = time.monotonic() + seconds
+        while not (found := self.query(expression)):
+            assert time.monotonic() < deadline, f"no series: {expression}"
+            time.sleep(0.2)
+        return found

@@ -1,0 +1,142 @@
+"""Tests what is counted of requests, without servers."""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import Cancelled, InternalError, Overloaded, Unavailable
+from tandem.proto.metrics import E2E, FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, TTFT, Metric
+from tandem.router.telemetry.requests import EndedRequest, RequestFacts, RequestTelemetry
+
+STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+TOOLS = inference_pb2.FINISH_REASON_TOOL_CALLS
+
+
+class Recorder:
+    """Sums what is counted."""
+
+    def __init__(self) -> None:
+        self.sums: Counter[tuple[Any, ...]] = Counter()
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        self.sums[metric, *labels.values()] += amount  # type: ignore[assignment]
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None: ...
+
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        self.sums[metric] += count  # type: ignore[index]
+
+
+class Outputs:
+    """Has as many tokens as a test says."""
+
+    def __init__(self) -> None:
+        self.num_generated = 0
+        self.finish_reasons: list[inference_pb2.FinishReason] = []
+
+
+class Requests:
+    """Runs one request after the other."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.ended: list[EndedRequest] = []
+        self.telemetry = RequestTelemetry(self.recorder, [self.ended.append])
+        self.timeline = inference_pb2.Timeline(cached_tokens=4, end_to_end_seconds=2.0, ttft_seconds=0.5)
+
+    def run(self, num_tokens: int, *reasons: Any, error: BaseException | None = None, num_choices: int = 1) -> None:
+        outputs = Outputs()
+        facts = RequestFacts(request_id="r", arrived=0.0, num_prompt=10, num_choices=num_choices, max_tokens=8)
+        with suppress(BaseException), self.telemetry.track(facts, self.timeline, outputs):
+            outputs.num_generated = num_tokens
+            outputs.finish_reasons += reasons
+            if error is not None:
+                raise error
+
+    def count(self, metric: Metric, *labels: str) -> float:
+        return self.recorder.sums[metric, *labels] if labels else self.recorder.sums[metric,]
+
+    def histogram(self, metric: Metric) -> float:
+        return self.recorder.sums[metric]  # type: ignore[index]
+
+
+def test_completions_are_counted_by_why_they_ended() -> None:
+    requests = Requests()
+    requests.run(5, STOP)
+    requests.run(8, LENGTH, LENGTH, STOP, TOOLS, num_choices=4)
+    assert requests.count(FINISHED, "stop") == 3
+    assert requests.count(FINISHED, "length") == 2
+    assert requests.count(PROMPT_TOKENS) == 20
+    assert requests.count(GENERATION_TOKENS) == 13
+    assert requests.count(PREFIX_HITS) == 8
+    assert requests.histogram(E2E) == requests.histogram(TTFT) == 2
+    assert [each.finish_reasons for each in requests.ended] == [("stop",), ("length", "length", "stop", "stop")]
+    assert all(each.is_complete for each in requests.ended)
+
+
+def test_the_best_of_several_completions_are_counted_alone() -> None:
+    requests = Requests()
+    requests.run(24, STOP, STOP, LENGTH, num_choices=2)
+    assert requests.ended[0].finish_reasons == ("stop", "stop")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "code"),
+    [
+        (asyncio.CancelledError(), "abort", "CANCELLED"),
+        (GeneratorExit(), "abort", "CANCELLED"),
+        (Cancelled("unread"), "abort", "CANCELLED"),
+        (Unavailable("no worker"), "error", "UNAVAILABLE"),
+        (InternalError("given up"), "error", "INTERNAL"),
+        (ValueError("a defect"), "error", "INTERNAL"),
+    ],
+)
+def test_what_has_not_ended_is_an_abort_or_an_error(error: BaseException, reason: str, code: str) -> None:
+    requests = Requests()
+    requests.run(3, STOP, error=error, num_choices=3)
+    assert requests.count(FINISHED, "stop") == 1
+    assert requests.count(FINISHED, reason) == 2
+    assert requests.count(GENERATION_TOKENS) == 3
+    assert requests.histogram(TTFT) == 1
+    assert requests.histogram(E2E) == 0  # how long it would have taken is not known
+    assert (requests.ended[0].error, requests.ended[0].is_complete) == (code, False)
+
+
+def test_one_that_is_given_up_before_its_first_token_has_none_of_its_times() -> None:
+    requests = Requests()
+    requests.run(0, error=asyncio.CancelledError())
+    assert requests.count(FINISHED, "abort") == 1
+    assert requests.count(PROMPT_TOKENS) == requests.histogram(TTFT) == 0
+
+
+def test_one_that_was_not_let_in_is_none() -> None:
+    requests = Requests()
+    requests.run(0, error=Overloaded("the queue is full"))
+    assert not requests.recorder.sums
+    assert not requests.ended
+
+
+def test_a_prompt_without_an_answer_is_counted() -> None:
+    """As with echo and max_tokens 0."""
+    requests = Requests()
+    requests.run(0, LENGTH)
+    assert (requests.count(PROMPT_TOKENS), requests.count(GENERATION_TOKENS)) == (10, 0)
+
+
+def test_tokens_are_counted_while_the_request_runs_and_once() -> None:
+    requests, outputs = Requests(), Outputs()
+    facts = RequestFacts(request_id="r", arrived=0.0, num_prompt=10, num_choices=1, max_tokens=8)
+    with requests.telemetry.track(facts, requests.timeline, outputs):
+        seen = []
+        for outputs.num_generated in (0, 2, 2, 7):
+            requests.telemetry.count_running()
+            seen.append((requests.count(PROMPT_TOKENS), requests.count(GENERATION_TOKENS)))
+        outputs.num_generated = 9
+    assert seen == [(0, 0), (10, 2), (10, 2), (10, 7)]
+    assert (requests.count(PROMPT_TOKENS), requests.count(GENERATION_TOKENS)) == (10, 9)
+    requests.telemetry.count_running()
+    assert requests.count(GENERATION_TOKENS) == 9

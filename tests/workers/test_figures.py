@@ -1,0 +1,176 @@
+"""What one worker reports of itself, and the steps that it makes to see whether it can."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from tandem.proto.metrics import (
+    BLOCKS,
+    KV_FAILURES,
+    LEASES,
+    SEQUENCES,
+    STEP_SECONDS,
+    STEP_TOKENS,
+    SUSPENDS,
+    TRANSFERS,
+    UNBALANCED,
+    Metric,
+)
+from tandem.proto.worker_pb2 import Suspend
+from tandem.tests.fleet import fake_rank, fleet
+from tandem.tests.peers import peer_channel
+from tandem.tests.token_request import token_request
+from tandem.tests.worker_config import worker_config
+from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.tests.workers.raw_session import RawSession, idle, submit
+from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
+from tandem.workers.transfer.frames import TransferError
+from tandem.workers.worker import Worker
+
+WAIT = 10.0
+
+
+class Figures:
+    """Keeps what is reported."""
+
+    def __init__(self) -> None:
+        self.sums: Counter[tuple[Metric, tuple[str, ...]]] = Counter()
+        self.values: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self.observed: defaultdict[Metric, list[float]] = defaultdict(list)
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        self.sums[metric, tuple(labels.values())] += int(amount)
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        self.values[metric, tuple(labels.values())] = value
+
+    def observe(self, metric: Metric, value: float, count: int = 1, **labels: str) -> None:
+        self.observed[metric] += [value] * count
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_worker_reports_what_it_has_and_has_done() -> None:
+    figures = Figures()
+    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures)
+    async with peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        await session.send(submit(max_tokens=5))
+        await session.until(lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0)
+        await wait_until(lambda: not worker.load().num_running)
+        await worker.report_figures(with_integrity=True)
+        assert figures.values[UNBALANCED, ()] == 0
+        assert sum(figures.values[BLOCKS, (state,)] for state in BLOCKS.labels["state"]) == 256
+        assert figures.values[BLOCKS, ("cached",)] == 1  # of 20 + 4 tokens
+        assert [figures.values[SEQUENCES, (state,)] for state in ("running", "waiting")] == [0, 0]
+        assert figures.values[LEASES, ()] == figures.values[TRANSFERS, ()] == 0
+        assert sum(figures.observed[STEP_TOKENS]) == 20 + 4
+        assert len(figures.observed[STEP_SECONDS]) >= 5
+        assert min(figures.observed[STEP_SECONDS]) > 0
+        figures.observed.clear()
+        await worker.report_figures(with_integrity=False)
+        assert not figures.observed[STEP_TOKENS]  # nothing is reported twice
+    await worker.stop()
+
+
+async def test_books_that_do_not_balance_are_reported() -> None:
+    figures = Figures()
+    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode", metrics=figures)
+    worker._thread.post(lambda engine: engine.requests.pool.reserve(1))
+    await worker.report_figures(with_integrity=True)
+    assert figures.values[UNBALANCED, ()] == 1
+    await worker.stop()
+
+
+async def test_suspended_choices_are_counted() -> None:
+    figures = Figures()
+    worker = await Worker.serve(
+        fake_rank(step_seconds=0.002), worker_config(), worker_id="w", role="decode", metrics=figures
+    )
+    async with peer_channel(worker.address) as channel:
+        session = RawSession(channel)
+        await session.send(submit(max_tokens=1_000))
+        await session.until(lambda output: output.HasField("tokens"))
+        await session.send(Suspend(request_id="a", attempt=1))
+        await session.until(lambda output: output.HasField("suspended"))
+    assert figures.sums[SUSPENDS, ()] == 1
+    await worker.stop()
+
+
+async def test_kv_transfers_that_break_are_counted_by_transport() -> None:
+    figures, num_streams = Figures(), 0
+
+    async def cut_once(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Ends the first stream before its first frame."""
+        nonlocal num_streams
+        num_streams += 1
+        if num_streams == 1:
+            raise TransferError("cut")
+        async for frame in frames:
+            yield frame
+
+    prompt = list(range(200))
+    async with fleet(1, 1, frame_hook=cut_once, metrics=figures) as running:
+        tokens, _ = await running.generate(token_request(prompt, 10))
+    assert tokens == expected_tokens(prompt, 10, 1000)
+    failures = {labels: count for (metric, labels), count in figures.sums.items() if metric is KV_FAILURES}
+    assert failures == {("grpc",): 1}
+
+
+async def test_an_idle_worker_makes_a_step_when_asked_after_its_health() -> None:
+    """It leaves nothing behind."""
+    figures = Figures()
+    settings = worker_config(canary_seconds=0.0)
+    worker = await Worker.serve(fake_rank(), settings, worker_id="w", role="prefill", metrics=figures)
+    async with peer_channel(worker.address) as channel:
+        for _ in range(3):
+            figures.observed.clear()
+            worker.check_health()
+            async with asyncio.timeout(WAIT):
+                while len(figures.observed[STEP_TOKENS]) < 2:
+                    await worker.report_figures(with_integrity=False)
+                    await asyncio.sleep(0.005)
+            assert figures.observed[STEP_TOKENS] == [1, 1]  # a prefill and a decode
+            await idle(worker)
+        session = RawSession(channel)  # an ordinary request is as before
+        await session.send(submit(max_tokens=2))
+        await session.until(lambda output: output.HasField("tokens") and output.tokens.finish_reason != 0)
+    await worker.stop()
+
+
+async def test_a_busy_worker_makes_no_step_of_its_own() -> None:
+    worker = await Worker.serve(fake_rank(), worker_config(), worker_id="w", role="decode")
+    figures = Figures()
+    worker.check_health()
+    worker._metrics = figures
+    await worker.report_figures(with_integrity=True)  # after what the check may have posted
+    await worker.report_figures(with_integrity=False)
+    assert not figures.observed[STEP_TOKENS]
+    await worker.stop()
+
+
+class Broken(Executor):
+    """Fails in each step, as a GPU that has been lost does."""
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        raise RuntimeError("the device is lost")
+
+
+async def test_a_device_that_is_lost_while_nothing_runs_is_found() -> None:
+    rank = fake_rank()
+    assert isinstance(rank.executor, FakeExecutor)
+    settings = worker_config(canary_seconds=0.0)
+    worker = await Worker.serve(replace(rank, executor=Broken()), settings, worker_id="w", role="decode")
+    worker.check_health()
+    async with asyncio.timeout(WAIT):
+        await worker.failed.wait()
+    with pytest.raises(RuntimeError, match="has failed"):
+        worker.check_health()
+    await worker.stop()
