@@ -154,8 +154,8 @@ class RouterConfig(BaseModel):
     cors_origins: CorsOrigins = ()
     # After how long without progress a client that does not read its stream is cut.
     stall_seconds: float = Field(default=STALL_SECONDS, ge=0.1, le=3600)
-    # Of the HTTP server; when there are too many, one without a request gives way to a new one. Clients behind a proxy
-    # have one address.
+    # Of each API server. When there are too many, HTTP ends one without a request for a new one; gRPC refuses new ones,
+    # and knows no bound by address. Clients behind a proxy have one address.
     max_connections: int = Field(default=MAX_CONNECTIONS, ge=1, le=1_048_576)
     max_connections_per_address: int = Field(default=MAX_CONNECTIONS_PER_ADDRESS, ge=1, le=1_048_576)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)

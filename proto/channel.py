@@ -10,9 +10,10 @@ from typing import Any, Final, Generic, Self, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from .identity import PeerIdentity
-from .limits import MAX_INTERNAL_MESSAGE_BYTES
+from .limits import MAX_CONNECTIONS, MAX_INTERNAL_MESSAGE_BYTES
 
 SILENCE_SECONDS: Final = 2.5
 """After so long without a word a worker is taken for frozen or cut off: its streams then go on within three seconds."""
@@ -36,11 +37,17 @@ PEER_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
 )
 
+HANDSHAKE_SECONDS: Final = 10.0
+"""How long whoever connects to a server may take for the begin of HTTP/2, or of TLS."""
+
+_IDLE_SECONDS: Final = 300.0  # of a connection to a server without a call; a peer connects anew
+
 PROOF_SECONDS: Final = 10.0
 """How long a peer may take to prove itself; one whose process stands still is noticed earlier, by its silence."""
 
 _PROOF: Final = "tandem-proof-bin"  # metadata of a call, and of its answer
 _NOT_OURS: Final = "not a peer of this service"
+_NO_MESSAGE: Final = "not a message of this method"
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # grpc knows no types when it runs
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -196,7 +203,13 @@ class PeerServer:
     def __init__(self, identity: PeerIdentity) -> None:
         self._guard = _Guard(identity)
         self._tls = identity.tls
-        self._server = grpc.aio.server(options=PEER_OPTIONS + _keepalive(_PATIENT_SECONDS), interceptors=(self._guard,))
+        options = PEER_OPTIONS + _keepalive(_PATIENT_SECONDS)
+        options += (
+            ("grpc.server_handshake_timeout_ms", round(1_000 * HANDSHAKE_SECONDS)),
+            ("grpc.max_connection_idle_ms", round(1_000 * _IDLE_SECONDS)),
+            ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        )
+        self._server = grpc.aio.server(options=options, interceptors=(self._guard,))
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Adds services, as generated code does."""
@@ -264,15 +277,39 @@ _REFUSE: "Final[_Handler]" = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 def _answering(handler: _Handler, answer: tuple[tuple[str, bytes]]) -> _Handler:
-    """Returns a handler, a coroutine function, that sends the metadata first."""
+    """Returns a handler, a coroutine function, that sends the metadata first. It parses messages itself: grpc answers
+    UNKNOWN to bytes that are none, and tells the exception."""
     behave: Any = handler.stream_stream or handler.unary_unary
     make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_unary_rpc_method_handler
+    parse: Any = handler.request_deserializer
 
     async def answer_first(request: Any, context: _Context) -> Any:
         await context.send_initial_metadata(answer)
+        if parse is not None:
+            messages = _Messages(request, parse, context)
+            request = messages if handler.stream_stream else await messages.parse(request)
         return await behave(request, context)
 
-    return make(answer_first, handler.request_deserializer, handler.response_serializer)
+    return make(answer_first, None, handler.response_serializer)
+
+
+class _Messages:
+    """Parses the messages of a stream; ends the call at bytes that are none."""
+
+    def __init__(self, incoming: Any, parse: Callable[[bytes], Any], context: _Context) -> None:
+        self._incoming, self._parse, self._context = incoming, parse, context
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        return await self.parse(await anext(self._incoming))
+
+    async def parse(self, data: bytes) -> Any:
+        try:
+            return self._parse(data)
+        except DecodeError:
+            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_MESSAGE)
 
 
 def _is_answered(metadata: "grpc.aio.Metadata | None", proof: bytes, identity: PeerIdentity) -> bool:

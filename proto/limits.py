@@ -52,7 +52,7 @@ MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
 """Of one stream, about: generated, and not taken by its client yet."""
 
 MAX_CONNECTIONS: Final = 4_096
-"""Of one HTTP server, and of one gRPC server."""
+"""Of one HTTP server, and of one gRPC server, also of those between the processes of a service."""
 
 MAX_CONNECTIONS_PER_ADDRESS: Final = 1_024
 """Of one HTTP server."""

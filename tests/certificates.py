@@ -27,8 +27,8 @@ class Certificate:
         return certificate
 
 
-def make_certificate(name: str, issuer: Certificate | None = None) -> Certificate:
-    """Returns a CA, or with an issuer a certificate for 127.0.0.1."""
+def make_certificate(name: str, issuer: Certificate | None = None, address: str = "127.0.0.1") -> Certificate:
+    """Returns a CA, or with an issuer a certificate for an address."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
@@ -43,7 +43,7 @@ def make_certificate(name: str, issuer: Certificate | None = None) -> Certificat
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
     )
     if issuer is not None:
-        names = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+        names = x509.SubjectAlternativeName([x509.IPAddress(ip_address(address))])
         builder = builder.add_extension(names, critical=False)
     signed = builder.sign(issuer.key if issuer else key, hashes.SHA256())
     return Certificate(certificate=signed, key=key)

@@ -24,6 +24,7 @@ import pytest
 TESTS: Final = Path(__file__).parent
 SHARING_PATHS: Final = (
     *(
+        "cluster/bench/test_bench_router.py",
         "cluster/cli/test_bad_commands.py",
         "cluster/cli/test_drain.py",
         "cluster/cli/test_plan.py",
@@ -49,8 +50,8 @@ SHARING_PATHS: Final = (
     *("router/client", "router/scheduling/test_simulation.py"),
     *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "rehand")),
     *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
-    *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "drain", "kv_handle", "peer_tls")),
-    *(f"workers/test_{name}.py" for name in ("figures", "session", "strangers", "worker")),
+    *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "damaged_messages", "drain", "kv_handle")),
+    *(f"workers/test_{name}.py" for name in ("figures", "peer_tls", "session", "strangers", "worker")),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair", "piece_writer", "receiver")),
     *(f"workers/transfer/test_{name}.py" for name in ("second_fetch", "sender", "shared_memory", "toy_transport")),
     "workers/transfer/test_unequal.py",

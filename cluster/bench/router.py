@@ -8,21 +8,28 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import itemgetter
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import psutil
 import typer
 
 from ...proto import worker_pb2, worker_pb2_grpc
+from ...proto.certificate import make_peer_tls
 from ...proto.channel import PeerChannel
 from ...proto.identity import PeerIdentity
 from ...proto.metrics import NULL_METRICS, Metrics
 from ...router.api.servers import ApiServers
 from ...router.api.service import GenerationService
+from ...router.auth.authenticator import Authenticator
+from ...router.auth.keys import create_key, load_keys
+from ...router.auth.tls import ServerTls, TlsFiles
 from ...router.dispatch.dispatcher import Dispatcher
 from ...router.frontend.prepare import ServedModel
 from ...router.frontend.tokenizer import byte_tokenizer
@@ -61,22 +68,26 @@ def main(
     rounds: Annotated[int, typer.Option(help="Of each case; the best one counts.")] = 3,
     step_ms: Annotated[float, typer.Option(help="How long the worker takes for a token of all streams.")] = 0.0,
     metrics: Annotated[bool, typer.Option(help="Whether the router counts; what that costs is the difference.")] = True,
+    with_keys: Annotated[bool, typer.Option("--keys", help="Let in callers with an API key alone.")] = False,
+    with_tls: Annotated[bool, typer.Option("--tls", help="TLS at the API servers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the router: tokens/s and CPU time of a token, over gRPC and HTTP."""
     identity = PeerIdentity.generate()
-    with (
-        _child(identity, "serve-worker", str(step_ms)) as worker,
-        _child(identity, "serve-router", worker[1], "--metrics" if metrics else "--no-metrics") as router,
-    ):
-        costs = [
-            max(
-                (asyncio.run(_measure(api, router, worker, number, tokens)) for _ in range(rounds)),
-                key=itemgetter("tokens_per_second"),
-            )
-            for api in _APIS
-            for number in streams
-        ]
+    with tempfile.TemporaryDirectory() as scratch:
+        access = _Access.make(Path(scratch), keys=with_keys, tls=with_tls)
+        with (
+            _child(identity, "serve-worker", str(step_ms)) as worker,
+            _child(identity, "serve-router", worker[1], scratch, "--metrics" if metrics else "--no-metrics") as router,
+        ):
+            costs = [
+                max(
+                    (asyncio.run(_measure(api, access, router, worker, number, tokens)) for _ in range(rounds)),
+                    key=itemgetter("tokens_per_second"),
+                )
+                for api in _APIS
+                for number in streams
+            ]
     if as_json:
         typer.echo(json.dumps(costs, indent=2))
         return
@@ -95,9 +106,48 @@ def serve_worker(step_ms: float) -> None:
 
 
 @app.command(hidden=True)
-def serve_router(worker: str, metrics: bool = True) -> None:
+def serve_router(worker: str, scratch: Path, metrics: bool = True) -> None:
     """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with its stdin."""
-    asyncio.run(_serve_router(worker, PrometheusMetrics(_MODEL) if metrics else NULL_METRICS))
+    counts = PrometheusMetrics(_MODEL) if metrics else NULL_METRICS
+    asyncio.run(_serve_router(worker, _Access(scratch), counts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """Holds the files of keys and of certificates, as far as they are there."""
+
+    folder: Path
+    api_key: str = field(default="", repr=False)
+
+    @classmethod
+    def make(cls, folder: Path, *, keys: bool, tls: bool) -> "_Access":
+        """Makes the files in an empty folder."""
+        access = cls(folder, create_key(folder / "keys.json", name="bench", tenant="bench") if keys else "")
+        if tls:
+            made = make_peer_tls("localhost")
+            access.tls.certificate.write_bytes(made.certificate)
+            access.tls.key.write_bytes(made.key)
+        return access
+
+    @property
+    def tls(self) -> TlsFiles:
+        return TlsFiles(certificate=self.folder / "tls.crt", key=self.folder / "tls.key")
+
+    @property
+    def has_tls(self) -> bool:
+        return self.tls.key.exists()
+
+    def authenticator(self) -> Authenticator:
+        file = self.folder / "keys.json"
+        return Authenticator(load_keys(file) if file.exists() else None)
+
+    def address(self, url: str) -> ServerAddress:
+        """Returns how the client reaches a server of the router."""
+        if not self.has_tls:
+            return ServerAddress(url=url, model=_MODEL, api_key=self.api_key)
+        scheme, _, place = url.partition("://")
+        secure = f"{scheme}s://localhost:{place.rpartition(':')[2]}"
+        return ServerAddress(url=secure, model=_MODEL, api_key=self.api_key, tls_ca=self.tls.certificate)
 
 
 ChildProcess = tuple[psutil.Process, str]
@@ -137,7 +187,7 @@ async def _serve_worker(step_seconds: float) -> None:
     await worker.stop()
 
 
-async def _serve_router(worker: str, metrics: Metrics) -> None:
+async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     identity = PeerIdentity.from_text(sys.stdin.readline())
     async with PeerChannel(worker, identity) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
@@ -146,7 +196,9 @@ async def _serve_router(worker: str, metrics: Metrics) -> None:
     registry.update([status.info])
     dispatcher = Dispatcher(registry, identity=identity, metrics=metrics)
     model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
-    server = await ApiServers.start(GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics)))
+    tls = ServerTls(access.tls.load()) if access.has_tls else None
+    service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
+    server = await ApiServers.start(service, authenticator=access.authenticator(), tls=tls)
     await server.set_serving(True)
     await _until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
     await server.stop(0)
@@ -159,11 +211,11 @@ async def _until_stdin_ends(addresses: str) -> None:
 
 
 async def _measure(
-    api: str, router: ChildProcess, worker: ChildProcess, num_streams: int, num_tokens: int
+    api: str, access: _Access, router: ChildProcess, worker: ChildProcess, num_streams: int, num_tokens: int
 ) -> dict[str, Any]:
     """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a token. Tokens that
     wait for the client are merged into one message."""
-    address = ServerAddress(url=router[1].split()[_APIS.index(api)], model=_MODEL)
+    address = access.address(router[1].split()[_APIS.index(api)])
     prompt = BenchPrompt(prompt=_PROMPT, max_tokens=num_tokens)
     processes = (router[0], worker[0], psutil.Process())
 

@@ -7,11 +7,11 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from ...proto.certificate import make_peer_tls
 from ...proto.identity import PeerIdentity
 from ...router.auth.keys import ApiKey, create_key, load_keys, parse_expiry, revoke_key
 from ..config import PeerTlsConfig
 from ..identity_file import write_identity
-from ..peer_tls import make_peer_tls
 from ..tables import make_table
 
 key_app = typer.Typer(help="Keep the file of API keys; make the identity of a service.", no_args_is_help=True)

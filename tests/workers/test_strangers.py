@@ -84,8 +84,23 @@ async def test_streams_that_a_stranger_opens_and_cancels_kill_nothing() -> None:
             async with grpc.aio.insecure_channel(worker.address) as channel:
                 for method in METHODS:
                     opened: RawCall = channel.stream_stream(method)()
-                    await opened.wait_for_connection()
+                    with suppress(grpc.aio.AioRpcError):  # it may be refused already
+                        await opened.wait_for_connection()
                     opened.cancel()
+        await check_whole(running)
+
+
+async def test_a_stranger_who_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.proto.channel.HANDSHAKE_SECONDS", 0.3)
+    async with fleet() as running:
+        for worker in running.workers:
+            host, _, port = worker.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            async with asyncio.timeout(20):
+                with suppress(ConnectionError):
+                    while await reader.read(4_096):
+                        pass
+            writer.close()
         await check_whole(running)
 
 

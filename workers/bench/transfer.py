@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...proto import worker_pb2
+from ...proto.certificate import make_peer_tls
 from ...proto.channel import PeerChannel, PeerServer, PeerStream
 from ...proto.identity import PeerIdentity
 from ..engine.plan import FirstTokens
@@ -171,14 +172,14 @@ class TransferBench:
 
 
 @asynccontextmanager
-async def _started(name: str, num_tokens: int) -> AsyncIterator[TransferBench]:
+async def _started(name: str, num_tokens: int, tls: bool) -> AsyncIterator[TransferBench]:
     command = [sys.executable, "-m", "tandem.workers.bench.transfer", "--serve", name, str(num_tokens)]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        identity = PeerIdentity.generate()
+        identity = PeerIdentity.generate(make_peer_tls("tandem-peer") if tls else None)
         process.stdin.write(f"{identity.to_text()}\n".encode())
         address = (await process.stdout.readline()).decode().strip()
         bench = TransferBench(name, process, make_endpoint(name, num_tokens, identity), address, identity)
@@ -190,13 +191,13 @@ async def _started(name: str, num_tokens: int) -> AsyncIterator[TransferBench]:
         await process.wait()
 
 
-async def measure(names: list[str], sizes: list[int], repeat: int) -> dict[str, Rates]:
-    """Returns medians, of each transport and of the bare stream; all take turns. `sizes` are in MB. Raises RuntimeError
-    if a transport cannot be used."""
+async def measure(names: list[str], sizes: list[int], repeat: int, *, tls: bool = False) -> dict[str, Rates]:
+    """Returns medians, of each transport and of the bare stream; all take turns. `sizes` are in MB; with `tls` all gRPC
+    is encrypted, that of the bare stream, too. Raises RuntimeError if a transport cannot be used."""
     tokens = {size: max(1, size * 1_000_000 // LAYOUT.bytes_per_token) for size in sizes}
     found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in (*names, BARE)}
     async with AsyncExitStack() as stack:
-        benches = {name: await stack.enter_async_context(_started(name, max(tokens.values()))) for name in names}
+        benches = {name: await stack.enter_async_context(_started(name, max(tokens.values()), tls)) for name in names}
         for _, (size, num_tokens) in itertools.product(range(repeat), tokens.items()):
             num_bytes = num_tokens * LAYOUT.bytes_per_token
             times = {name: await bench.move(num_tokens) for name, bench in benches.items()}
@@ -227,6 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--transports", nargs="+", default=["grpc", "shared", "gloo"])
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 16, 128], metavar="MB")
     parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--peer-tls", action="store_true", help="encrypt gRPC, as peer_tls.mode cluster does")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -236,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         name, num_tokens = options.serve
         asyncio.run(serve(name, int(num_tokens)))
     else:
-        rates = asyncio.run(measure(options.transports, options.sizes, options.repeat))
+        rates = asyncio.run(measure(options.transports, options.sizes, options.repeat, tls=options.peer_tls))
         Console().print(report(rates, options.sizes))
     return 0
 

@@ -124,7 +124,7 @@ def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -
     allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
     if stored.dtype not in allowed:
-        raise CheckpointError(f"{where}: dtype {stored.dtype} is not supported, only {', '.join(allowed)}")
+        raise CheckpointError(f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}")
 
 
 def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch.Tensor:

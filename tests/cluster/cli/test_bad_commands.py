@@ -3,13 +3,18 @@
 import itertools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from tandem.cluster.cli.main import main
+from tandem.cluster.cli.main import app, main
 
 BAD_NUMBERS = ("-5", "x", "nan", "9" * 40, "")
+NUMBER = re.compile(r"\b(int|float)\b")
+NO_NUMBERS = ("x", "", "1,5", "1e", "0x1g")
 OPTIONS = (
     *("--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--typical-p", "--repetition-penalty"),
     *("--presence-penalty", "--frequency-penalty", "--seed", "--n", "--best-of", "--beam-width", "--length-penalty"),
@@ -61,3 +66,45 @@ def test_an_option_that_is_no_number(
 ) -> None:
     assert run(["generate", "hi", option, value], monkeypatch) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def generated() -> Iterator[list[str]]:
+    """Yields, for every command: options that it lacks, words too many, each of its options without a value, flags with
+    one, and numbers that are none."""
+
+    def walk(command: Any, path: list[str]) -> Iterator[list[str]]:
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, [*path, name])
+        yield from ([*path, *rest] for rest in (["--no-such-option"], ["-Z"], ["word"] * 9))
+        for option in command.params:
+            if not option.opts[0].startswith("-") or "--help" in option.opts:
+                continue
+            name = option.opts[0]
+            if option.is_flag:
+                yield [*path, f"{name}=yes"]
+                continue
+            yield [*path, name]
+            if NUMBER.search(str(option.type_descriptor.annotation)):
+                yield from ([*path, name, value] for value in NO_NUMBERS)
+
+    yield from walk(get_command(app), [])
+
+
+def test_five_hundred_commands_that_mean_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    command: Any = get_command(app)
+
+    def outcome(arguments: list[str]) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            command.main(arguments, prog_name="tandem")
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    good = outcome(["generate", "--help"])
+    assert good[0] == 0
+    tried = list(generated())
+    assert len(tried) >= 500
+    for arguments in tried:
+        code, _, told = outcome(arguments)
+        assert (code, bool(told)) == (2, True), (arguments, told)
+        assert not re.search(r"Traceback|File \"|\.py\b|0x[0-9a-f]{6}", told), (arguments, told)
+    assert outcome(["generate", "--help"]) == good

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tandem.tests.tiny import make_tiny_model
 
 
@@ -11,9 +13,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_every_transport_is_measured() -> None:
+@pytest.mark.parametrize("options", [[], ["--peer-tls"]])
+def test_every_transport_is_measured(options: list[str]) -> None:
     names = ["grpc", "shared", "gloo"]
-    done = run("tandem.workers.bench.transfer", "--sizes", "1", "--repeat", "1", "--transports", *names)
+    done = run("tandem.workers.bench.transfer", "--sizes", "1", "--repeat", "1", *options, "--transports", *names)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     rates = {words[1]: float(words[3]) for words in lines if len(words) > 3 and words[1] in names}
