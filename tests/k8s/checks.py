@@ -34,7 +34,8 @@ def sections(manifests: Manifests) -> Iterator[tuple[Group, str, RouterConfig | 
 def ports_disagree(manifests: Manifests) -> list[str]:
     config, router = config_of(manifests), manifests.groups["router"]
     found = []
-    for name, port in (("grpc", config.router.grpc_port), ("http", config.router.http_port)):
+    listens = {"grpc": config.router.grpc_port, "http": config.router.http_port, "ops": config.router.ops_port}
+    for name, port in listens.items():
         if router.ports.get(name) != port:
             found.append(f"router listens on {port} for {name}, its pod has {router.ports.get(name)}")
     if config.router.bind != "0.0.0.0":

@@ -29,7 +29,7 @@ def application(dashboard: str) -> dict[str, Any]:
     return found
 
 
-def wait_for(dashboard: str, status: str, seconds: float = 120.0) -> dict[str, Any]:
+def wait_for(dashboard: str, status: str, seconds: float = 250.0) -> dict[str, Any]:
     """Returns the application when it has this status, and as many replicas as it should have."""
     deadline = time.monotonic() + seconds
     while True:

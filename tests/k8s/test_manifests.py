@@ -1,6 +1,7 @@
 """The manifests of k8s/: each overlay and component renders, is what Kubernetes, KubeRay, Serve and Tandem take, and
 its parts agree. Each check must complain about a control that is wrong."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from tandem.cluster.config import load_config
 from tandem.proto.errors import InvalidArgument
+from tandem.proto.metrics import METRICS
 from tandem.tests.k8s import checks
 from tandem.tests.k8s.kuberay import container_command, refusals
 from tandem.tests.k8s.manifests import COMPONENTS, K8S, OVERLAYS, ROOT, Document, Manifests, render
@@ -226,6 +228,23 @@ def test_a_pod_gets_the_command_of_kuberay() -> None:
     assert "--num-cpus=0" in head
     for flag in ("--address=10.0.0.1:6379", "--num-cpus=16", "--num-gpus=4", "--labels=tandem.dev/role=prefill"):
         assert flag in prefill
+
+
+def unknown_metrics(rules: Document) -> set[str]:
+    """Returns what the rules name that nothing serves. Ray serves what workers report under ray_ and the name."""
+    known = {metric.name if metric.source == "router" else f"ray_{metric.name}" for metric in METRICS}
+    expressions = [rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]]
+    used = {name for each in expressions for name in re.findall(r"(?:vllm:|(?:ray_)?tandem_)\w+", each)}
+    assert used
+    return {name for name in used if re.sub(r"_(bucket|sum|count)$", "", name) not in known}
+
+
+def test_the_rules_name_metrics_that_there_are() -> None:
+    rules = first(render("cpu-demo", ("monitoring",)), "PrometheusRule")
+    assert unknown_metrics(rules) == set()
+    control = deepcopy(rules)
+    control["spec"]["groups"][0]["rules"][0]["expr"] = "absent(tandem_unbalanced)"  # which is Ray's to serve
+    assert unknown_metrics(control) == {"tandem_unbalanced"}
 
 
 def hadolint(dockerfile: Path) -> str:

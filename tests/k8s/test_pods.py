@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.pods, pytest.mark.timeout(1200)]
 
 STREAMS = 16
 NUM_TOKENS = 200
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 DEPLOYMENTS = {"router": "Router", "prefill": "PrefillPool", "decode": "DecodePool"}
 
 
@@ -49,7 +49,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodNetwork]:
     identity = folder / "identity" / "identity"
     identity.parent.mkdir()
     identity.write_text(PeerIdentity.generate(make_peer_tls("tandem-peer")).to_text())
-    for path in (folder / "models", folder / "identity"):
+    for path in folder.rglob("*"):  # the user of the pods reads them as its group
         path.chmod(0o755)
     with pod_network(folder / "models", identity) as network:
         yield network

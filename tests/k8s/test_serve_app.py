@@ -1,6 +1,7 @@
 """The application that KubeRay deploys: by the REST API of Ray's dashboard, on a cluster whose nodes have labels."""
 
 import socket
+import urllib.request
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +18,8 @@ from tandem.tests.k8s.manifests import render
 from tandem.tests.k8s.serve_api import put_config, wait_for
 from tandem.tests.service import NODES, expected_tokens, status, wait_until_idle, workers
 from tandem.tests.tiny import make_tiny_model
+
+pytestmark = pytest.mark.timeout(900)  # of waits that each have a deadline of their own
 
 PROMPT = [17, 5, 9, 400, 3]
 NUM_TOKENS = 12
@@ -44,7 +47,7 @@ def config(model: Path, identity: Path) -> dict[str, Any]:
     config["proxy_location"] = "HeadOnly"
     args = config["applications"][0]["args"]
     args |= {"model": str(model), "dtype": "float32", "identity_file": str(identity), "grace_seconds": 3}
-    args["router"] |= {"grpc_port": 0, "http_port": 0}
+    args["router"] |= {"grpc_port": 0, "http_port": 0, "ops_port": 0}
     for pool in ("prefill", "decode"):
         args[pool] |= {"num_cpus": 1, "num_threads": 1, "kv_cache_gb": 0.05}
     return config
@@ -89,6 +92,9 @@ def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, An
         with Client(address) as client:
             answer = client.generate(PROMPT, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=60)
         assert list(answer.token_ids) == expected
+
+    with urllib.request.urlopen(f"http://{router['ops']}/ready", timeout=30) as reply:  # as the readinessProbe
+        assert reply.status == 200
 
     more = deepcopy(config)
     more["applications"][0]["deployments"][2]["num_replicas"] = 2
