@@ -23,6 +23,7 @@ from ..proto.identity import PeerIdentity
 from ..proto.metrics import NULL_METRICS
 from ..proto.shared_result import SharedResult
 from ..router.api.browsers import BrowserRules
+from ..router.dispatch.convictions import Convictions
 from ..workers.engine.config import Budgets
 from ..workers.threads import go_first
 from ..workers.tp.rank import RankConfig
@@ -175,9 +176,11 @@ class Router(Replica):
         members = self._members = Members(self._application, continuity.layout)
         self._described = SharedResult(lambda: describe_workers(members.workers, continuity.identity), _STATUS_SECONDS)
         host = node_host(config.host)
+        self._convictions = Convictions()
         with suppress(Unavailable):  # the list of members comes later
-            watcher = DirectoryWatcher()
-            await self._members.update(watcher.apply(await self._directory.snapshot()), watcher.routers)
+            watcher, snapshot = DirectoryWatcher(), await self._directory.snapshot()
+            self._convictions.learn(snapshot.convicted)
+            await self._members.update(watcher.apply(snapshot), watcher.routers)
         runtime = await RouterRuntime.start(
             config,
             Path(folder),
@@ -188,6 +191,7 @@ class Router(Replica):
             application=self._application,
             workers=self._members.fitting,
             replaced=[each.addresses for each in self._members.other_routers],
+            convictions=self._convictions,
         )
         await runtime.serve_ops(
             config.router.ops_port,
@@ -197,7 +201,9 @@ class Router(Replica):
         )
         self._authenticator = runtime.authenticator
         self._runtime = runtime
-        self._run(runtime.stop, self._watch(runtime), *(watch.run() for watch in runtime.watches))
+        files = (watch.run() for watch in runtime.watches)
+        sharing = self._directory.keep_sharing(self._convictions)
+        self._run(runtime.stop, self._watch(runtime), sharing, *files)
 
     def check_health(self) -> None:
         """Raises if the router can serve no more; Serve then replaces the replica."""
@@ -271,7 +277,7 @@ class Router(Replica):
                 application=self._application,
             )
             try:
-                workers = await self._directory.watch(watcher, me)
+                workers = await self._directory.watch(watcher, me, self._convictions)
             except Unavailable as error:
                 log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)

@@ -1,5 +1,7 @@
 """Lists the workers and routers of a service: workers register with every heartbeat, routers with every long poll.
 
+With that routers also share which prompts have crashed workers, so that each of them refuses these.
+
 `Directory` is plain asyncio; `open_directory` runs it as a named Ray actor, one for each service, and
 `DirectoryClient` calls that. Workers are sent as serialized `WorkerInfo`. A member that is silent for `expiry` seconds
 is dropped. A directory that restarts is filled again by the heartbeats; `DirectoryWatcher` keeps a router from
@@ -7,16 +9,20 @@ mistaking its emptiness for the loss of all workers.
 """
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import ray
 
 from ..proto import worker_pb2
 from ..proto.errors import Unavailable
+from ..router.dispatch.convictions import Convictions
+
+log = logging.getLogger(__name__)
 
 NAMESPACE: Final = "tandem"
 HEARTBEAT_SECONDS: Final = 1.0
@@ -53,6 +59,7 @@ class Snapshot:
     age: float  # seconds since this incarnation started
     workers: tuple[bytes, ...]  # serialized WorkerInfo, sorted by worker id
     routers: tuple[RouterInfo, ...] = ()  # sorted by router id
+    convicted: Mapping[bytes, float] = field(default_factory=dict)  # see Convictions.remaining
 
 
 class Directory:
@@ -66,6 +73,7 @@ class Directory:
         self._version = 0
         # By worker id or router id: what it has registered, its order, and when, by the directory's clock.
         self._entries: dict[str, tuple[bytes | RouterInfo, _Order, float]] = {}
+        self._convictions = Convictions(clock)  # of all routers
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -92,14 +100,25 @@ class Directory:
             age=self._clock() - self._started,
             workers=tuple(info for info in members if isinstance(info, bytes)),
             routers=tuple(info for info in members if isinstance(info, RouterInfo)),
+            convicted=self._convictions.remaining(),
         )
 
-    async def watch(self, incarnation: str, version: int, timeout: float, router: RouterInfo | None = None) -> Snapshot:
+    async def watch(
+        self,
+        incarnation: str,
+        version: int,
+        timeout: float,
+        router: RouterInfo | None = None,
+        convicted: Mapping[bytes, float] | None = None,
+    ) -> Snapshot:
         """Returns a snapshot as soon as the directory differs from the caller's version, or after `timeout` seconds.
 
-        `router` is the caller: it is registered, or refreshed, by watching."""
+        `router` is the caller: it is registered, or refreshed, by watching. `convicted`: what it knows of convictions,
+        see Convictions.remaining."""
         if router is not None:
             self._refresh(router.router_id, router)
+        if self._convictions.learn(convicted or {}):
+            self._bump()
         deadline = self._clock() + timeout
         while True:
             self._expire()
@@ -183,11 +202,28 @@ class DirectoryClient:
     async def remove(self, member_id: str) -> None:
         await self._call("remove", member_id)
 
-    async def watch(self, watcher: DirectoryWatcher, router: RouterInfo) -> list[worker_pb2.WorkerInfo]:
-        """Registers the router, waits for a change, at most half the expiry, and returns the workers."""
+    async def watch(
+        self, watcher: DirectoryWatcher, router: RouterInfo, convictions: Convictions
+    ) -> list[worker_pb2.WorkerInfo]:
+        """Registers the router, waits for a change, at most half the expiry, and returns the workers. The router and
+        the directory learn the convictions that the other has."""
         timeout = EXPIRY_SECONDS / 2
-        snapshot = await self._call("watch", watcher.incarnation, watcher.version, timeout, router, wait=timeout)
+        known = watcher.incarnation, watcher.version
+        snapshot = await self._call("watch", *known, timeout, router, convictions.remaining(), wait=timeout)
+        convictions.learn(snapshot.convicted)
         return watcher.apply(snapshot)
+
+    async def keep_sharing(self, convictions: Convictions) -> None:
+        """Reports each conviction at once, without end; where that fails, the router's next `watch` does."""
+        news = asyncio.Event()
+        convictions.on_news = news.set
+        while True:
+            await news.wait()
+            news.clear()
+            try:
+                await self._call("watch", "", -1, 0.0, None, convictions.remaining())
+            except Unavailable as error:
+                log.warning("a conviction is not shared yet: %s", error)
 
     async def snapshot(self) -> Snapshot:
         """Returns the current members."""

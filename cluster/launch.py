@@ -31,7 +31,8 @@ from .directory import close_directory
 from .environment import own_ray_token
 from .identity_file import kept_identity
 from .members import Continuity
-from .redeploy import SuccessorWatch, applications_of, following, is_replaced, retire, running_application, take_over
+from .redeploy import SuccessorWatch, applications_of, is_replaced, retire, running_application, take_over
+from .status import following
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +115,12 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
         application = following(config.name, running)
         status_url = f"{root_url}/{application}"
         try:
-            with _in_one_line("the service"):
-                grpc_addresses, http_addresses, ops_addresses = _deploy(
-                    config, folder, application, running, continuity
-                )
+            # While one deployment replaces another, the page of either may be the one that answers.
             with kept_identity(continuity.identity, status_url):
+                with _in_one_line("the service"):
+                    grpc_addresses, http_addresses, ops_addresses = _deploy(
+                        config, folder, application, running, continuity
+                    )
                 yield Service(
                     config=config,
                     grpc_addresses=grpc_addresses,

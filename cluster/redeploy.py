@@ -1,14 +1,13 @@
 """Replaces a running service by another of the same name on the same Ray cluster, without a moment of no service.
 
-Each deployment of a service is a Serve application of its own: NAME, then NAME.2, NAME.3 and so on. They share the
-directory, so the routers of both know the workers of both. The new one starts beside the old one; then the old workers
-drain, and their sequences move to the new ones; then the old application is deleted, whose routers let running streams
-end within their grace. New routers listen on the ports of the old ones meanwhile (see `runtime.PortClaim`).
+Each deployment of a service is a Serve application of its own, see `status`. They share the directory, so the
+routers of both know the workers of both. The new one starts beside the old one; then the old workers drain, and their
+sequences move to the new ones; then the old application is deleted, whose routers let running streams end within their
+grace. New routers listen on the ports of the old ones meanwhile (see `runtime.PortClaim`).
 """
 
 import hmac
 import logging
-import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +25,7 @@ from .config import TandemConfig
 from .identity_file import read_identity
 from .members import Continuity
 from .peer_tls import peer_tls
+from .status import deployment_number, in_order
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +38,7 @@ _CHECK_SECONDS: Final = 1.0
 
 def applications_of(service: str) -> list[str]:
     """Returns the Serve applications of a service, the oldest first."""
-    numbered = {_number(service, name): name for name in serve.status().applications}
-    return [numbered[number] for number in sorted(numbered) if number]
-
-
-def following(service: str, running: str | None) -> str:
-    """Returns the name of the application that replaces the running one."""
-    return service if running is None else f"{service}.{_number(service, running) + 1}"
-
-
-def _number(service: str, application: str) -> int:
-    """Returns which deployment of the service an application is, from 1 on; 0 for others'."""
-    found = re.fullmatch(rf"{re.escape(service)}(?:\.(\d+))?", application)
-    return 0 if found is None else int(found[1] or 1)
+    return in_order(service, serve.status().applications)
 
 
 def running_application(service: str) -> str | None:
@@ -154,5 +142,5 @@ def is_replaced(service: str, application: str) -> bool:
     found = serve.status().applications
     known = found.get(application)
     is_going = known is None or known.status == "DELETING"
-    number = _number(service, application)
-    return is_going and any(_number(service, name) > number for name in found)
+    number = deployment_number(service, application)
+    return is_going and any(deployment_number(service, name) > number for name in found)

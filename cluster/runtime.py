@@ -22,6 +22,7 @@ from ..router.auth.authenticator import Authenticator
 from ..router.auth.keys import load_keys
 from ..router.auth.tls import ServerTls
 from ..router.auth.watch import FileWatch
+from ..router.dispatch.convictions import Convictions
 from ..router.dispatch.dispatcher import Dispatcher
 from ..router.frontend.prepare import ServedModel
 from ..router.frontend.tokenizer import Tokenizer
@@ -78,21 +79,21 @@ class RouterRuntime:
         application: str = "",
         workers: Collection[worker_pb2.WorkerInfo] = (),
         replaced: Collection[tuple[str, str]] = (),
+        convictions: Convictions | None = None,
     ) -> Self:
         """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode worker.
 
-        `resume_key`: the secret of all routers of the service, with which each goes on with the others' requests and
-        knows the prefix caches of tenants. `num_routers`: of the service, which may share a host; see `_addresses`.
-        `replaced`: both addresses of each router that the ones of `application` replace, which both may have; then
-        requests come at once, for which there are `workers`. Raises OSError or RuntimeError if all its ports are taken,
-        InvalidArgument if the interface needs keys, or a file of keys or certificates is wrong."""
+        `resume_key`: the secret of all routers, with which each goes on with the others' requests and knows the prefix
+        caches of tenants. `num_routers`: of the service, which may share a host; see `_addresses`. `replaced`: both
+        addresses of each router that those of `application` replace, which both may have; then requests come at once,
+        for which there are `workers`. `convictions`: see Dispatcher. Raises OSError or RuntimeError if all its ports
+        are taken, InvalidArgument if the interface needs keys or a file of it is wrong."""
         router, bind = config.router, config.router.bind or host
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
-        browsers = _browser_rules(config, host)
-        monitor = _monitor(config, browsers)
-        service, dispatcher = _service(config, folder, registry, monitor, identity, resume_key)
+        monitor = _monitor(config, browsers := _browser_rules(config, host))
+        service, dispatcher = _service(config, folder, registry, monitor, identity, resume_key, convictions)
         start_servers = partial(
             ApiServers.start,
             service,
@@ -166,10 +167,16 @@ def _service(
     monitor: RouterMonitor,
     identity: PeerIdentity,
     resume_key: bytes,
+    convictions: Convictions | None,
 ) -> tuple[GenerationService, Dispatcher]:
     admission = _admission(config.router, registry, monitor.metrics)
     dispatcher = Dispatcher(
-        registry, admission, identity=identity, park_seconds=config.router.park_seconds, metrics=monitor.metrics
+        registry,
+        admission,
+        identity=identity,
+        park_seconds=config.router.park_seconds,
+        metrics=monitor.metrics,
+        convictions=convictions,
     )
     monitor.watch(admission, dispatcher, registry)
     models = [_served_model(config, folder)]

@@ -1,6 +1,11 @@
-"""Asks the workers themselves: for their status, or to drain."""
+"""Names the deployments of a service, and asks its workers themselves: for their status, or to drain.
+
+Each deployment is a Serve application of its own, NAME, then NAME.2, NAME.3 and so on, with its status page at the
+route of its name. Does not import Ray.
+"""
 
 import asyncio
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -13,6 +18,28 @@ from ..proto.identity import PeerIdentity
 
 STATUS_SECONDS: Final = 1.0
 _DRAIN_ANSWER_SECONDS: Final = 10.0
+
+
+def deployment_number(service: str, application: str) -> int:
+    """Returns which deployment of the service an application is, from 1 on; 0 for others'."""
+    found = re.fullmatch(rf"{re.escape(service)}(?:\.(\d+))?", application)
+    return 0 if found is None else int(found[1] or 1)
+
+
+def following(service: str, running: str | None) -> str:
+    """Returns the name of the application that replaces the running one."""
+    return service if running is None else f"{service}.{deployment_number(service, running) + 1}"
+
+
+def in_order(service: str, applications: Iterable[str]) -> list[str]:
+    """Returns those that are deployments of the service, the oldest first."""
+    numbered = {deployment_number(service, name): name for name in applications}
+    return [numbered[number] for number in sorted(numbered) if number]
+
+
+def service_of(application: str) -> str:
+    """Returns the name of the service of which an application is a deployment."""
+    return re.sub(r"\.\d+$", "", application)
 
 
 async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo], identity: PeerIdentity) -> list[dict[str, Any]]:

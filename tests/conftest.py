@@ -28,6 +28,7 @@ SHARING_PATHS: Final = (
         "cluster/cli/test_bad_commands.py",
         "cluster/cli/test_drain.py",
         "cluster/cli/test_plan.py",
+        "cluster/cli/test_status_page.py",
         "cluster/eval",
         "cluster/store",
         "cluster/test_ranks.py",

@@ -4,6 +4,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -11,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ...proto.errors import InvalidArgument, Unauthenticated, Unavailable
+from ...proto.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from ...router.client.client import Client
+from ..status import in_order, service_of
 from ..tables import make_table
 from ..text_files import read_text
 from . import options as o
@@ -68,7 +70,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a running service: routers, pools, workers, their blocks and load, the transports between them."""
-    service = fetch_status(url, o.read_api_key(api_key_file))
+    _, service = fetch_status(url, o.read_api_key(api_key_file))
     if as_json:
         typer.echo(json.dumps(service, indent=2))
         return
@@ -92,8 +94,31 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read() if prompt in (None, "-") else prompt
 
 
-def fetch_status(url: str, api_key: str = "") -> Any:
-    """Returns what the status page says. Raises Unauthenticated or Unavailable."""
+def fetch_status(url: str, api_key: str = "") -> tuple[str, Any]:
+    """Returns the URL of the status page and what it says. A service that has been replaced has another page than
+    before: that one, then. Raises Unauthenticated or Unavailable."""
+    with suppress(NotFound):
+        return url, _fetch_json(url, api_key)
+    for successor in _pages_beside(url):
+        with suppress(NotFound):
+            return successor, _fetch_json(successor, api_key)
+    raise Unavailable(f"no service answers at {url}: Not Found")
+
+
+def _pages_beside(url: str) -> list[str]:
+    """Returns the status pages of all deployments of the service whose page was this, the oldest first: it serves while
+    a younger one starts."""
+    root, _, application = url.rstrip("/").rpartition("/")
+    try:
+        routes = list(_fetch_json(f"{root}/-/routes"))
+    except (NotFound, TypeError):
+        return []
+    service = service_of(application)
+    return [f"{root}/{name}" for name in in_order(service, (str(route).removeprefix("/") for route in routes))]
+
+
+def _fetch_json(url: str, api_key: str = "") -> Any:
+    """Returns what a URL answers. Raises NotFound, Unauthenticated or Unavailable."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -102,6 +127,8 @@ def fetch_status(url: str, api_key: str = "") -> Any:
     except urllib.error.HTTPError as error:
         if error.code == Unauthenticated.http_status:
             raise Unauthenticated("the status page needs an API key: TANDEM_API_KEY or --api-key-file") from None
+        if error.code == NotFound.http_status:
+            raise NotFound(f"nothing is at {url}") from None
         raise Unavailable(f"no service answers at {url}: {error.reason}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error

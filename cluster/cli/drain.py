@@ -26,9 +26,8 @@ def drain(
 
     The routers hand running requests to other workers, or let them end where no other has room. A drained worker
     stays up and refuses until it is stopped. Exit code 1: a worker has requests left, or does not answer."""
-    workers = [
-        worker for worker in fetch_status(url, o.read_api_key(api_key_file))["workers"] if target in _names(worker)
-    ]
+    url, service = fetch_status(url, o.read_api_key(api_key_file))
+    workers = [worker for worker in service["workers"] if target in _names(worker)]
     if not workers:
         raise NotFound(f"no worker is {target}")
     addresses = [worker["address"] for worker in workers]

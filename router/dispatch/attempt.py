@@ -74,12 +74,25 @@ class Interruption:
     suspended: SuspendedChoice | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Parked:
+    """Choices that wait until they can continue."""
+
+    choices: frozenset[int]
+    attempt: "Attempt | None"  # that can hand over its KV cache
+    cause: Cause
+    last_worker: str
+    until: float  # when they are given up
+    suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `last_worker`
+
+
 class Attempt:
     """Call `start`, then `poll` whenever there may be something new, and `end` however it ends.
 
     In a pair, the decode worker gets its submit as soon as there is a handle of the KV cache. Its tokens are taken once
     each choice has its first token from the prefill worker; a refusal is taken at once. As long as it has not received
-    the KV cache, the prefill worker holds that and `rehand` can give it to another decode worker.
+    the KV cache, the prefill worker holds that and `rehand` can give it to another decode worker. A suspect gets no
+    decode worker before `may_decode` says so.
     """
 
     def __init__(
@@ -91,6 +104,7 @@ class Attempt:
         send: Submitter,
         registry: WorkerRegistry,
         timer: RequestTimer,
+        may_decode: Callable[[], bool] = lambda: True,
         source: SuspendedChoice | None = None,
     ) -> None:
         """`part` is what the registry counts: the request itself, or what is left of one choice. `source` has its KV
@@ -106,6 +120,8 @@ class Attempt:
         self._send = send
         self._registry = registry
         self._timer = timer
+        self._may_decode = may_decode
+        self._waits_to_decode = False
         self._is_beam = submit.HasField("beam_search")
         self._opener: WorkerStream | SuspendedChoice | None = source  # computes the prompt, and in a pair nothing else
         self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
@@ -124,6 +140,11 @@ class Attempt:
     def holds_kv(self) -> bool:
         """Whether the prefill worker still holds the KV cache, as far as is known."""
         return self._opener is not None and self._opener.failure is None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the prompt has been computed."""
+        return self._begun
 
     @property
     def choices(self) -> Set[int]:
@@ -173,6 +194,8 @@ class Attempt:
                     return
             if stream.failure is not None and (stream is self._decoder or self._needs_opener):
                 self._failed(stream, stream.failure)
+        if self._waits_to_decode:
+            self._go_on_to_decode()
 
     def drop(self, choice: int) -> None:
         """Cancels a choice that is no longer wanted."""
@@ -197,7 +220,7 @@ class Attempt:
         """Lets the workers free what they still hold. Idempotent."""
         if self._ended:  # what the registry counts for the request now is another attempt's
             return
-        self._ended = True
+        self._ended, self._waits_to_decode = True, False
         for stream in (self._opener, self._decoder):
             if stream is not None:
                 stream.cancel()
@@ -274,7 +297,19 @@ class Attempt:
             self._num_cached = output.admitted.cached_tokens
             if self.placement.prefill is not None and self._submit.max_tokens > 1:
                 self._kv = output.admitted.kv
+                self._waits_to_decode = not self._may_decode()
+                if not self._waits_to_decode:
+                    self._send_decode(self._submit.attempt)
+
+    def _go_on_to_decode(self) -> None:
+        """Gives the KV cache to the decode worker once the request may decode."""
+        if self.holds_kv:
+            if self._may_decode():
+                self._waits_to_decode = False
                 self._send_decode(self._submit.attempt)
+        elif self._opener is not None and not self._needs_opener:
+            self._waits_to_decode = False
+            self._interrupt(Cause.GONE, self._opener.worker, "KV cache lost")
 
     def _kv_received(self, output: worker_pb2.Output) -> None:
         self._timer.observe(output, decode=True)

@@ -13,6 +13,7 @@ from ...proto.metrics import ITERATION_TOKENS, NULL_METRICS, Metrics
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
+from .convictions import Convictions
 from .execution import PARK_SECONDS, RequestExecution
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
@@ -25,8 +26,8 @@ _STOPPING: Final = "the service is stopping"
 class Dispatcher:
     """Generates tokens on the workers of a registry: the TokenSource of the service.
 
-    Needs to know nothing of other routers. A worker tells requests apart by their session, and a session is one
-    router's; request ids only have to be unique within a router.
+    Needs to know nothing of other routers but their convictions. A worker tells requests apart by their session, and a
+    session is one router's; request ids only have to be unique within a router.
     """
 
     def __init__(
@@ -37,15 +38,16 @@ class Dispatcher:
         identity: PeerIdentity,
         park_seconds: float = PARK_SECONDS,
         metrics: Metrics = NULL_METRICS,
+        convictions: Convictions | None = None,
     ) -> None:
         """`admission` decides when a request may start; None: one with the default bounds. An interrupted request waits
-        `park_seconds` for a worker that can take it."""
+        `park_seconds` for a worker that can take it. `convictions`: of all routers; None: this one keeps its own."""
         self._metrics = metrics
         self._registry = registry
         self._admission = admission or Admission(registry)
         self._identity = identity
         self._park_seconds = park_seconds
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(convictions=convictions)
         self._running: WeakSet[RequestExecution] = WeakSet()
         self._clients: dict[WorkerKey, WorkerClient] = {}
         self._closed = False

@@ -9,10 +9,11 @@ Knows token ids, not text. Only `run` awaits.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -22,7 +23,7 @@ from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.policy import Placement
 from ..scheduling.registry import WorkerRegistry
-from .attempt import Attempt, Cause, Interruption, Submitter
+from .attempt import Attempt, Cause, Interruption, Parked, Submitter
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
 from .submit import make_submit, refusal, rest_of
@@ -44,18 +45,6 @@ AVOID_SECONDS: Final = 2.0
 """How long a request avoids a worker that failed it: by then it is gone from the registry, or has room again."""
 
 _GIVEN_UP: Final = "the request was given up after two workers were lost"
-
-
-@dataclass(slots=True, eq=False)
-class _Parked:
-    """Choices that wait until they can continue."""
-
-    choices: frozenset[int]
-    attempt: Attempt | None  # that can hand over its KV cache
-    cause: Cause
-    last_worker: str
-    until: float  # when they are given up
-    suspended: SuspendedChoice | None = None  # the one choice, whose KV cache waits at `last_worker`
 
 
 class RequestExecution:
@@ -92,7 +81,7 @@ class RequestExecution:
         self._has_prompt_logprobs = any(self._emitted)  # they come with the first token
         self._attempts: list[Attempt] = []
         self._num_attempts = 0
-        self._parked: list[_Parked] = []
+        self._parked: list[Parked] = []
         self._unsubscribe: Callable[[], object] | None = None
         self._error: Exception | None = None  # for the caller
         self._backlog = Backlog()
@@ -108,9 +97,9 @@ class RequestExecution:
     @property
     def wake_at(self) -> float | None:
         """When `deltas` is to be called at the latest, by the clock; None if only when something has come."""
-        if not self._parked:
-            return None
         turn = self._quarantine.waits_until(self)
+        if not self._parked:
+            return turn if math.isfinite(turn) else None
         return min([turn, *self._avoided.values(), *(each.until for each in self._parked)])
 
     async def run(self, admission: Admission, wake: Wake) -> AsyncGenerator[TokenDelta, None]:
@@ -216,7 +205,7 @@ class RequestExecution:
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
         placement = self._registry.place(part, self._avoid(), whole=lost >= MAX_TRANSFERS_LOST)
-        if placement is None:
+        if placement is None or (placement.prefill is None and not self._quarantine.may_decode(self)):
             return False
         self._begin_attempt(part, choice or 0, len(emitted), placement)
         return True
@@ -235,7 +224,14 @@ class RequestExecution:
             submit.ClearField("prompt_logprobs")
         self._timer.dispatched(placement, self._num_attempts, "suspended" if source else "replay")
         attempt = Attempt(
-            part, submit, placement, send=self._send, registry=self._registry, timer=self._timer, source=source
+            part,
+            submit,
+            placement,
+            send=self._send,
+            registry=self._registry,
+            timer=self._timer,
+            may_decode=partial(self._quarantine.may_decode, self),
+            source=source,
         )
         self._attempts.append(attempt)
         attempt.start()
@@ -265,12 +261,14 @@ class RequestExecution:
 
     def _clear(self, delta: TokenDelta, attempt: Attempt) -> None:
         """Forgets what interrupted a choice before this delta, if it shows that its worker decodes it; once no crash is
-        left, the request has left the quarantine."""
+        left, the request has left the quarantine. The first token shows that the prompt is computed."""
         if delta.finish_reason or delta.first_index + len(delta.ids) > attempt.first_index + 1:
             self._give_up.pop(delta.choice, None)
             self._crashes.pop(delta.choice, None)
             if not self._crashes.keys() - set(self._ended):
                 self._quarantine.leave(self)
+        elif not self._parked and all(each.placement.prefill and each.has_begun for each in self._attempts):
+            self._quarantine.prefilled(self)
 
     def _park(self, interruption: Interruption, attempt: Attempt) -> None:
         """Lets interrupted choices wait until they can continue, which may be at once. Raises the request's error if it
@@ -290,7 +288,7 @@ class RequestExecution:
         for each in self._parked:
             each.choices -= choices  # whose prefill worker is lost now, too
         source = attempt if interruption.can_rehand else None
-        self._parked.append(_Parked(choices, source, cause, interruption.worker[0], until, interruption.suspended))
+        self._parked.append(Parked(choices, source, cause, interruption.worker[0], until, interruption.suspended))
         if not interruption.can_rehand:
             attempt.abandon(choices)
         self._watch_workers()
@@ -302,12 +300,12 @@ class RequestExecution:
             crashed = self._crashes.setdefault(choice, set())
             crashed.add(interruption.worker)
             if len(crashed) >= MAX_WORKERS_LOST:
-                self._quarantine.convict(self._request.prompt)
+                self._quarantine.convictions.convict(self._request.prompt)
                 raise InternalError(_GIVEN_UP)
         self._quarantine.enter(self, self._wake)
 
     def _check_quarantine(self) -> None:
-        if self._quarantine.is_convicted(self._request.prompt):
+        if self._quarantine.convictions.is_convicted(self._request.prompt):
             raise InternalError(_GIVEN_UP)
 
     def _unpark(self) -> None:
@@ -316,24 +314,24 @@ class RequestExecution:
         if not self._parked:
             return
         self._avoid()  # forgets those whose time is over, at which `wake_at` may have been
-        may_start = self._quarantine.may_start(self)
+        may_start, may_decode = self._quarantine.may_start(self), self._quarantine.may_decode(self)
         parked, self._parked = self._parked, []
         for each in parked:
-            if may_start:
+            if may_decode or (may_start and each.attempt is None and each.suspended is None):
                 each.choices = self._continue(each)
             if not each.choices:
                 continue
             if each.cause is Cause.FULL and not any(self._emitted):
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
             if self._clock() >= each.until:
-                if may_start or self._registry.place(self._request, self._avoid()) is None:
+                if may_decode or self._registry.place(self._request, self._avoid()) is None:
                     raise Unavailable("no worker is ready")
                 each.until = self._clock() + self._park_seconds  # it waits for its turn, not for a worker
                 self._give_up |= dict.fromkeys(each.choices, each.until)
             self._parked.append(each)
         self._watch_workers()
 
-    def _continue(self, parked: _Parked) -> frozenset[int]:
+    def _continue(self, parked: Parked) -> frozenset[int]:
         """Continues choices: rehand if that is possible, else replay. Returns those that no worker can take now."""
         if parked.attempt is not None:
             if self._rehand(parked, parked.attempt):
@@ -355,7 +353,7 @@ class RequestExecution:
             return frozenset() if self._start(None) else choices
         return frozenset(choice for choice in sorted(choices) if not self._start(choice))
 
-    def _rehand(self, parked: _Parked, attempt: Attempt) -> bool:
+    def _rehand(self, parked: Parked, attempt: Attempt) -> bool:
         """Gives the KV cache of the attempt to another decode worker; to the same one if there is no other and it may
         not be at fault. Returns False, having done nothing, without a decode worker."""
         if not attempt.holds_kv:

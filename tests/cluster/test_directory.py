@@ -8,6 +8,8 @@ import pytest
 
 from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo, Snapshot
 from tandem.proto import worker_pb2
+from tandem.router.dispatch.convictions import Convictions
+from tandem.tests.local_directory import LocalDirectory
 
 
 class Clock:
@@ -135,6 +137,32 @@ async def test_a_router_is_registered_as_long_as_it_watches() -> None:
     assert (await directory.snapshot()).routers == (knows_a,), "the other has not watched for 10 s"
     await directory.remove("r1")
     assert (await directory.snapshot()).routers == ()
+
+
+async def test_a_conviction_reaches_every_router_and_those_that_join() -> None:
+    routers = [RouterInfo(router_id=f"r{n}", grpc_address=f"h:{n}", http_address=f"h:{n + 10}") for n in range(3)]
+    watchers, convictions = [DirectoryWatcher() for _ in routers], [Convictions() for _ in routers]
+    directory = Directory()
+    client = LocalDirectory(directory)
+    for number in range(2):
+        await client.watch(watchers[number], routers[number], convictions[number])
+    await client.watch(watchers[0], routers[0], convictions[0])  # it knows of the second one now
+    waiting = asyncio.create_task(client.watch(watchers[1], routers[1], convictions[1]))
+    sharing = asyncio.create_task(client.keep_sharing(convictions[0]))
+    await asyncio.sleep(0)
+    convictions[0].convict((5, 6, 7))
+    assert not convictions[1].is_convicted((5, 6, 7))
+    async with asyncio.timeout(5):
+        await waiting
+    sharing.cancel()
+    assert convictions[1].is_convicted((5, 6, 7))
+    version = (await directory.snapshot()).version
+    await directory.watch("", -1, 0.0, None, convictions[1].remaining())
+    assert (await directory.snapshot()).version == version, "what all know wakes nobody"
+    again = LocalDirectory(Directory())  # one that has lost everything
+    await again.watch(watchers[1], routers[1], convictions[1])
+    await again.watch(watchers[2], routers[2], convictions[2])
+    assert convictions[2].is_convicted((5, 6, 7))
 
 
 def snapshot(incarnation: str, age: float, *workers: str) -> Snapshot:

@@ -7,6 +7,7 @@ import pytest
 from tandem.cluster import redeploy
 from tandem.cluster.directory import RouterInfo
 from tandem.cluster.members import Continuity, Members
+from tandem.cluster.status import following
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.tests.peers import IDENTITY
@@ -24,13 +25,13 @@ def applications(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
 
 def test_each_deployment_of_a_service_is_an_application(applications: dict[str, SimpleNamespace]) -> None:
     assert redeploy.running_application("a") is None
-    assert redeploy.following("a", None) == "a"
+    assert following("a", None) == "a"
     applications |= dict.fromkeys(("a-b", "ab", "b", "a.x"), SimpleNamespace(status="RUNNING"))
     assert redeploy.running_application("a") is None
     applications["a.9"] = SimpleNamespace(status="RUNNING")
     assert redeploy.running_application("a") == "a.9"
-    assert redeploy.following("a", "a.9") == "a.10"
-    assert redeploy.following("a", "a") == "a.2"
+    assert following("a", "a.9") == "a.10"
+    assert following("a", "a") == "a.2"
     applications["a.10"] = SimpleNamespace(status="DEPLOYING")
     assert redeploy.applications_of("a") == ["a.9", "a.10"]
     with pytest.raises(Unavailable, match="is being replaced already"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.router.dispatch.convictions import Convictions
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.dispatch.worker_client import WorkerClient
 from tandem.router.request import TokenRequest
@@ -122,7 +123,7 @@ class Cluster:
     num_requests: int = 0
 
     def __post_init__(self) -> None:
-        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry), identity=IDENTITY)
+        self.dispatcher = self.router()
 
     async def node(self, worker_id: str, **fields: Any) -> Node:
         """Returns a node that runs, started if it does not."""
@@ -190,10 +191,14 @@ class Cluster:
         for client in self.dispatcher._clients.values():
             assert client.broken or not client._streams, f"streams of {client.worker} are left"
 
-    async def renew(self) -> None:
-        """Takes a new dispatcher, which holds nothing against any request."""
+    async def renew(self, convictions: Convictions | None = None) -> None:
+        """Takes a new dispatcher, which holds nothing against any request but what it is given."""
         await self.dispatcher.close()
-        self.dispatcher = Dispatcher(self.registry, Unlimited(self.registry), identity=IDENTITY)
+        self.dispatcher = self.router(convictions)
+
+    def router(self, convictions: Convictions | None = None) -> Dispatcher:
+        """Returns a further dispatcher that sees the same nodes."""
+        return Dispatcher(self.registry, Unlimited(self.registry), identity=IDENTITY, convictions=convictions)
 
     async def close(self) -> None:
         """Ends everything."""

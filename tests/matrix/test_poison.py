@@ -1,4 +1,5 @@
-"""A request that kills whatever worker computes it: it costs two workers at most, and no other request anything."""
+"""A request that kills whatever worker computes it: it costs two workers at most, and no other request anything. No
+other router tries it again."""
 
 import asyncio
 from dataclasses import replace
@@ -6,13 +7,17 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from tandem.cluster.directory import Directory, DirectoryWatcher, RouterInfo
 from tandem.proto.errors import InternalError
+from tandem.router.dispatch.convictions import Convictions
 from tandem.router.request import TokenRequest
+from tandem.tests.local_directory import LocalDirectory
 from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request
 from tandem.tests.matrix.nodes import Node
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE
 
 NUM_OTHERS = 32
+CONVICTING, JOINING = (RouterInfo(router_id=name, grpc_address="h:1", http_address="h:2") for name in ("a", "b"))
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -43,9 +48,21 @@ def unused_token(requests: list[TokenRequest], results: list[Result]) -> int:
     return max(set(range(VOCAB_SIZE)) - used)
 
 
+async def ask_another_router(cluster: Cluster, directory: LocalDirectory, request: TokenRequest) -> None:
+    """Asks a router that joins now and knows of convictions by the directory alone."""
+    convictions = Convictions()
+    await directory.watch(DirectoryWatcher(), JOINING, convictions)
+    router = cluster.router(convictions)
+    try:
+        await collect(router, replace(request, request_id=cluster.name()))
+    finally:
+        await router.close()
+
+
 @pytest.mark.parametrize(("seconds", "prefix"), [(0.3, "d"), pytest.param(0.0, "e", marks=pytest.mark.matrix)])
 async def test_a_poisonous_request_harms_no_other(cluster: Cluster, seconds: float, prefix: str) -> None:
-    await cluster.renew()  # the last one refuses some prompts
+    directory, convictions = LocalDirectory(Directory()), Convictions()
+    await cluster.renew(convictions)
     cluster.show(await cluster.node("d0"))
     requests = make_others(cluster)
     expected = await asyncio.gather(*(collect(cluster.dispatcher, request) for request in requests))
@@ -72,6 +89,9 @@ async def test_a_poisonous_request_harms_no_other(cluster: Cluster, seconds: flo
         assert num_living >= len(nodes) - 2, "more than two workers were lost"
         with pytest.raises(InternalError):
             await collect(cluster.dispatcher, replace(poison, request_id=cluster.name()))
+        await directory.watch(DirectoryWatcher(), CONVICTING, convictions)
+        with pytest.raises(InternalError):
+            await ask_another_router(cluster, directory, poison)
         assert sum(map(is_living, nodes)) == num_living, "a retry has cost another worker"
         await cluster.check_books([node for node in nodes if is_living(node)])
     finally:

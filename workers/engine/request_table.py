@@ -36,8 +36,8 @@ class RequestTable:
         return queued + sum(s.num_uncomputed for s in tuple(self.running) if s.num_uncomputed > 1)
 
     def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:
-        """Queues a sequence behind those of its priority. The caller has checked `Scheduler.fits` and the queue's
-        bound. The queue time counts from `submitted`, else from now."""
+        """Queues a sequence behind those of its order. The caller has checked `Scheduler.fits` and the queue's bound.
+        The queue time counts from `submitted`, else from now."""
         search = Search(spec) if spec.beam else None
         submitted = self.clock() if submitted is None else submitted
         sequence = Sequence(search.member_spec() if search else spec, self.config.block_size, submitted, search=search)
@@ -45,7 +45,7 @@ class RequestTable:
             search.members.append(sequence)
             self.searches[spec.id] = search
         self.sequences[spec.id] = sequence
-        insort(self.waiting, sequence, key=lambda other: -other.spec.priority)
+        insort(self.waiting, sequence, key=lambda other: other.spec.order)
 
     def num_admission_blocks(self, sequence: Sequence) -> int:
         """Returns the blocks that a sequence gets at admission: for its prompt and for the first growth of all

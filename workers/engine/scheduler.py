@@ -19,9 +19,10 @@ from .update import advance_search, append_tokens
 class Scheduler:
     """Schedules by continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, arXiv 2403.02310).
 
-    A step takes first every running sequence that only needs its next token; then, in chunks, prompts in order of
-    admission, and sequences admitted from the queue, by priority and then in order of arrival. The queue's head waits
-    until its blocks are free; no sequence overtakes it. Not thread-safe.
+    A step takes first every running sequence that only needs its next token; then, in chunks, prompts by
+    `SequenceSpec.order`: of equal ones those under way in order of admission, then sequences admitted from the queue in
+    order of arrival. The queue's head waits until its blocks are free; no sequence behind it overtakes it. Not
+    thread-safe.
 
     A step may be scheduled before the last one is updated (see `Sequence` for the counters). A sequence that ends
     meanwhile returns its blocks at once, although the step in flight still writes to them: steps run in order, so the
@@ -75,16 +76,10 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         steps = [self._step(sequence, 1, copies) for sequence in decodes if sequence.state is State.RUNNING]
         budget = self._budgets.mixed_chunk_tokens if decodes else self._budgets.chunk_tokens
-        for sequence in prompts:
-            if sequence.state is State.RUNNING and budget:
-                steps.append(self._step(sequence, min(sequence.num_unscheduled, budget), copies))
-                budget -= len(steps[-1].token_ids)
-        while budget > 0 and self._can_admit():
-            sequence = self._requests.waiting[0]
-            events.append(self._admit(sequence))
-            if sequence.state is State.RUNNING and not sequence.needs_mask:
-                steps.append(self._step(sequence, min(sequence.num_unscheduled, budget), copies))
-                budget -= len(steps[-1].token_ids)
+        prompts.sort(key=lambda sequence: sequence.spec.order)
+        while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
+            steps.append(self._step(prompt, min(prompt.num_unscheduled, budget), copies))
+            budget -= len(steps[-1].token_ids)
         plan = StepPlan(sequences=tuple(steps), dropped=tuple(self._requests.dropped), copies=tuple(copies))
         self._requests.dropped.clear()
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
@@ -121,6 +116,19 @@ class Scheduler:
         if not constrained:
             return set()
         return {each.sequence_id for each in constrained}.difference(self._prepare_masks(constrained))
+
+    def _next_prompt(self, prompts: list[Sequence], events: list[Event]) -> Sequence | None:
+        """Takes the first of `prompts`, which are under way, or admits one from the queue if there is none or if that
+        sorts before it."""
+        waiting = self._requests.waiting
+        while prompts and prompts[0].state is not State.RUNNING:  # preempted meanwhile
+            prompts.pop(0)
+        while waiting and (not prompts or waiting[0].spec.order < prompts[0].spec.order) and self._can_admit():
+            sequence = waiting[0]
+            events.append(self._admit(sequence))
+            if sequence.state is State.RUNNING and not sequence.needs_mask:
+                return sequence
+        return prompts.pop(0) if prompts else None
 
     def _lease(self, sequence: Sequence) -> Suspended:
         """Leases a suspended sequence."""

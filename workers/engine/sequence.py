@@ -84,6 +84,12 @@ class SequenceSpec:
         return len(self.tokens) + (0 if self.task is Task.PREFILL else self.max_tokens - 1)
 
     @property
+    def order(self) -> tuple[bool, int]:
+        """Sorts what waits, for blocks or for a step: a stream that was interrupted elsewhere stands still until it has
+        its next token, so it goes ahead; then the higher priority."""
+        return not self.first_index, -self.priority
+
+    @property
     def num_prompt(self) -> int:
         """How many of `tokens` no worker has generated."""
         return len(self.tokens) - self.first_index

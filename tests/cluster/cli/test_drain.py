@@ -21,7 +21,7 @@ NOBODY = "127.0.0.2:1"
 async def run(monkeypatch: pytest.MonkeyPatch, workers: dict[str, str], *args: str) -> tuple[str, BaseException | None]:
     """Runs the command on a service that has these workers, by id; returns what it printed and what it raised."""
     service = {"workers": [{"id": name, "address": address} for name, address in workers.items()]}
-    monkeypatch.setattr(drain, "fetch_status", lambda url, _key: service)
+    monkeypatch.setattr(drain, "fetch_status", lambda url, _key: (url, service))
     monkeypatch.setattr(drain, "read_identity", lambda *args: IDENTITY)
     result = await asyncio.to_thread(CliRunner().invoke, app, ["drain", *args])
     return result.output, result.exception

@@ -25,7 +25,7 @@ ROUTERS = [
 
 def printed(monkeypatch: pytest.MonkeyPatch, *workers: dict[str, Any]) -> list[str]:
     service = {"service": "tandem", "model": "m", "routers": ROUTERS, "workers": list(workers)}
-    monkeypatch.setattr(client, "fetch_status", lambda url, _key: service)
+    monkeypatch.setattr(client, "fetch_status", lambda url, _key: (url, service))
     result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 0
     return [line.rstrip() for line in result.output.splitlines()]

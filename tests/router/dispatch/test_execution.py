@@ -280,7 +280,7 @@ def test_a_worker_that_dies_in_its_first_step_counts_if_it_had_lived(pairs: bool
             lose(1)
     else:
         lose(3)
-    assert quarantine.is_convicted((5, 6, 7, 8)) == heard
+    assert quarantine.convictions.is_convicted((5, 6, 7, 8)) == heard
     execution.end()
     assert not pools.held
 
@@ -512,8 +512,8 @@ def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
     with pytest.raises(InternalError, match="two workers"):
         callers[1].read(runs[1])
     runs[1].end()
-    assert quarantine.is_convicted((5, 6, 7, 8))
-    assert not quarantine.is_convicted((5, 6, 7))
+    assert quarantine.convictions.is_convicted((5, 6, 7, 8))
+    assert not quarantine.convictions.is_convicted((5, 6, 7))
     callers[2].read(runs[2])
     runs[2].end()  # the client has gone
     callers[3].read(runs[3])

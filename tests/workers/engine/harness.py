@@ -188,9 +188,9 @@ class Worker:
         assert found == functools.reduce(_extend, prefix, b""), "KV of another prefix"
         assert event.num_cached % self.config.block_size == 0
         assert len(event.blocks) == -(-len(spec.tokens) // self.config.block_size)
-        earlier = [s for s in self.specs.values() if s.salt == spec.salt and s.id < spec.id]
-        if not any(s.beam for s in earlier):  # they try anything
-            assert not prefix or any(history[: len(prefix)] == prefix for s in earlier for history in _histories(s))
+        others = [s for s in self.specs.values() if s.salt == spec.salt and s is not spec]  # which may overtake it
+        if not any(s.beam for s in others):  # they try anything
+            assert not prefix or any(history[: len(prefix)] == prefix for s in others for history in _histories(s))
 
 
 def _histories(spec: SequenceSpec) -> list[tuple[int, ...]]:

@@ -325,8 +325,8 @@ def test_a_grammar_waits_for_each_token_and_gets_its_history_at_first(worker: Ma
     reported = [(s.sequence_id, s.history, s.num_prompt) for s in steps if s.sampling]
     firsts = [tokens[0] for tokens in wanted(2, 1)]
     assert reported == [
+        (9, (7, 7, 7), 2),  # it goes on after an interruption
         (1, PROMPT, 10),
-        (9, (7, 7, 7), 2),
         (1, (*PROMPT, firsts[0]), 10),
         (2, (*PROMPT, firsts[1]), 10),
     ]
@@ -339,3 +339,20 @@ def test_priority_goes_before_arrival(worker: MakeWorker) -> None:
     for number, priority in ((1, 0), (2, 0), (3, 5), (4, -1), (5, 5), (6, 0)):
         target.submit(spec(number, priority=priority, max_tokens=1))
     assert [event.id for event in run(target) if isinstance(event, Admitted)] == [3, 5, 1, 2, 6, 4]
+
+
+def test_an_interrupted_stream_goes_before_prompts_that_wait_or_are_under_way(worker: MakeWorker) -> None:
+    """Its reader waits for the next token; theirs have got none yet."""
+    target = worker(chunk_tokens=4, prefix_caching=False)
+    target.submit(spec(1, max_tokens=1))
+    target.submit(spec(2, priority=5, max_tokens=1))
+    target.step()
+    num_before = len(target.executor.plans)
+    target.submit(spec(3, first_index=2, max_tokens=1))
+    run(target)
+    steps = [step for plan in target.executor.plans for step in plan.sequences]
+    assert steps[0].sequence_id == 2
+    later = [step.sequence_id for plan in target.executor.plans[num_before:] for step in plan.sequences]
+    assert later[:3] == [3, 3, 3]
+    assert set(later[3:]) == {1, 2}
+    assert later[3:] == sorted(later[3:], reverse=True)

@@ -1,0 +1,57 @@
+"""Remembers the prompts of requests that have crashed two workers, and lets routers share that. Awaits nothing."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from ...proto.hashing import hash_prompt
+
+CONVICTED_SECONDS: Final = 600.0  # how long such a prompt is refused
+MAX_CONVICTED: Final = 512
+"""Prompts at a time. The oldest gives way to one that is convicted here; one that others report finds room or not."""
+
+LEAST_SHARED_SECONDS: Final = 15.0
+"""What ends sooner is not reported: a holder that has just forgotten it would learn it again from one whose clock began
+a message later."""
+
+
+class Convictions:
+    """Holds the hashes of convicted prompts. Clocks of hosts differ, so holders exchange the seconds that are left."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.on_news: Callable[[], object] = lambda: None  # called after a conviction of this router's own
+        self._clock = clock
+        self._until: dict[bytes, float] = {}  # by prompt hash
+
+    def convict(self, prompt: Sequence[int]) -> None:
+        """Has requests with this prompt refused for a while."""
+        self._forget_ended()
+        content = hash_prompt(prompt)
+        self._until.pop(content, None)
+        if len(self._until) >= MAX_CONVICTED:
+            del self._until[next(iter(self._until))]
+        self._until[content] = self._clock() + CONVICTED_SECONDS
+        self.on_news()
+
+    def is_convicted(self, prompt: Sequence[int]) -> bool:
+        """Returns whether requests with this prompt are refused now."""
+        return bool(self._until) and self._until.get(hash_prompt(prompt), 0.0) > self._clock()
+
+    def remaining(self) -> dict[bytes, float]:
+        """Returns what others should know: for how many more seconds each prompt is refused, by its hash."""
+        now = self._clock()
+        return {content: until - now for content, until in self._until.items() if until - now > LEAST_SHARED_SECONDS}
+
+    def learn(self, remaining: Mapping[bytes, float]) -> bool:
+        """Takes over what another holder's `remaining` has returned, as far as there is room. Returns whether anything
+        was new. What is known already keeps its end, or each exchange would prolong it by the time that it takes."""
+        self._forget_ended()
+        now, num_known = self._clock(), len(self._until)
+        for content, seconds in remaining.items():
+            if content not in self._until and len(self._until) < MAX_CONVICTED:
+                self._until[content] = now + min(seconds, CONVICTED_SECONDS)
+        return len(self._until) > num_known
+
+    def _forget_ended(self) -> None:
+        now = self._clock()
+        self._until = {content: until for content, until in self._until.items() if until > now}

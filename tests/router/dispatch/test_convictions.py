@@ -1,0 +1,82 @@
+"""What routers tell each other of prompts that crash workers: with clocks that differ, late, again and again."""
+
+import random
+
+from tandem.router.dispatch.convictions import CONVICTED_SECONDS, LEAST_SHARED_SECONDS, MAX_CONVICTED, Convictions
+from tandem.tests.router.pools import Clock
+
+PROMPT = (5, 6, 7)
+
+
+def test_the_seconds_that_are_left_are_shared_whatever_the_clocks_say() -> None:
+    one_clock, other_clock = Clock(), Clock()
+    other_clock.now = 1e6
+    one, other = Convictions(one_clock), Convictions(other_clock)
+    one.convict(PROMPT)
+    one_clock.now += 100
+    assert other.learn(one.remaining())
+    assert other.is_convicted(PROMPT)
+    assert not other.is_convicted(PROMPT[:2])
+    other_clock.now += CONVICTED_SECONDS - 101
+    assert other.is_convicted(PROMPT)
+    other_clock.now += 1
+    assert not other.is_convicted(PROMPT)
+
+
+def test_what_is_known_is_no_news_and_not_prolonged() -> None:
+    clock = Clock()
+    one, other = Convictions(clock), Convictions(clock)
+    one.convict(PROMPT)
+    told = one.remaining()
+    assert other.learn(told)
+    clock.now += 10
+    assert not other.learn(told)
+    assert other.remaining() == one.remaining()
+    clock.now += CONVICTED_SECONDS - 10
+    assert not one.is_convicted(PROMPT)
+    assert not other.is_convicted(PROMPT)
+
+
+def test_messages_that_are_late_keep_no_conviction_alive() -> None:
+    """A directory and three routers, one of which joins late; no message takes longer than a call's deadline."""
+    clock, chance = Clock(), random.Random(1)
+    directory, *routers = holders = [Convictions(clock) for _ in range(4)]
+    routers[0].convict(PROMPT)
+    late: list[tuple[float, Convictions, dict[bytes, float]]] = []
+    while clock.now < CONVICTED_SECONDS + 3 * LEAST_SHARED_SECONDS:
+        clock.now += 0.5
+        for router in routers if clock.now > 300 else routers[:2]:
+            sender, receiver = (router, directory) if chance.random() < 0.5 else (directory, router)
+            late.append((clock.now + chance.uniform(0, 5), receiver, sender.remaining()))
+        for entry in [entry for entry in late if entry[0] <= clock.now]:
+            late.remove(entry)
+            entry[1].learn(entry[2])
+        if 310 < clock.now < CONVICTED_SECONDS:
+            assert all(each.is_convicted(PROMPT) for each in holders)
+        if clock.now > CONVICTED_SECONDS + LEAST_SHARED_SECONDS:
+            assert not any(each.is_convicted(PROMPT) for each in holders)
+
+
+def test_they_are_bounded_in_number() -> None:
+    clock = Clock()
+    one, other = Convictions(clock), Convictions(clock)
+    for number in range(MAX_CONVICTED + 1):
+        one.convict((number,))
+    assert not one.is_convicted((0,))
+    assert one.is_convicted((MAX_CONVICTED,))
+    other.convict((0,))
+    assert other.learn(one.remaining())
+    assert len(other.remaining()) == MAX_CONVICTED
+    assert not other.learn(one.remaining()), "what has no room is no news, or both would exchange it for ever"
+    clock.now += CONVICTED_SECONDS
+    assert not one.remaining()
+    assert not other.learn({})
+
+
+def test_each_conviction_is_announced_and_what_is_learned_is_not() -> None:
+    one, other, announced = Convictions(), Convictions(), list[str]()
+    one.on_news = lambda: announced.append("one")
+    other.on_news = lambda: announced.append("other")
+    one.convict(PROMPT)
+    other.learn(one.remaining())
+    assert announced == ["one"]
