@@ -63,14 +63,17 @@ async def _serve_rank(spec: dict[str, Any]) -> None:
 
 
 async def _serve_worker(spec: dict[str, Any]) -> None:
-    _install(Control(Path(spec["control"])))
+    if spec["control"]:
+        _install(Control(Path(spec["control"])))
     for hook in spec["hooks"]:
         _HOOKS[hook["name"]](hook)
     config = worker_config(**spec["config"])
     worker = await Worker.start(config, worker_id=spec["worker_id"], role=spec["role"], ranks=spec["ranks"])
-    address, worker.address = worker.address, spec["kv_address"]  # whose KV cache is fetched through a proxy
-    for proxy in (spec["kv_address"], spec["router_address"]):
-        worker._server.answer_to(proxy)
+    address = worker.address
+    if spec["kv_address"]:
+        worker.address = spec["kv_address"]  # its KV cache is fetched through a proxy
+        for proxy in (spec["kv_address"], spec["router_address"]):
+            worker._server.answer_to(proxy)
     info = base64.b64encode(worker.info().SerializeToString()).decode()
     _answer(spec, address=address, info=info)
     await worker.failed.wait()

@@ -29,7 +29,7 @@ from tandem.cluster.launch import Service, start_service
 from tandem.tests.service import wait_until_idle
 from tandem.tests.soak.faults import Nemesis
 from tandem.tests.soak.footprints import Footprints
-from tandem.tests.soak.traffic import Traffic, fault_free, keep_going, make_cases, with_stops
+from tandem.tests.soak.traffic import LENGTHS, Traffic, fault_free, keep_going, make_cases, with_stops
 from tandem.tests.tiny import make_tiny_model
 
 NODES: Final = {"router": "127.0.0.12", "prefill": "127.0.0.13", "decode": "127.0.0.14"}
@@ -48,6 +48,7 @@ class Plan:
     minutes: float
     streams: int
     tokens: int
+    prompts: Sequence[int] = LENGTHS  # tokens of each
     concurrency: int = 16
     period: float = 10.0  # seconds between two kills
     whole_seconds: float = 90.0  # how long the service may take to be whole again
@@ -107,7 +108,7 @@ def run(plan: Plan) -> Report:
 
 async def _run(plan: Plan, service: Service) -> Report:
     started = time.monotonic()
-    known = await fault_free(service.grpc_addresses, make_cases(plan.tokens))
+    known = await fault_free(service.grpc_addresses, make_cases(plan.tokens, plan.prompts))
     known += await fault_free(service.grpc_addresses, list(with_stops(known)))
     _say(started, f"{len(known)} requests without faults; {service.addresses}")
     traffic, footprints = Traffic(), Footprints()
@@ -214,6 +215,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--minutes", type=float, default=3.0, help="how long processes are killed at least")
     parser.add_argument("--streams", type=int, default=200, help="how many streams there are at least")
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--prompts", type=int, nargs="+", default=LENGTHS, help="their lengths in tokens")
     parser.add_argument("--concurrency", type=int, default=16, help="streams at a time")
     parser.add_argument("--period", type=float, default=10.0, help="seconds between two kills")
     parser.add_argument("--whole-seconds", type=float, default=90.0, help="how long the service may stay incomplete")

@@ -1,25 +1,34 @@
-"""Replaces a service by another of the same name while streams run through it: none may fail or change.
+"""Replaces a service by another of the same name, or drains workers of it, while streams run through it: none may fail
+or change.
 
     python -m tandem.tests.soak.redeploy --streams 64
+    python -m tandem.tests.soak.redeploy --streams 64 --drain
 
-Serves a random model on a Ray cluster of four nodes on this machine, keeps streams going through the gRPC client, and
-starts the second deployment beside the first, which ends. Meanwhile requests over connections of their own, gRPC and
-HTTP, ask whether the service is there. At the end the workers must be idle, and must not have computed a token again.
+Serves a random model on a Ray cluster of four nodes on this machine and keeps streams going through the gRPC client.
+Then it starts the second deployment beside the first, which ends; or it drains a decode worker and a prefill worker,
+one after the other, by `tandem drain`, which has to be done within 10 s each. Meanwhile requests over connections of
+their own, gRPC and HTTP, ask whether the service is there. At the end the workers must be idle, and must not have
+computed a token again.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import sys
 import tempfile
+import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from tandem.cluster.cli.client import fetch_status
 from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.identity_file import read_identity
 from tandem.cluster.launch import Service, start_service
 from tandem.proto.errors import TandemError
 from tandem.router.client.client import AsyncClient
@@ -28,27 +37,31 @@ from tandem.tests.soak.nemesis import MODEL, cluster
 from tandem.tests.soak.traffic import Traffic, fault_free, keep_going, make_cases
 from tandem.tests.tiny import make_tiny_model
 
-GRACE_SECONDS = 60.0
+TANDEM: Final = (sys.executable, "-c", "from tandem.cluster.cli.main import main; main()")
+DRAIN_SECONDS: Final = 10.0
+FILL_SECONDS: Final = 60.0  # until all streams run
+GRACE_SECONDS: Final = 60.0
 """Of the routers that are replaced: their streams end there. Those that are cut go on at another router, where some
 tokens are computed again."""
 
 
 @dataclass
-class Replacement:
-    """Holds what was seen while a service was replaced."""
+class Disturbed:
+    """Holds what was seen while a service was replaced, or workers of it drained."""
 
     traffic: Traffic = field(default_factory=Traffic)
     num_probes: int = 0
     unreachable: list[str] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)  # of both deployments
-    seconds: float = 0.0  # from the start of the second deployment to the end of the first
-    num_moved: int = 0  # streams that ran when the second deployment was there
-    recomputed: int = 0  # tokens, by the workers of the second deployment
+    seconds: float = 0.0  # from the start of the second deployment to the end of the first; of the longest drain
+    limit: float = math.inf  # of these
+    recomputed: int = 0  # tokens, by the workers that are left
 
     @property
     def passed(self) -> bool:
         wrong = self.traffic.failed or self.traffic.altered or self.unreachable or self.recomputed
-        return bool(self.traffic.ended) and len(set(self.addresses)) == 1 and not wrong
+        in_time = self.seconds <= self.limit
+        return bool(self.traffic.ended) and len(set(self.addresses)) == 1 and in_time and not wrong
 
     def __str__(self) -> str:
         gaps = [each.longest_gap for each in self.traffic.ended]
@@ -58,7 +71,7 @@ class Replacement:
             f"resumed by the client {sum(each.num_resumed > 0 for each in self.traffic.ended)}",
             f"tokens computed again {self.recomputed}",
             f"probes {self.num_probes}, unanswered {len(self.unreachable)}",
-            f"longest gap of a stream {max(gaps, default=0):.2f} s, replaced within {self.seconds:.1f} s",
+            f"longest gap of a stream {max(gaps, default=0):.2f} s, done within {self.seconds:.1f} s",
             *(f"FAILED  {each.case}: {each.error}" for each in self.traffic.failed[:12]),
             *(f"ALTERED {each.case}: {each.difference}" for each in self.traffic.altered[:12]),
             *(f"UNREACHABLE {each}" for each in self.unreachable[:12]),
@@ -68,7 +81,7 @@ class Replacement:
 
 def replace_under_streams(
     first: TandemConfig, second: TandemConfig, folder: Path, address: str, *, streams: int, tokens: int
-) -> Replacement:
+) -> Disturbed:
     """Runs the first service, then both, then the second alone."""
     with joined(address), ExitStack() as before, ExitStack() as after:
         one = before.enter_context(start_service(first, str(folder), address=address))
@@ -96,33 +109,74 @@ async def _replace(
     *,
     streams: int,
     tokens: int,
-) -> Replacement:
-    found = Replacement()
-    known = await fault_free(one.grpc_addresses, make_cases(tokens))
-    over = asyncio.Event()
-    running = asyncio.create_task(
-        keep_going(one.grpc_addresses, known, found.traffic, concurrency=streams, is_over=over.is_set)
-    )
-    probing = asyncio.create_task(_probe(one, found, over))
-    loop = asyncio.get_running_loop()
-    try:
-        began = loop.time()
+) -> Disturbed:
+    found = Disturbed()
+    async with _streams_through(one, found, streams, tokens):
+        began = time.monotonic()
         two = await asyncio.to_thread(after.enter_context, other)
         await asyncio.to_thread(one.wait)  # returns because it is replaced
         await asyncio.to_thread(before.close)
-        found.seconds = loop.time() - began
+        found.seconds = time.monotonic() - began
         found.addresses = [one.addresses, two.addresses]
-    finally:
-        over.set()
-        await asyncio.gather(running, probing)
-    await asyncio.to_thread(wait_until_idle, two.status_url, 40)
-    left = await asyncio.to_thread(workers, two.status_url)
-    assert len(left) == two.config.num_workers, left
-    found.recomputed = sum(each["num_recomputed_tokens"] for each in left)
+    url, _ = await asyncio.to_thread(fetch_status, one.status_url)
+    assert url == two.status_url, "the commands do not find the page of the second deployment by that of the first"
+    read_identity(url)  # which `tandem drain` needs
+    found.recomputed = await asyncio.to_thread(_recomputed, two)
     return found
 
 
-async def _probe(service: Service, found: Replacement, over: asyncio.Event) -> None:
+def drain_under_streams(config: TandemConfig, folder: Path, address: str, *, streams: int, tokens: int) -> Disturbed:
+    """Runs a service and drains workers of it."""
+    with joined(address), start_service(config, str(folder), address=address) as service:
+        return asyncio.run(_drain(service, streams=streams, tokens=tokens))
+
+
+async def _drain(service: Service, *, streams: int, tokens: int) -> Disturbed:
+    found = Disturbed(limit=DRAIN_SECONDS)
+    async with _streams_through(service, found, streams, tokens):
+        for role in ("decode", "prefill"):
+            async with asyncio.timeout(FILL_SECONDS):
+                while found.traffic.num_running < streams:
+                    await asyncio.sleep(0.05)
+            known = await asyncio.to_thread(workers, service.status_url)
+            drained = next(each["id"] for each in known if (each["role"], each["state"]) == (role, "ready"))
+            began = time.monotonic()
+            arguments = ("drain", drained, "--url", service.status_url)
+            process = await asyncio.create_subprocess_exec(*TANDEM, *arguments, stdout=PIPE, stderr=STDOUT)
+            output, _ = await process.communicate()
+            found.seconds = max(found.seconds, time.monotonic() - began)
+            if process.returncode:
+                found.unreachable.append(f"tandem drain: {output.decode().strip()}")
+    found.addresses = [service.addresses]
+    found.recomputed = await asyncio.to_thread(_recomputed, service)
+    return found
+
+
+@asynccontextmanager
+async def _streams_through(service: Service, found: Disturbed, streams: int, tokens: int) -> AsyncIterator[None]:
+    """Keeps streams and probes going, and waits for their ends."""
+    known = await fault_free(service.grpc_addresses, make_cases(tokens))
+    over = asyncio.Event()
+    running = asyncio.create_task(
+        keep_going(service.grpc_addresses, known, found.traffic, concurrency=streams, is_over=over.is_set)
+    )
+    probing = asyncio.create_task(_probe(service, found, over))
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(running, probing)
+
+
+def _recomputed(service: Service) -> int:
+    """Waits until all workers are idle; returns how many tokens they have computed again."""
+    wait_until_idle(service.status_url, 40)
+    left = workers(service.status_url)
+    assert len(left) == service.config.num_workers, left
+    return sum(each["num_recomputed_tokens"] for each in left)
+
+
+async def _probe(service: Service, found: Disturbed, over: asyncio.Event) -> None:
     """Asks for a token again and again, over new connections to each address."""
     while not over.is_set():
         for address in service.grpc_addresses:
@@ -168,11 +222,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tandem.tests.soak.redeploy", description=__doc__)
     parser.add_argument("--streams", type=int, default=64, help="at a time")
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--drain", action="store_true", help="drain two workers instead")
     options = parser.parse_args(arguments)
+    load = {"streams": options.streams, "tokens": options.tokens}
     with tempfile.TemporaryDirectory(prefix="tandem-redeploy-") as scratch, cluster() as address:
         folder = make_tiny_model(Path(scratch) / "tiny", dtype="bfloat16", **MODEL)
         configs = make_configs(folder, "replaced", 8224, 2, 2)
-        found = replace_under_streams(*configs, folder, address, streams=options.streams, tokens=options.tokens)
+        if options.drain:
+            found = drain_under_streams(configs[0], folder, address, **load)
+        else:
+            found = replace_under_streams(*configs, folder, address, **load)
     print(found)
     return 0 if found.passed else 1
 

@@ -14,7 +14,7 @@ from tandem.router.client.types import Choice
 STREAM_SECONDS: Final = 180.0
 """The timeout of a stream: far above what one needs while a worker is replaced, so that only a hang exceeds it."""
 
-_LENGTHS: Final = (5, 70, 190)  # of the prompts, in tokens
+LENGTHS: Final = (5, 70, 190)  # of the prompts, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Traffic:
         return [each for each in self.ended if each.difference]
 
 
-def make_cases(num_tokens: int) -> list[Case]:
+def make_cases(num_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Case]:
     """Returns one request of each kind for each length of prompt; `with_stops` adds those with stop strings."""
     options: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0, "ignore_eos": True},
@@ -68,7 +68,7 @@ def make_cases(num_tokens: int) -> list[Case]:
     return [
         Case(name=f"{name}/{length}", prompt=_prompt(length, number), options={"max_tokens": num_tokens} | given)
         for number, (name, given) in enumerate(options.items())
-        for length in _LENGTHS
+        for length in lengths
     ]
 
 
