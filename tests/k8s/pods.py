@@ -139,6 +139,7 @@ class PodNetwork:
         """Takes away what is left of a pod that has ended."""
         pod.kill()
         self.pods.remove(pod)
+        run("ip", "link", "delete", f"{pod.name}h")  # the kernel takes its time to end a namespace
         run("ip", "netns", "delete", pod.name)
 
     def _connect(self, name: str, ip: str, group: Group) -> None:
