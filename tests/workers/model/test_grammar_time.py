@@ -117,11 +117,10 @@ def test_a_long_completion_that_moves_here_is_read_bit_by_bit(folder: Path) -> N
     assert len(whole) == 90
     executor = Recording(load(folder, num_blocks=512), tick=True)
     moved = sequence(4, 10, tokens=(*prompt(9, 4), *whole[:80]), first_index=80, sampling=words)
-    made = run(make_engine(executor), [sequence(0, 60), moved])
+    made = run(make_engine(executor), [sequence(0, 120), moved])
     assert made[4] == whole[80:]
-    num_reads = -(-80 // grammar_module._TOKENS_AT_ONCE)
     first = next(index for index, step in enumerate(executor.steps) if 4 in step)
-    assert first >= num_reads - 1
+    assert first >= 79
     assert all(0 in step for step in executor.steps[:first])
 
 

@@ -26,7 +26,6 @@ from ...engine.plan import Constrained, SequenceStep
 _NUM_RECENT: Final = 32  # kept compiled, used or not
 _MAX_MASK_THREADS: Final = 8
 _CORES_PER_MASK_THREAD: Final = 4
-_TOKENS_AT_ONCE: Final = 16  # read between two looks at the clock; the worst take a millisecond each
 _COMPILE_NICE: Final = 10
 _MAX_SEQUENCE_SECONDS: Final = 60.0  # of masks of one sequence; with the slowest ones these are 4,000 tokens
 _MAX_ERROR_CHARACTERS: Final = 200
@@ -249,9 +248,10 @@ class GrammarMatchers:
         return failures
 
     def _read(self, known: _Constraint, tokens: Sequence[int], deadline: float = float("inf")) -> None:
-        """Gives the matcher the tokens of a sequence that it has not read yet, some at least before the deadline."""
+        """Gives the matcher the tokens of a sequence that it has not read yet, until the deadline but one at least: the
+        worst take 8 ms each."""
         while known.num_read < len(tokens) and not known.failure:
-            self._consume(known, tokens[known.num_read : known.num_read + _TOKENS_AT_ONCE])
+            self._consume(known, (tokens[known.num_read],))
             if self._clock() > deadline:
                 return
 
