@@ -25,6 +25,7 @@ from tandem.cluster.bench.metrics import RequestRecord, count_failures, meets
 from tandem.cluster.bench.options import LoadOptions, Workload, parse_address, parse_slo
 from tandem.cluster.bench.target import StreamCompletion, open_target
 from tandem.cluster.bench.workload import Prompts
+from tandem.proto.errors import TandemError
 
 LEAST_SHARE: Final = 0.9  # of the peak, under overload
 RECOVERY_SECONDS: Final = 5.0
@@ -141,7 +142,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    found = asyncio.run(run(parse(arguments)))
+    try:
+        found = asyncio.run(run(parse(arguments)))
+    except TandemError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(found)
     print("passed" if found.passed else "FAILED")
     return 0 if found.passed else 1
