@@ -31,8 +31,8 @@ from ..workers.worker import Worker, WorkerConfig
 from .config import NodeOffer, PoolConfig, PoolRole, RouterConfig, TandemConfig, ranks_per_node
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
 from .members import Continuity, Members
-from .ranks import node_host, rank_threads, start_ranks
-from .status import describe_workers, drain_workers
+from .ranks import node_host, rank_threads, ray_dashboard_url, start_ranks
+from .status import describe_routers, describe_workers, drain_workers
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
 
@@ -119,6 +119,7 @@ class WorkerPool(Replica):
             pool.tp,
             host=config.host,
             label=repr(self),
+            worker_id=self._member_id,
             threads=threads,
             environment=_environment(pool),
             gpu=config.device == "cuda",
@@ -173,6 +174,7 @@ class Router(Replica):
 
         super().__init__(config, "router")
         self._continuity = continuity
+        self._ray_dashboard = ray_dashboard_url()
         members = self._members = Members(self._application, continuity.layout)
         self._described = SharedResult(lambda: describe_workers(members.workers, continuity.identity), _STATUS_SECONDS)
         host = node_host(config.host)
@@ -192,6 +194,7 @@ class Router(Replica):
             workers=self._members.fitting,
             replaced=[each.addresses for each in self._members.other_routers],
             convictions=self._convictions,
+            describe=self.status,
         )
         await runtime.serve_ops(
             config.router.ops_port,
@@ -203,7 +206,7 @@ class Router(Replica):
         self._runtime = runtime
         files = (watch.run() for watch in runtime.watches)
         sharing = self._directory.keep_sharing(self._convictions)
-        self._run(runtime.stop, self._watch(runtime), sharing, *files)
+        self._run(runtime.stop, self._watch(runtime), runtime.console.run(), sharing, *files)
 
     def check_health(self) -> None:
         """Raises if the router can serve no more; Serve then replaces the replica."""
@@ -235,10 +238,8 @@ class Router(Replica):
         return {
             "service": self._config.name,
             "model": self._config.served_name,
-            "routers": [
-                {"id": each.router_id, "grpc": each.grpc_address, "http": each.http_address, "ops": each.ops_address}
-                for each in self._members.routers
-            ],
+            "ray_dashboard": self._ray_dashboard,
+            "routers": describe_routers(self._members.routers, has_tls=self._config.router.tls is not None),
             "workers": await self._described.get(),
         }
 

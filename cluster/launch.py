@@ -31,6 +31,7 @@ from .directory import close_directory
 from .environment import own_ray_token
 from .identity_file import kept_identity
 from .members import Continuity
+from .ranks import ray_dashboard_url
 from .redeploy import SuccessorWatch, applications_of, is_replaced, retire, running_application, take_over
 from .status import following
 
@@ -61,12 +62,19 @@ class Service:
     ops_addresses: Sequence[str]
     status_url: str
     application: str  # its name in Ray Serve
+    dashboard_url: str = ""  # of Ray, if the configuration starts its dashboard
     ray_processes: Sequence[psutil.Process] = ()  # of a Ray of its own, those without which it ends
 
     @property
     def grpc_address(self) -> str:
         """Returns the address of the first router's gRPC server."""
         return self.grpc_addresses[0]
+
+    @property
+    def console_url(self) -> str:
+        """Returns the address of the first router's console."""
+        scheme = "http" if self.config.router.tls is None else "https"
+        return f"{scheme}://{self.http_addresses[0]}/console"
 
     @property
     def addresses(self) -> str:
@@ -128,6 +136,7 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
                     ops_addresses=ops_addresses,
                     status_url=status_url,
                     application=application,
+                    dashboard_url=ray_dashboard_url() if config.dashboard else "",
                     ray_processes=ray_processes,
                 )
         finally:

@@ -21,6 +21,14 @@ def node_host(host: str | None) -> str:
     return host or str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
+def ray_dashboard_url() -> str:
+    """Returns the URL of the dashboard of the Ray that this process belongs to; empty if it has none."""
+    if not ray.is_initialized():
+        return ""
+    found = str(ray.init(ignore_reinit_error=True, configure_logging=False).dashboard_url or "")
+    return found if "://" in found or not found else f"http://{found}"
+
+
 def rank_threads(num_threads: int | None, ranks_per_node: int, num_cpus: float) -> int:
     """Returns how many threads a rank in this process computes with: `num_threads` if it is given, else its share of
     the cores that this process may use, at most the `num_cpus` that it has reserved in Ray (below 1: no bound).
@@ -59,12 +67,14 @@ def start_ranks(
     *,
     host: str | None,
     label: str,
+    worker_id: str,
     threads: Callable[[], int],
     environment: dict[str, str],
     gpu: bool,
 ) -> list[Any]:
     """Returns the actor handles of ranks 1 to size - 1, whose `start` returns an address. Called by the actor of rank
-    0, with which they end. `host` is the interface that all of them bind, None is each one's node address."""
+    0, with which they end. `host` is the interface that all of them bind, None is each one's node address. Ray's
+    dashboard shows them by `worker_id`, rank and `label`."""
     if size == 1:
         return []
     group = get_current_placement_group()
@@ -72,6 +82,7 @@ def start_ranks(
     actor = ray.remote(RankActor)
     return [
         actor.options(
+            name=f"{worker_id} rank {rank} of {size}",
             num_cpus=0,
             num_gpus=1 if gpu else 0,
             runtime_env={"env_vars": environment},

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from ..proto.identity import PeerIdentity
 from ..proto.metrics import Metrics
 from ..router.api.browsers import ANY as ANY_HOST
 from ..router.api.browsers import BrowserRules
+from ..router.api.console.feed import ConsoleFeed
 from ..router.api.openai.connection import ConnectionBounds
 from ..router.api.servers import ApiServers
 from ..router.api.service import GenerationService
@@ -49,10 +50,12 @@ class RouterRuntime:
         authenticator: Authenticator,
         watches: Sequence[FileWatch[Any]],
         monitor: RouterMonitor,
+        console: ConsoleFeed,
         claims: ExitStack,
     ) -> None:
         self.authenticator = authenticator
         self.watches = watches  # whose `run` takes keys and certificates as their files change
+        self.console = console  # whose `run` samples what the console shows
         self._claims = claims
         self._registry = registry
         self._dispatcher = dispatcher
@@ -80,20 +83,22 @@ class RouterRuntime:
         workers: Collection[worker_pb2.WorkerInfo] = (),
         replaced: Collection[tuple[str, str]] = (),
         convictions: Convictions | None = None,
+        describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
     ) -> Self:
         """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode worker.
 
         `resume_key`: the secret of all routers, with which each goes on with the others' requests and knows the prefix
         caches of tenants. `num_routers`: of the service, which may share a host; see `_addresses`. `replaced`: both
         addresses of each router that those of `application` replace, which both may have; then requests come at once,
-        for which there are `workers`. `convictions`: see Dispatcher. Raises OSError or RuntimeError if all its ports
-        are taken, InvalidArgument if the interface needs keys or a file of it is wrong."""
+        for which there are `workers`. `convictions`: see Dispatcher; `describe`: see ConsoleFeed. Raises OSError or
+        RuntimeError if all its ports are taken, InvalidArgument if keys are needed or a file of them is wrong."""
         router, bind = config.router, config.router.bind or host
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         monitor = _monitor(config, browsers := _browser_rules(config, host))
         service, dispatcher = _service(config, folder, registry, monitor, identity, resume_key, convictions)
+        console = ConsoleFeed(service.requests, describe, registry.workers)
         start_servers = partial(
             ApiServers.start,
             service,
@@ -103,20 +108,14 @@ class RouterRuntime:
             bounds=_bounds(router),
             authenticator=authenticator,
             tls=_server_tls(router, watches),
+            console=console,
             shares_ports=True,
         )
         registry.update(workers)
         known = _rebound(replaced, host, bind)
         claim = partial(PortClaim, application=application, shared={each for both in known for each in both})
-        for addresses in _addresses(router, bind, num_routers, known):
-            try:
-                with ExitStack() as scope:
-                    claims = [scope.enter_context(closing(claim(each))) for each in addresses]
-                    servers = await start_servers(grpc_address=claims[0].address, http_address=claims[1].address)
-                    return cls(host, registry, dispatcher, servers, authenticator, watches, monitor, scope.pop_all())
-            except (OSError, RuntimeError) as error:
-                taken = error
-        raise taken
+        servers, claims = await _listen(start_servers, claim, _addresses(router, bind, num_routers, known))
+        return cls(host, registry, dispatcher, servers, authenticator, watches, monitor, console, claims)
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Replaces the registry's list of workers by the directory's."""
@@ -181,6 +180,24 @@ def _service(
     monitor.watch(admission, dispatcher, registry)
     models = [_served_model(config, folder)]
     return GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry), dispatcher
+
+
+async def _listen(
+    start_servers: Callable[..., Awaitable[ApiServers]],
+    claim: Callable[[str], "PortClaim"],
+    addresses: Iterable[tuple[str, str]],
+) -> tuple[ApiServers, ExitStack]:
+    """Returns servers on the first two addresses that are free, and what gives them back. Raises OSError or
+    RuntimeError."""
+    for both in addresses:
+        try:
+            with ExitStack() as scope:
+                claims = [scope.enter_context(closing(claim(each))) for each in both]
+                servers = await start_servers(grpc_address=claims[0].address, http_address=claims[1].address)
+                return servers, scope.pop_all()
+        except (OSError, RuntimeError) as error:
+            taken = error
+    raise taken
 
 
 def _served_model(config: TandemConfig, folder: Path) -> ServedModel:

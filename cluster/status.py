@@ -7,7 +7,7 @@ route of its name. Does not import Ray.
 import asyncio
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -15,6 +15,9 @@ from google.protobuf.message import Message
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import PeerChannel
 from ..proto.identity import PeerIdentity
+
+if TYPE_CHECKING:
+    from .directory import RouterInfo  # which imports Ray
 
 STATUS_SECONDS: Final = 1.0
 _DRAIN_ANSWER_SECONDS: Final = 10.0
@@ -48,6 +51,21 @@ async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo], identity: P
     the endpoint of each rank from which it has pulled KV cache."""
     ordered = sorted(workers, key=lambda worker: worker.worker_id)
     return list(await asyncio.gather(*(_describe(worker, identity) for worker in ordered)))
+
+
+def describe_routers(routers: Iterable["RouterInfo"], *, has_tls: bool) -> list[dict[str, str]]:
+    """Returns each router as plain data: its id, its addresses, and the URL of its console."""
+    scheme = "https" if has_tls else "http"
+    return [
+        {
+            "id": each.router_id,
+            "grpc": each.grpc_address,
+            "http": each.http_address,
+            "ops": each.ops_address,
+            "console": f"{scheme}://{each.http_address}/console",
+        }
+        for each in routers
+    ]
 
 
 async def drain_workers(addresses: Sequence[str], timeout: float, identity: PeerIdentity) -> list[int | None]:

@@ -66,10 +66,12 @@ ARROWS: dict[str, set[str]] = {
     "router.output": {"router.frontend", "router.request"},
     "router.api": {
         *("router.auth", "router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"),
-        "router.telemetry",
+        *("router.api.console", "router.telemetry"),
     },
+    "router.api.console": {"router.auth", "router.frontend", "router.telemetry"},
     "router.api.openai": {
-        *("router.api", "router.auth", "router.frontend", "router.output", "router.request", "router.telemetry"),
+        *("router.api", "router.api.console", "router.auth", "router.frontend", "router.output", "router.request"),
+        "router.telemetry",
     },
     "router": {"router.frontend", "router.request", "router.deadline"},
     "": {"proto", "router.client"},
@@ -81,7 +83,7 @@ ARROWS: dict[str, set[str]] = {
     "cluster.eval": {"router.client", "cluster.text_files"},
     "cluster.bench": {"router.client", "cluster.tables", "cluster.text_files"},
 }
-ARROWS["router.api.servers"] = {"router.api", "router.api.openai", "router.auth"}
+ARROWS["router.api.servers"] = {"router.api", "router.api.console", "router.api.openai", "router.auth"}
 MODEL = {name for name in ARROWS if name.startswith("workers.model.")}
 ARROWS["workers.model"] = {"workers.engine", "workers.kv_cache", *MODEL}
 ARROWS["workers.tp"] = {
@@ -97,7 +99,8 @@ FOLDERS = {
 ARROWS["workers"] = {*FOLDERS["workers"]}
 ARROWS["workers.bench"] = {*FOLDERS["workers"], "workers"}
 ARROWS["cluster"] = {*FOLDERS["workers"], "workers", *FOLDERS["router"], *FOLDERS["cluster"]}
-ARROWS["cluster.bench.router"] = {*ARROWS["cluster"]}
+ARROWS["cluster.bench.router"] = {*ARROWS["cluster"], "cluster"}
+ARROWS["cluster.bench.console"] = {"cluster.bench", "cluster.bench.router", "cluster.tables"}
 ARROWS["cluster.cli"] = {*ARROWS["cluster"], "cluster"}
 for folder, targets in ARROWS.items():
     if folder != "proto":

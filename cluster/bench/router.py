@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -25,6 +26,7 @@ from ...proto.certificate import make_peer_tls
 from ...proto.channel import PeerChannel
 from ...proto.identity import PeerIdentity
 from ...proto.metrics import NULL_METRICS, Metrics
+from ...router.api.console.feed import ConsoleFeed
 from ...router.api.servers import ApiServers
 from ...router.api.service import GenerationService
 from ...router.auth.authenticator import Authenticator
@@ -40,6 +42,7 @@ from ...workers.engine.config import Budgets
 from ...workers.engine.null import NullExecutor
 from ...workers.tp.rank import Rank, RankConfig
 from ...workers.worker import Worker, WorkerConfig
+from ..status import describe_workers
 from ..tables import make_table, table_console
 from .options import ServerAddress
 from .target import StreamCompletion, open_target
@@ -53,6 +56,7 @@ _APIS: Final = ("grpc", "http")
 _MODEL: Final = "null"
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
+_MODULE: Final = "tandem.cluster.bench.router"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -76,9 +80,10 @@ def main(
     identity = PeerIdentity.generate()
     with tempfile.TemporaryDirectory() as scratch:
         access = _Access.make(Path(scratch), keys=with_keys, tls=with_tls)
+        flag = "--metrics" if metrics else "--no-metrics"
         with (
-            _child(identity, "serve-worker", str(step_ms)) as worker,
-            _child(identity, "serve-router", worker[1], scratch, "--metrics" if metrics else "--no-metrics") as router,
+            child_process(identity, "serve-worker", str(step_ms)) as worker,
+            child_process(identity, "serve-router", worker[1], scratch, flag) as router,
         ):
             costs = [
                 max(
@@ -155,8 +160,9 @@ ChildProcess = tuple[psutil.Process, str]
 
 
 @contextmanager
-def _child(identity: PeerIdentity, *command: str) -> Iterator[ChildProcess]:
-    arguments = [sys.executable, "-m", __spec__.name, *command]
+def child_process(identity: PeerIdentity, *command: str) -> Iterator[ChildProcess]:
+    """Runs `serve-worker STEP_MS` or `serve-router ADDRESS_OF_WORKER FOLDER` while the context lasts."""
+    arguments = [sys.executable, "-m", _MODULE, *command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -198,11 +204,19 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
     tls = ServerTls(access.tls.load()) if access.has_tls else None
     service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
-    server = await ApiServers.start(service, authenticator=access.authenticator(), tls=tls)
+    console = ConsoleFeed(service.requests, partial(_describe, registry, identity), registry.workers)
+    server = await ApiServers.start(service, authenticator=access.authenticator(), tls=tls, console=console)
     await server.set_serving(True)
+    sampling = asyncio.create_task(console.run())
     await _until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
+    sampling.cancel()
     await server.stop(0)
     await dispatcher.close()
+
+
+async def _describe(registry: WorkerRegistry, identity: PeerIdentity) -> dict[str, Any]:
+    workers = await describe_workers(registry.workers(), identity)
+    return {"service": _MODEL, "model": _MODEL, "routers": [], "workers": workers}
 
 
 async def _until_stdin_ends(addresses: str) -> None:
@@ -228,11 +242,11 @@ async def _measure(
 
     async with open_target(address, ignore_eos=True) as stream_completion:
         await read(stream_completion)
-        before = list(map(_cpu_seconds, processes))
+        before = list(map(cpu_seconds, processes))
         begin = time.perf_counter()
         num_messages = sum(await asyncio.gather(*(read(stream_completion) for _ in range(num_streams))))
         seconds = time.perf_counter() - begin
-        after = list(map(_cpu_seconds, processes))
+        after = list(map(cpu_seconds, processes))
     total = num_streams * num_tokens
     used = [1e6 * (end - start) / total for start, end in zip(before, after, strict=True)]
     rates = {"tokens_per_second": total / seconds, "tokens_per_message": total / num_messages}
@@ -240,7 +254,8 @@ async def _measure(
     return {"api": api, "num_streams": num_streams} | rates | times
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
+    """Returns the CPU time that the process has taken until now."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

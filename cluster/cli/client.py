@@ -1,12 +1,16 @@
-"""`tandem generate` and `tandem status`: requests a completion of a service, and shows its state."""
+"""`tandem generate`, `tandem status` and `tandem dashboard`: requests a completion of a service, shows its state, and
+where its pages are."""
 
 import json
+import socket
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -14,6 +18,7 @@ from rich.table import Table
 
 from ...proto.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from ...router.client.client import Client
+from ..config import is_loopback
 from ..status import in_order, service_of
 from ..tables import make_table
 from ..text_files import read_text
@@ -22,6 +27,8 @@ from .answers import completion_json, print_choices, print_logprobs, print_strea
 
 DEFAULT_STATUS_URL: Final = "http://127.0.0.1:8000/tandem"
 STATUS_SECONDS: Final = 10.0
+_GRAFANA_PATH: Final = "/api/grafana_health"
+_PAGE_SECONDS: Final = 3.0
 
 
 @o.request_options(max_tokens=128)
@@ -154,3 +161,70 @@ def _transport_table(workers: list[dict[str, Any]]) -> Table:
         for endpoint, transport in worker["transports"].items():
             table.add_row(worker["id"], endpoint, transport)
     return table
+
+
+def dashboard(
+    url: Annotated[str, typer.Option(help="The status page, as `tandem serve` names it.")] = DEFAULT_STATUS_URL,
+    api_key_file: o.ApiKeyFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how to open a running service's console, status page, Ray dashboard and Grafana.
+
+    Where they listen on loopback, the last line is what opens them from another machine."""
+    url, service = fetch_status(url, o.read_api_key(api_key_file))
+    ray_dashboard = service["ray_dashboard"]
+    if ray_dashboard and not _has_page(ray_dashboard):
+        ray_dashboard = ""  # its API alone
+    pages = {
+        "consoles": [router["console"] for router in service["routers"]],
+        "status_page": url,
+        "ray_dashboard": ray_dashboard or None,
+        "grafana": fetch_grafana(ray_dashboard) if ray_dashboard else None,
+    }
+    if as_json:
+        typer.echo(json.dumps(pages, indent=2))
+        return
+    for line in _lines(pages):
+        typer.echo(line)
+
+
+def _lines(pages: dict[str, Any]) -> list[str]:
+    rows = [("console", each) for each in pages["consoles"]]
+    rows.append(("status page", pages["status_page"]))
+    rows.append(("Ray dashboard", pages["ray_dashboard"] or "not started; tandem serve --dashboard starts it"))
+    rows.append(("Grafana", pages["grafana"] or "none that Ray's dashboard tells of (RAY_GRAFANA_HOST, no token)"))
+    lines = [f"{name + ':':15}{where}" for name, where in rows]
+    tunnel = ssh_command(where for _, where in rows if "://" in where)
+    return [*lines, f"{'from elsewhere:':15}{tunnel}"] if tunnel else lines
+
+
+def ssh_command(urls: Iterable[str]) -> str:
+    """Returns the command with which another machine reaches those URLs that are on loopback here; empty if none is."""
+    places = [urlsplit(url) for url in urls]
+    local = sorted(
+        {(place.port, place.hostname) for place in places if place.port and is_loopback(place.hostname or "")}
+    )
+    tunnels = "".join(f" -L {port}:{host}:{port}" for port, host in local)
+    return f"ssh{tunnels} {socket.gethostname()}" if tunnels else ""
+
+
+def _has_page(url: str) -> bool:
+    """Returns whether there is something at the URL that needs no token."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_PAGE_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def fetch_grafana(ray_dashboard: str) -> str | None:
+    """Returns the address of the Grafana that Ray's dashboard shows charts of; None if there is none that answers it,
+    or if the dashboard wants a token."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(ray_dashboard + _GRAFANA_PATH, timeout=_PAGE_SECONDS) as answer:
+            found = json.load(answer)["data"]["grafanaHost"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if found in ("", "DISABLED") else str(found)

@@ -31,6 +31,9 @@ def create_command(
     requests_per_minute: Annotated[int | None, typer.Option(help="Calls, at each router.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Of prompts and completions, at each router.")] = None,
     max_streams: Annotated[int | None, typer.Option(help="Calls at a time, at each router.")] = None,
+    operator: Annotated[
+        bool, typer.Option("--operator", help="It sees the requests of all tenants in the console.")
+    ] = False,
     expires: Annotated[str | None, typer.Option(help="A date or time in ISO form; UTC if it has no zone.")] = None,
 ) -> None:
     """Add a key to FILE, which is made if it is not there, and print the key. It is stored nowhere."""
@@ -42,6 +45,7 @@ def create_command(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         max_streams=max_streams,
+        operator=operator,
         expires=None if expires is None else parse_expiry(expires),
     )
     typer.echo(key)

@@ -12,7 +12,7 @@ from ...proto.errors import InvalidArgument, NotFound, TandemError
 from ...workers.model.config import CheckpointError
 from .bench import DEFINITIONS, bench
 from .chat import chat
-from .client import generate, status
+from .client import dashboard, generate, status
 from .drain import drain
 from .eval import eval_app
 from .key import key_app
@@ -31,7 +31,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
-for command in (generate, chat, status, drain, serve, check_config):
+for command in (generate, chat, status, dashboard, drain, serve, check_config):
     app.command()(command)
 app.command(epilog=DEFINITIONS)(bench)
 

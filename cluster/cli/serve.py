@@ -1,5 +1,6 @@
 """`tandem serve` and `tandem check-config`: a service that lives as long as the command, and its configuration."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -102,12 +103,21 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
             with start_service(config, str(folder), address=address) as service:
                 spinner.stop()
                 console.print(f"status page: {service.status_url}", highlight=False)
+                console.print(f"console: {service.console_url}", highlight=False)
+                if service.dashboard_url:
+                    console.print(f"Ray's dashboard: {service.dashboard_url}{_token_note()}", highlight=False)
                 typer.echo(f"tandem ready {service.addresses}")
                 if not stopped.is_set():
                     service.wait()
                     console.print(f"another command has replaced the service {config.name!r}; it goes on")
         finally:
             spinner.stop()
+
+
+def _token_note() -> str:
+    """Says where the token is that the dashboard of a Ray of our own asks for."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") if os.environ.get("RAY_AUTH_MODE") == "token" else None
+    return f", which asks for the token in {path}" if path else ""
 
 
 @contextmanager

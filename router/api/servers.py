@@ -8,6 +8,7 @@ from ..auth.authenticator import Authenticator
 from ..auth.tls import ServerTls
 from .audit import AuditLog
 from .browsers import BrowserRules
+from .console.feed import ConsoleFeed
 from .grpc_server import GrpcServer
 from .openai.connection import ConnectionBounds
 from .openai.server import HttpServer
@@ -36,11 +37,13 @@ class ApiServers:
         bounds: ConnectionBounds | None = None,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
+        console: ConsoleFeed | None = None,
         shares_ports: bool = False,
     ) -> "ApiServers":
         """Listens on both addresses, HOST:PORT; port 0 takes a free one. `compression` is that of gRPC responses,
         `browsers` holds for HTTP, `bounds` are those of connections. Without an `authenticator` everyone is let in,
-        without `tls` all is in plaintext. With `shares_ports` others may listen there, too, who say the same.
+        without `tls` all is in plaintext, without a `console` its page knows nothing of workers. With `shares_ports`
+        others may listen there, too, who say the same.
 
         Raises OSError or RuntimeError if a port is taken; then neither server runs."""
         audit = AuditLog(metrics=service.metrics)
@@ -58,7 +61,7 @@ class ApiServers:
             tls=tls,
             shares_port=shares_ports,
         )
-        http_server = HttpServer(service, browsers, audit, bounds, authenticator, tls)
+        http_server = HttpServer(service, browsers, audit, bounds, authenticator, tls, console)
         bound_http = await http_server.start(http_address, shares_port=shares_ports)
         try:
             bound_grpc = await grpc_server.start(grpc_address)

@@ -25,6 +25,7 @@ from ..request import TokenSource
 from ..scheduling.admission import Admission
 from ..telemetry.requests import RequestFacts, RequestTelemetry
 from ..telemetry.trace import CURRENT_REQUEST
+from .console.request_log import RequestLog
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class GenerationService:
         self.models = tuple(self._models.values())
         self._source = source
         self._admission = admission
+        self.requests = RequestLog()  # that run, and the last ones
         self._resume_key = ResumeKey(resume_key or secrets.token_bytes(32))
         self._telemetry = telemetry or RequestTelemetry()
 
@@ -119,8 +121,19 @@ class GenerationService:
         """
         timeline.request_id = request.request_id
         outputs = OutputProcessor(request)
-        execution = self._telemetry.track(_facts(request), timeline, outputs)
+        execution = self._execution(request, timeline, outputs)
         return outputs.run(self._source.generate(request.tokens, timeline, outputs.ended), timeline, execution)
+
+    @contextmanager
+    def _execution(
+        self, request: PreparedRequest, timeline: inference_pb2.Timeline, outputs: OutputProcessor
+    ) -> Iterator[None]:
+        """Follows a request, for telemetry and for the console, while the context is open."""
+        with (
+            self._telemetry.track(_facts(request), timeline, outputs),
+            self.requests.record(request, timeline, outputs),
+        ):
+            yield
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """Returns the token ids that `run` would see. Raises InvalidArgument or NotFound."""

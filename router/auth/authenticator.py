@@ -31,6 +31,7 @@ class Caller:
     cache_salt: bytes = b""  # callers with the same share cached prefixes
     max_priority: int | None = None
     key_name: str = ""  # of the key, for operators
+    sees_all: bool = True  # of the console: requests of all tenants, not only of this one
     quota: Quota = field(default_factory=Quota)
 
     def priority(self, wanted: int) -> int:
@@ -70,7 +71,12 @@ class Authenticator:
             quota.resize(key.requests_per_minute, key.tokens_per_minute, key.max_streams)
             salt = self._salt("tenant", key.tenant)
             caller = Caller(
-                tenant=key.tenant, cache_salt=salt, max_priority=key.max_priority, key_name=key.name, quota=quota
+                tenant=key.tenant,
+                cache_salt=salt,
+                max_priority=key.max_priority,
+                key_name=key.name,
+                sees_all=key.operator,
+                quota=quota,
             )
             callers[digest] = key, caller
         self._callers = callers
@@ -81,7 +87,7 @@ class Authenticator:
         if self._is_open:
             if self._share:
                 return self._anonymous
-            return Caller(cache_salt=self._salt("connection", connection))
+            return Caller(cache_salt=self._salt("connection", connection), sees_all=False)
         scheme, _, given = (authorization or "").strip().partition(" ")
         given = given.strip()
         if scheme.lower() != "bearer" or not given:

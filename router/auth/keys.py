@@ -44,6 +44,7 @@ class ApiKey(BaseModel):
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None  # of prompts and completions
     max_streams: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # calls at a time
+    operator: bool = False  # sees the requests of all tenants in the console
     expires: AwareDatetime | None = None
 
     def has_expired(self, now: float) -> bool:

@@ -2,6 +2,7 @@
 it on the way."""
 
 import time
+from typing import Final
 
 from ...proto import inference_pb2, worker_pb2
 from ...proto.metrics import (
@@ -18,10 +19,14 @@ from ...proto.metrics import (
 from ..request import TokenRequest
 from ..scheduling.policy import Placement
 
+MAX_INTERRUPTIONS: Final = 32
+"""That a timeline lists."""
+
 
 class RequestTimer:
     """Stamps each stage of one request the first time it is reached; `stop` writes the timeline.
 
+    Until then it has what does not change any more: workers, attempts, interruptions, the time to the first token.
     Time lost by an interruption counts for the stage the request was in: as dispatch before the first token, as decode
     after it.
     """
@@ -68,6 +73,7 @@ class RequestTimer:
             self._timeline.cached_tokens = output.admitted.cached_tokens
         elif output.HasField("tokens") and self._first is None:
             self._first = now
+            self._timeline.ttft_seconds = now - self._arrived
             self._timeline.prefill_seconds = output.tokens.prefill_seconds
         elif output.HasField("kv_received"):
             received = output.kv_received
@@ -84,6 +90,9 @@ class RequestTimer:
         self._metrics.add(INTERRUPTIONS, cause=cause)
         if cause == "preempted":
             self._metrics.add(PREEMPTIONS)
+        if len(self._timeline.interruptions) < MAX_INTERRUPTIONS:
+            at = time.monotonic() - self._arrived
+            self._timeline.interruptions.add(cause=cause, worker=worker_id, at_seconds=at)
 
     def tokens(self, count: int, choice: int = 0) -> None:
         """Counts tokens of a choice that have reached the router; several at once have come at equal distances."""

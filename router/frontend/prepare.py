@@ -55,6 +55,7 @@ class PreparedRequest:
     """Holds a checked request: what is generated, and how it is answered."""
 
     request_id: str  # as the client knows it
+    model: str  # its name
     tokens: TokenRequest
     num_answers: int  # completions to answer, the best of those generated
     tokenizer: Tokenizer
@@ -103,6 +104,7 @@ async def prepare(
     tokens = _token_request(request, context, prompt, max_tokens, bad_words, grammar)
     prepared = PreparedRequest(
         request_id=request.request_id or tokens.request_id,
+        model=model.name,
         tokens=tokens,
         num_answers=num_answers(request),
         tokenizer=tokenizer,

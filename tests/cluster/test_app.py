@@ -148,7 +148,11 @@ async def test_pages_in_browsers_do_not_read_the_status_page(
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
     described = SharedResult(lambda: describe_workers([], IDENTITY), 1.0)
     router: Any = SimpleNamespace(
-        _config=config, _members=Members("tandem", b""), _authenticator=Authenticator(), _described=described
+        _config=config,
+        _members=Members("tandem", b""),
+        _authenticator=Authenticator(),
+        _described=described,
+        _ray_dashboard="",
     )
     router.status = partial(app.Router.status, router)
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -61,6 +61,13 @@ def _title(process: psutil.Process) -> str:
         return ""
 
 
+def names_of_actors() -> set[str]:
+    """Returns the names of Ray actors, as its dashboard shows them."""
+    import ray
+
+    return {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+
+
 async def answers(address: str, timeout: float = 120) -> list[Any]:
     from tandem.router.client.client import AsyncClient
 
@@ -81,6 +88,8 @@ async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(service: Any, exp
     """With TLS between all of them."""
     assert {worker["role"]: worker["tp"] for worker in workers(service.status_url)} == {"prefill": 2, "decode": 1}
     assert len(processes_of("RankActor")) == 1
+    (prefill,) = (worker["id"] for worker in workers(service.status_url) if worker["role"] == "prefill")
+    assert f"{prefill} rank 1 of 2" in names_of_actors()
     found = await answers(service.grpc_address)
     assert [list(answer.token_ids) for answer in found] == expected
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)

@@ -28,6 +28,8 @@ from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..audit import AuditLog, is_refusal
 from ..browsers import BrowserRules, check_json
+from ..console.feed import ConsoleFeed
+from ..console.routes import console_endpoints
 from ..listener import HttpListener
 from ..service import GenerationService, tandem_errors_only
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -60,10 +62,12 @@ class HttpServer:
         bounds: ConnectionBounds | None = None,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
+        console: ConsoleFeed | None = None,
     ) -> None:
         """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone is let in, without
-        `tls` all is in plaintext."""
+        `tls` all is in plaintext, without a `console` that knows nothing of workers."""
         self._service = service
+        self._console = console or ConsoleFeed(service.requests)
         self._serving = False
         self._started_at = int(time.time())
         # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a
@@ -118,6 +122,8 @@ class HttpServer:
         add("/v1/chat/completions", self._chat, responses("", *generates), chat)
         add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
         add("/detokenize", self._detokenize, responses("DetokenizeResponse", *reads), detokenize)
+        for path, answer in console_endpoints(self._console).items():
+            app.add_route(path, answer, include_in_schema=False)
         app.add_exception_handler(HTTPException, _not_found)
         return app
 

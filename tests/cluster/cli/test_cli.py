@@ -296,7 +296,9 @@ def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(serving: Callable[.
     _, err = service.process.communicate(timeout=WAIT)
     assert service.process.returncode == 1
     ours = [line for line in err.splitlines() if not RAY_LOG_LINE.match(line)]  # Ray's own client may log as it ends
-    assert ours[1:] == [f"error: Ray has ended: its {victim} process is gone"]  # after the status page's line
+    assert ours[2:] == [
+        f"error: Ray has ended: its {victim} process is gone"
+    ]  # after the lines of the status page and the console
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive, alive
     assert not Path(folder).exists()

@@ -112,6 +112,25 @@ def test_the_time_of_a_token_is_that_of_a_step_of_all_choices() -> None:
     assert timed.timeline.completion_tokens == 6
 
 
+def test_what_has_interrupted_it_is_told_at_once_and_bounded() -> None:
+    timed = TimedRequest()
+    timed.clock.now = 102.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_timer, "time", timed.clock)
+        for _ in range(request_timer.MAX_INTERRUPTIONS + 1):
+            timed.timer.interrupted("crash", "d1")
+    assert len(timed.timeline.interruptions) == request_timer.MAX_INTERRUPTIONS
+    first = timed.timeline.interruptions[0]
+    assert (first.cause, first.worker, first.at_seconds) == ("crash", "d1", 2.0)
+
+
+def test_the_time_to_the_first_token_is_known_before_the_end() -> None:
+    timed = TimedRequest()
+    for after, event in STAGES[:4]:
+        timed.at(100 + after, event)
+    assert timed.timeline.ttft_seconds == pytest.approx(4.0)
+
+
 def test_waiting_for_blocks_after_the_first_token_is_queueing() -> None:
     timed = TimedRequest()
     late = [s for s in STAGES if s[1] != "decode admitted"]

@@ -1,0 +1,123 @@
+"""Gathers what the console shows: the service as its status page has it, and the requests of this router.
+
+Who polls says what he has, by a cursor, and gets what is new. The service is described once for all who poll; what a
+caller may see of requests depends on his key.
+"""
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final
+
+from ....proto import worker_pb2
+from ....proto.errors import InvalidArgument
+from ....proto.shared_result import SharedResult
+from ...auth.authenticator import Caller
+from .request_log import RequestLog
+
+SAMPLE_SECONDS: Final = 1.0
+MAX_RUNNING: Final = 64
+"""Requests that run, of which one answer tells; it has the number of all."""
+
+_CURSOR: Final = re.compile(r"([0-9a-f]{8})\.([0-9]{1,15})")
+_NO_SERVICE: Final = "null"
+
+
+class ConsoleFeed:
+    """Answers the page's polls, from `run` on. Lives in one event loop."""
+
+    def __init__(
+        self,
+        log: RequestLog,
+        describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+        workers: Callable[[], Iterable[worker_pb2.WorkerInfo]] = lambda: (),
+    ) -> None:
+        """`describe`: what the status page shows; None: nothing is known of the service. `workers`: those that the
+        router knows."""
+        self._log = log
+        self._workers = workers
+        self._known: Mapping[str, worker_pb2.WorkerInfo] | None = None
+        self._start = secrets.token_hex(4)  # numbers of another process mean nothing here
+        self._described = SharedResult(lambda: _encode(describe), SAMPLE_SECONDS)
+
+    async def run(self) -> None:
+        """Takes a sample each second, until it is cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def sample(self) -> None:
+        """Takes one sample of requests, and notes what has changed among the workers."""
+        self._log.sample()
+        workers = {each.worker_id: each for each in self._workers()}
+        if self._known is not None:
+            now = round(time.time(), 1)
+            for event in worker_changes(self._known, workers):
+                self._log.note({"time": now, "kind": "worker", **event})
+        self._known = workers
+
+    async def answer(self, cursor: str, caller: Caller) -> bytes:
+        """Returns JSON: the service, the requests that run, and of the rest what is newer than `cursor`, which is empty
+        or of an earlier answer.
+
+        Raises InvalidArgument."""
+        number = self._parse(cursor)
+        service = await self._described.get()
+        log, now = self._log, time.monotonic()
+        running = [each for each in log.running.values() if _sees(caller, each.tenant)]
+        found = {
+            "cursor": f"{self._start}.{log.last_number}",
+            "is_whole": number == 0,
+            "time": round(time.time(), 3),
+            "viewer": {"key": caller.key_name, "tenant": caller.tenant, "sees_all": caller.sees_all},
+            "num_running": len(running),
+            "running": [each.describe(now) for each in running[-MAX_RUNNING:]],
+            "ended": [each for each in log.ended.after(number) if _sees(caller, each["tenant"])],
+            "events": [each for each in log.events.after(number) if _sees_event(caller, each)],
+            "samples": log.samples.after(number),
+        }
+        return f'{{"service": {service}, {json.dumps(found)[1:]}'.encode()
+
+    def _parse(self, cursor: str) -> int:
+        """Returns the number of the last item that the caller has, 0 if it has none of this process."""
+        if not cursor:
+            return 0
+        found = _CURSOR.fullmatch(cursor)
+        if found is None:
+            raise InvalidArgument("must be the cursor of an earlier answer, or absent", "cursor")
+        number = int(found[2])
+        return number if found[1] == self._start and number <= self._log.last_number else 0
+
+
+def worker_changes(
+    before: Mapping[str, worker_pb2.WorkerInfo], after: Mapping[str, worker_pb2.WorkerInfo]
+) -> list[dict[str, str]]:
+    """Returns what has happened to workers between two lists of them: each worker, and joined, left, restarted or
+    draining."""
+    found = []
+    for worker_id in sorted(before.keys() | after.keys()):
+        old, new = before.get(worker_id), after.get(worker_id)
+        if new is None:
+            found.append({"worker": worker_id, "cause": "left"})
+        elif old is None:
+            found.append({"worker": worker_id, "cause": "joined"})
+        elif new.epoch != old.epoch:
+            found.append({"worker": worker_id, "cause": "restarted"})
+        elif new.draining and not old.draining:
+            found.append({"worker": worker_id, "cause": "draining"})
+    return found
+
+
+def _sees(caller: Caller, tenant: str) -> bool:
+    return caller.sees_all or (caller.tenant == tenant != "")
+
+
+def _sees_event(caller: Caller, event: Mapping[str, Any]) -> bool:
+    return event["kind"] == "worker" or _sees(caller, event["tenant"])
+
+
+async def _encode(describe: Callable[[], Awaitable[dict[str, Any]]] | None) -> str:
+    return _NO_SERVICE if describe is None else json.dumps(await describe())

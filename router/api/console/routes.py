@@ -1,0 +1,87 @@
+"""Serves the console: one page with its styles and modules, and the data that it polls.
+
+The page is the same for everybody and says nothing about the service; it runs no script but its own files, and loads
+nothing from elsewhere.
+"""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ....proto.errors import TandemError
+from .feed import ConsoleFeed
+
+PAGE_PATH: Final = "/console"
+DATA_PATH: Final = "/console/data"
+
+_MEDIA_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FILES: Final = sorted(path for path in Path(__file__).with_name("static").iterdir() if path.suffix in _MEDIA_TYPES)
+
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
+        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        *("require-trusted-types-for 'script'", "trusted-types 'none'"),
+    )
+)
+_HEADERS: Final = {
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def console_endpoints(feed: ConsoleFeed) -> dict[str, Endpoint]:
+    """Returns what answers each path of the page and of its data."""
+
+    async def data(request: Request) -> Response:
+        headers = _HEADERS | {"Cache-Control": "no-store"}
+        try:
+            body = await feed.answer(request.query_params.get("cursor", ""), request.state.caller)
+        except TandemError as error:
+            return JSONResponse({"error": {"message": error.message}}, error.http_status, headers)
+        return Response(body, media_type="application/json", headers=headers)
+
+    return {DATA_PATH: data} | {_path_of(file): _file_endpoint(file) for file in _FILES}
+
+
+def _file_endpoint(file: Path) -> Endpoint:
+    content = file.read_bytes()
+    headers = (
+        _HEADERS
+        | {
+            "Content-Type": _MEDIA_TYPES[file.suffix],
+            "Cache-Control": "no-cache",  # asks each time whether it has changed
+            "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+        }
+    )
+
+    async def answer(request: Request) -> Response:
+        if request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
+
+    return answer
+
+
+def _path_of(file: Path) -> str:
+    return PAGE_PATH if file.name == "index.html" else f"{PAGE_PATH}/{file.name}"
+
+
+STATIC_PATHS: Final = frozenset(map(_path_of, _FILES))
+"""What needs no key."""

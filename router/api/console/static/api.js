@@ -1,0 +1,71 @@
+// Calls the service that has served this page. A key is kept in memory and for this tab only.
+
+const STORED = "tandem-key";
+let key = sessionStorage.getItem(STORED) || "";
+
+export class ServiceError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export const hasKey = () => key !== "";
+
+export function setKey(value) {
+  key = value;
+  if (value) sessionStorage.setItem(STORED, value);
+  else sessionStorage.removeItem(STORED);
+}
+
+async function call(path, options = {}) {
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServiceError(0, error.name === "TimeoutError" ? "The router did not answer in time." : "The router cannot be reached.");
+  }
+  if (!answer.ok) throw new ServiceError(answer.status, await reason(answer));
+  return answer;
+}
+
+async function reason(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return `The router answered with status ${answer.status}.`;
+  }
+}
+
+export async function poll(cursor) {
+  const path = cursor ? `console/data?cursor=${encodeURIComponent(cursor)}` : "console/data";
+  return (await call(path, { signal: AbortSignal.timeout(8000) })).json();
+}
+
+// Streams a chat. Calls `onChunk` with each chunk of the answer; raises ServiceError.
+export async function chat(body, requestId, signal, onChunk) {
+  const answer = await call("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", "X-Request-ID": requestId },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let waiting = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    waiting += value;
+    const events = waiting.split("\n\n");
+    waiting = events.pop();
+    for (const event of events) {
+      const data = event.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      if (!data || data === "[DONE]") continue;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ServiceError(200, chunk.error.message);
+      onChunk(chunk);
+    }
+  }
+}

@@ -1,0 +1,180 @@
+// A chat with the model: streamed, with parameters, log probabilities on tokens, and the timeline of each answer.
+
+import { ServiceError, chat } from "./api.js";
+import { byId, h } from "./dom.js";
+import { plural, rate, seconds } from "./format.js";
+import { stageBar, stageTable, updateBar } from "./stages.js";
+import { refresh } from "./store.js";
+import { TokenView } from "./tokens.js";
+
+const PARAMETERS = [
+  ["temperature", "Temperature", { min: 0, max: 2, step: 0.1, value: 0.7 }],
+  ["top_p", "Top-p", { min: 0.05, max: 1, step: 0.05, value: 1 }],
+  ["max_tokens", "Max tokens", { min: 1, step: 1, value: 256 }],
+  ["seed", "Seed", { min: 0, step: 1, placeholder: "random" }],
+  ["top_logprobs", "Log probabilities", { min: 0, max: 20, step: 1, value: 5, title: "Alternatives to show for each token; empty: none" }],
+];
+
+const turns = []; // {role, content}
+let log;
+let form;
+let input;
+let send;
+let system;
+let controller = null;
+let waiting = []; // answers whose timelines are still to come
+
+export function create() {
+  log = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: 0 });
+  input = h("textarea", { id: "message", rows: 3, placeholder: "Ask the model something", "aria-label": "Message" });
+  send = h("button", { type: "submit", class: "primary", text: "Send" });
+  system = h("textarea", { id: "system", rows: 3, placeholder: "none" });
+  const fields = PARAMETERS.map(([name, label, attributes]) => h("div", { class: "field" }, h("label", { for: `parameter-${name}`, text: label }), h("input", { id: `parameter-${name}`, name, type: "number", inputmode: "decimal", ...attributes })));
+  form = h("form", { class: "chat panel", novalidate: true }, log, h("div", { class: "compose" }, input, h("div", { class: "actions" }, h("small", { class: "muted", text: "Enter sends, Shift+Enter breaks the line, Escape stops" }), h("button", { type: "button", class: "quiet", text: "Clear", onclick: clear }), send)));
+  const settings = h("details", { class: "panel settings" }, h("summary", { text: "Parameters" }), h("div", { class: "fields" }, fields, h("div", { class: "field wide" }, h("label", { for: "system", text: "System message" }), system)));
+  settings.open = matchMedia("(min-width: 900px)").matches;
+  byId("playground").append(form, settings);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (controller) controller.abort();
+    else ask();
+  });
+  input.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!controller) ask();
+    }
+  });
+  byId("playground").addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && controller) controller.abort();
+  });
+  showEmpty();
+}
+
+function showEmpty() {
+  log.replaceChildren(h("p", { class: "empty", text: "Nothing has been asked yet." }));
+}
+
+function clear() {
+  if (controller) controller.abort();
+  turns.length = 0;
+  waiting = [];
+  showEmpty();
+  input.focus();
+}
+
+// Returns the parameters of the request. Raises ServiceError for one that is no number of its range.
+function parameters() {
+  const found = {};
+  for (const [name, label] of PARAMETERS) {
+    const field = byId(`parameter-${name}`);
+    field.removeAttribute("aria-invalid");
+    if (!field.checkValidity()) {
+      field.setAttribute("aria-invalid", "true");
+      field.closest("details").open = true;
+      field.focus();
+      throw new ServiceError(0, `${label}: ${field.validationMessage}`);
+    }
+    if (field.value !== "") found[name] = Number(field.value);
+  }
+  return "top_logprobs" in found ? { ...found, logprobs: true } : found;
+}
+
+function addTurn(role, ...children) {
+  if (!turns.length) log.replaceChildren();
+  const node = h("article", { class: `turn ${role}` }, h("h3", { text: role === "user" ? "You" : "Model" }), ...children);
+  log.append(node);
+  node.scrollIntoView({ block: "nearest" });
+  return node;
+}
+
+async function ask() {
+  const content = input.value.trim();
+  if (!content) return input.focus();
+  let chosen;
+  try {
+    chosen = parameters();
+  } catch (error) {
+    return showProblem(error.message);
+  }
+  showProblem("");
+  addTurn("user", h("p", { class: "said", text: content }));
+  turns.push({ role: "user", content });
+  input.value = "";
+  const answer = startAnswer(chosen.logprobs);
+  const messages = [...(system.value.trim() ? [{ role: "system", content: system.value.trim() }] : []), ...turns];
+  controller = new AbortController();
+  send.textContent = "Stop";
+  try {
+    await chat({ ...chosen, messages }, answer.id, controller.signal, (chunk) => takeChunk(answer, chunk));
+    endAnswer(answer, answer.finish);
+  } catch (error) {
+    endAnswer(answer, error.name === "AbortError" ? "stopped" : "failed", error.name === "AbortError" ? "" : error.message);
+    if (error.status === 401) refresh();
+  }
+  controller = null;
+  send.textContent = "Send";
+}
+
+function showProblem(text) {
+  let node = form.querySelector(".compose .problem");
+  if (!node) form.querySelector(".compose").prepend((node = h("p", { class: "problem", role: "alert" })));
+  node.textContent = text;
+}
+
+function startAnswer(hasLogprobs) {
+  const id = `console-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
+  const answer = { id, text: "", finish: "", began: performance.now(), first: 0, tokens: 0, view: hasLogprobs ? new TokenView() : null };
+  answer.said = answer.view ? answer.view.text : h("p", { class: "said" });
+  answer.note = h("p", { class: "note muted", role: "status", text: "Waiting for the first token…" });
+  answer.node = addTurn("assistant", answer.said, answer.view ? answer.view.inspector : null, answer.note);
+  answer.node.setAttribute("aria-busy", "true");
+  return answer;
+}
+
+function takeChunk(answer, chunk) {
+  if (chunk.usage) answer.tokens = chunk.usage.completion_tokens;
+  const [choice] = chunk.choices;
+  if (!choice) return;
+  const text = choice.delta.content || "";
+  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  if (text || choice.logprobs?.content?.length) answer.first ||= performance.now();
+  answer.text += text;
+  answer.finish = choice.finish_reason || answer.finish;
+  if (answer.view) for (const entry of choice.logprobs?.content || []) answer.view.add(entry, !(choice.finish_reason === "stop" && !text));
+  else answer.said.append(text);
+  if (answer.first) answer.note.textContent = `First token after ${seconds((answer.first - answer.began) / 1000)}, as seen here`;
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
+function endAnswer(answer, finish, problem = "") {
+  const end = performance.now();
+  answer.node.removeAttribute("aria-busy");
+  if (answer.text) turns.push({ role: "assistant", content: answer.text });
+  else turns.pop(); // the question, which the next one does not follow
+  if (problem) {
+    answer.note.className = "problem";
+    answer.note.textContent = problem;
+    return;
+  }
+  const spoken = answer.tokens > 1 ? `, ${rate((1000 * (answer.tokens - 1)) / (end - answer.first))} tokens/s` : "";
+  const parts = [finish.replaceAll("_", " "), answer.tokens ? plural(answer.tokens, "token") + spoken : "", answer.first ? `first after ${seconds((answer.first - answer.began) / 1000)} as seen here` : ""];
+  answer.note.textContent = parts.filter(Boolean).join(" · ");
+  waiting.push(answer);
+  refresh();
+}
+
+// The timeline comes with the router's list of requests that have ended.
+export function update(state) {
+  for (const answer of [...waiting]) {
+    const found = state.ended.find((request) => request.id === answer.id);
+    if (!found) continue;
+    waiting.splice(waiting.indexOf(answer), 1);
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+    const bar = stageBar();
+    updateBar(bar, found, found.total || 1);
+    const summary = h("summary", {}, h("span", { text: "Timeline" }), bar, h("span", { class: "total", text: seconds(found.total) }));
+    answer.node.append(h("details", { class: "timeline" }, summary, stageTable(found)));
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
+  }
+}

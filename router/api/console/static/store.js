@@ -1,0 +1,106 @@
+// Holds what the page knows of the service, and polls it: once a second, never while the tab is hidden, and less often
+// while the service does not answer.
+
+import { poll } from "./api.js";
+
+const POLL_MS = 1000;
+const MAX_WAIT_MS = 8000;
+const STALE_MS = 4000;
+const BOUNDS = { samples: 300, ended: 128, events: 128 };
+
+export const state = {
+  phase: "loading", // loading, live, stale, offline, unauthorised or paused
+  problem: "",
+  service: null,
+  viewer: null,
+  running: [],
+  numRunning: 0,
+  samples: [],
+  ended: [],
+  events: [],
+  time: 0,
+};
+
+const listeners = [];
+let cursor = "";
+let timer = 0;
+let failures = 0;
+let polling = false;
+let again = false;
+let lastAnswer = 0;
+
+export const subscribe = (listener) => listeners.push(listener);
+const publish = () => listeners.forEach((listener) => listener(state));
+
+function take(found) {
+  if (found.is_whole) for (const name of Object.keys(BOUNDS)) state[name] = [];
+  for (const [name, bound] of Object.entries(BOUNDS)) state[name] = [...state[name], ...found[name]].slice(-bound);
+  state.service = found.service;
+  state.viewer = found.viewer;
+  state.running = found.running;
+  state.numRunning = found.num_running;
+  state.time = found.time;
+  cursor = found.cursor;
+}
+
+function fail(error) {
+  if (error.status === 401) {
+    state.phase = "unauthorised";
+    return;
+  }
+  failures += 1;
+  state.phase = state.time && performance.now() - lastAnswer < STALE_MS ? "stale" : "offline";
+  state.problem = error.message;
+}
+
+async function turn() {
+  timer = 0;
+  if (document.hidden || polling) return;
+  polling = true;
+  const began = performance.now();
+  try {
+    take(await poll(cursor));
+    lastAnswer = performance.now();
+    state.phase = "live";
+    state.problem = "";
+    failures = 0;
+  } catch (error) {
+    fail(error);
+  }
+  polling = false;
+  publish();
+  if (again) {
+    again = false;
+    schedule(0);
+  } else if (state.phase !== "unauthorised") {
+    const wait = failures ? Math.min(POLL_MS * 2 ** failures, MAX_WAIT_MS) : POLL_MS;
+    schedule(Math.max(0, wait - (performance.now() - began)));
+  }
+}
+
+function schedule(milliseconds) {
+  clearTimeout(timer);
+  timer = setTimeout(turn, milliseconds);
+}
+
+// Asks at once: at the start, with another key, or for a request that has just ended.
+export function refresh({ forget = false } = {}) {
+  if (forget) {
+    cursor = "";
+    Object.assign(state, { phase: "loading", service: null, running: [], samples: [], ended: [], events: [], time: 0 });
+  }
+  if (polling) again = true;
+  else schedule(0);
+}
+
+export function start() {
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      clearTimeout(timer);
+      state.phase = "paused";
+    } else {
+      refresh();
+    }
+  });
+  refresh();
+}

@@ -1,0 +1,247 @@
+"""Walks the console of a running service with a real browser: under load, light and dark, wide and narrow, by keyboard,
+with keys on."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.router.auth.keys import create_key
+from tandem.router.client.client import Client
+from tandem.tests.browser import chromium, problems, set_window
+from tandem.tests.service import wait_until_idle
+from tandem.tests.tiny import make_tiny_model
+
+VIEWS = ("overview", "requests", "recoveries", "playground")
+WAIT = 30.0
+PROMPT = [(17 * i) % 400 + 3 for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The file of keys, and the key of an operator."""
+    path = tmp_path_factory.mktemp("keys") / "keys.json"
+    return path, create_key(path, name="ops", tenant="ops", operator=True)
+
+
+@pytest.fixture(scope="module")
+def service(address: str, keys: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from tandem.cluster.config import load_config
+    from tandem.cluster.launch import start_service
+
+    model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "console", "status_port": 8123}
+    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
+    overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
+    overrides |= {"router.resources": {"router": 1.0}, "router.grpc_port": 0, "router.http_port": 0}
+    overrides |= {"auth.keys_file": str(keys[0]), "router.local_prefill_tokens": 0}
+    with start_service(load_config(None, overrides), str(model), address=address) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(service: Any) -> Iterator[Any]:
+    """A browser that shows the console, and its dialog that asks for a key."""
+    with chromium() as driver:
+        set_window(driver, 1280)
+        driver.get(service.console_url)
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def opened(page: Any, keys: tuple[Path, str]) -> Any:
+    """The same, with the operator's key."""
+    wait(lambda: text(page, "#live") in ("Key needed", "Live"))
+    if text(page, "#live") != "Live":
+        page.find_element("id", "key-input").send_keys(keys[1] + "\n")
+        wait(lambda: text(page, "#live") == "Live")
+        problems(page)  # of the poll without a key
+    return page
+
+
+def wait(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def text(page: Any, selector: str) -> str:
+    """Returns the text of the first element, also if it is hidden."""
+    return str(page.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
+
+
+def count(page: Any, selector: str) -> int:
+    return int(page.execute_script("return document.querySelectorAll(arguments[0]).length", selector))
+
+
+@contextmanager
+def load(service: Any, key: str, streams: int = 4) -> Iterator[None]:
+    """Keeps so many streams running."""
+    ends = threading.Event()
+
+    def stream() -> None:
+        with Client(service.grpc_address, api_key=key) as client:
+            while not ends.is_set():
+                client.generate(PROMPT, max_tokens=100, ignore_eos=True, timeout=120)
+
+    with ThreadPoolExecutor(streams) as pool:
+        running = [pool.submit(stream) for _ in range(streams)]
+        try:
+            yield
+        finally:
+            ends.set()
+            for each in running:
+                each.result()
+
+
+def test_it_asks_for_a_key_and_keeps_it_in_the_tab(page: Any, keys: tuple[Path, str]) -> None:
+    key_input = page.find_element("id", "key-input")
+    wait(lambda: key_input.is_displayed())
+    assert text(page, "#live") == "Key needed"
+    assert page.switch_to.active_element == key_input
+    key_input.send_keys("tandem-wrong\n")
+    wait(lambda: "does not know this key" in text(page, "#key-error"))
+    assert count(page, ".worker:not(.head)") == 0
+    key_input.send_keys(keys[1] + "\n")
+    wait(lambda: text(page, "#live") == "Live")
+    assert not key_input.is_displayed()
+    assert keys[1] not in page.page_source + str(page.get_cookies())
+    assert page.execute_script("return Object.values(localStorage).join()") == "system"
+    refused = [each for each in problems(page) if "401" not in each]
+    assert refused == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_view_under_load(opened: Any, service: Any, keys: tuple[Path, str], theme: str, width: int) -> None:
+    set_window(opened, width, theme=theme)
+    with load(service, keys[1]):
+        for view in VIEWS:
+            opened.find_element("id", f"tab-{view}").click()
+            wait(lambda: opened.find_element("id", view).is_displayed())  # noqa: B023
+            assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth"), view
+            unnamed = [each.get_attribute("outerHTML") for each in shown(opened, view) if not each.accessible_name]
+            assert unnamed == []
+        opened.find_element("id", "tab-overview").click()
+        wait(lambda: text(opened, "#figure-workers b") == "2 / 2")
+        wait(lambda: int(text(opened, "#figure-running b") or 0) > 0)
+        wait(lambda: count(opened, ".chart .line-output[d]:not([d=''])") > 0)
+        assert count(opened, ".worker:not(.head)") == 2
+        wait(lambda: count(opened, "#requests div.request") > 0)
+        wait(lambda: count(opened, "#requests button.request") > 0)
+    background = opened.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background.strip("rgb()").split(","))) < 384) == (theme == "dark")
+    assert problems(opened) == []
+
+
+def shown(page: Any, view: str) -> list[Any]:
+    """Returns what can be operated in a view, and above it."""
+    found = page.find_elements(
+        "css selector", f".top button, #{view} :is(button, input, textarea, summary, [tabindex])"
+    )
+    return [each for each in found if each.is_displayed()][:40]
+
+
+def test_by_keyboard(opened: Any, service: Any, keys: tuple[Path, str]) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    set_window(opened, 1280)
+    with Client(service.grpc_address, api_key=keys[1]) as client:
+        client.generate(PROMPT, max_tokens=5, timeout=60)
+    opened.find_element("id", "tab-overview").click()
+    opened.find_element("id", "tab-overview").send_keys(Keys.ARROW_RIGHT)
+    assert opened.switch_to.active_element.get_attribute("id") == "tab-requests"
+    wait(lambda: count(opened, "#requests button.request") > 0)
+    seen = []
+    while "request" not in seen:
+        opened.switch_to.active_element.send_keys(Keys.TAB)
+        seen.append(opened.switch_to.active_element.get_attribute("class") or "")
+        assert len(seen) < 30, seen
+        assert opened.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    opened.switch_to.active_element.send_keys(Keys.ENTER)
+    row = opened.switch_to.active_element
+    assert row.get_attribute("aria-expanded") == "true"
+    assert count(opened, ".details:not([hidden]) .stages tr") == 7  # six stages and their sum
+    opened.find_element("id", "tab-overview").click()
+    chart = opened.find_element("css selector", ".plot")
+    chart.send_keys(Keys.ARROW_LEFT)
+    assert opened.find_element("css selector", ".chart-note").is_displayed()
+    opened.find_element("id", "theme").send_keys(Keys.ENTER)
+    assert opened.find_element("tag name", "html").get_attribute("data-theme") == "light"
+    for _ in range(2):
+        opened.find_element("id", "theme").send_keys(Keys.ENTER)
+    assert problems(opened) == []
+
+
+def test_the_playground_answers(opened: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    opened.find_element("id", "tab-playground").click()
+    length = opened.find_element("id", "parameter-max_tokens")
+    length.clear()
+    length.send_keys("-1")
+    message = opened.find_element("id", "message")
+    markup = "<img src=x onerror=alert(1)> hello"
+    message.send_keys(markup + "\n")
+    wait(lambda: "Max tokens" in text(opened, ".compose .problem"))
+    length.clear()
+    length.send_keys("24")
+    message.send_keys("\n")
+    wait(lambda: count(opened, ".timeline") == 1)
+    assert text(opened, ".turn.user .said") == markup
+    assert count(opened, "#playground img") == 0
+    assert 0 < count(opened, ".token") <= 24
+    assert "token" in text(opened, ".turn.assistant .note")
+    opened.find_element("css selector", ".tokens-text").send_keys(Keys.ARROW_RIGHT)
+    wait(lambda: "Token 2 of" in text(opened, ".inspector"))
+    assert count(opened, ".alternatives li") >= 5
+    message.send_keys("and a second question\n")
+    wait(lambda: count(opened, ".timeline") == 2)
+    assert problems(opened) == []
+
+
+def test_it_says_so_when_the_router_does_not_answer(opened: Any) -> None:
+    network = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+    opened.execute_cdp_cmd("Network.enable", {})
+    opened.execute_cdp_cmd("Network.emulateNetworkConditions", network)
+    wait(lambda: "cannot be reached" in text(opened, "#banner"))
+    opened.execute_cdp_cmd(
+        "Network.emulateNetworkConditions",
+        network | {"offline": False, "downloadThroughput": -1, "uploadThroughput": -1},
+    )
+    wait(lambda: text(opened, "#live") == "Live")
+    assert not opened.find_element("id", "banner").is_displayed()
+    problems(opened)  # of the requests that failed
+
+
+def test_the_dashboard_command_names_every_page(service: Any, keys: tuple[Path, str]) -> None:
+    from tandem.cluster.cli.main import app
+
+    done = CliRunner().invoke(
+        app, ["dashboard", "--url", service.status_url], env=os.environ | {"TANDEM_API_KEY": keys[1]}
+    )
+    lines = [" ".join(line.split()) for line in done.output.splitlines()]
+    assert lines[:3] == [
+        f"console: {service.console_url}",
+        f"status page: {service.status_url}",
+        "Ray dashboard: not started; tandem serve --dashboard starts it",
+    ]
+    port = service.http_addresses[0].rpartition(":")[2]
+    assert f"-L {port}:{service.http_addresses[0]}" in lines[-1]
+
+
+def test_nothing_is_left(service: Any, keys: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import urllib.request
+
+    opener = urllib.request.build_opener()
+    opener.addheaders = [("Authorization", f"Bearer {keys[1]}")]
+    monkeypatch.setattr("urllib.request.urlopen", opener.open)
+    wait_until_idle(service.status_url)

@@ -1,0 +1,286 @@
+"""The console: what its page may do, what its data tells and to whom, and what it costs the limits of a key."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.proto import inference_pb2, worker_pb2
+from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.router.api.console.feed import ConsoleFeed, worker_changes
+from tandem.router.api.console.request_log import MAX_ENDED, STAGES, RequestLog, percentiles
+from tandem.router.api.console.routes import STATIC_PATHS
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.auth.authenticator import Authenticator, Caller
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
+from tandem.tests.router.auth.keys import api_key, bearer
+from tandem.tests.router.fake_source import FakeTokenSource
+
+WAIT = 10.0
+DATA = "/console/data"
+CANARY = "canarybird"
+KEYS = (api_key("ada", requests_per_minute=3), api_key("bob"), api_key("ops", operator=True))
+
+
+@pytest.fixture
+def source() -> FakeTokenSource:
+    return FakeTokenSource()
+
+
+@pytest.fixture
+def generation(model: ServedModel, source: FakeTokenSource) -> GenerationService:
+    return GenerationService([model], source)
+
+
+@pytest.fixture
+def feed(generation: GenerationService) -> ConsoleFeed:
+    return ConsoleFeed(generation.requests)
+
+
+async def served(
+    generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed, authenticator: Authenticator | None
+) -> AsyncIterator[httpx.AsyncClient]:
+    servers = await ApiServers.start(generation, authenticator=authenticator, console=feed)
+    await servers.set_serving(True)
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as client:
+        yield client
+    await servers.stop(0)
+    assert source.running == 0
+
+
+@pytest.fixture
+async def http(
+    generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
+) -> AsyncIterator[httpx.AsyncClient]:
+    async for client in served(generation, source, feed, None):
+        yield client
+
+
+@pytest.fixture
+async def keyed(
+    generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
+) -> AsyncIterator[httpx.AsyncClient]:
+    async for client in served(generation, source, feed, Authenticator(KEYS)):
+        yield client
+
+
+async def data(client: httpx.AsyncClient, cursor: str = "", key: str = "") -> dict[str, Any]:
+    answer = await client.get(DATA, params={"cursor": cursor}, headers=bearer(key) if key else {})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_the_page_needs_no_key_and_loads_nothing_from_elsewhere(keyed: httpx.AsyncClient) -> None:
+    assert {"/console", "/console/main.js", "/console/base.css"} <= STATIC_PATHS
+    for path in sorted(STATIC_PATHS):
+        answer = await keyed.get(path)
+        assert answer.status_code == 200
+        policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+        assert policy.pop("default-src") == policy.pop("base-uri") == policy.pop("frame-ancestors") == "'none'"
+        assert {policy[f"{kind}-src"] for kind in ("script", "style", "connect", "img")} == {"'self'"}
+        assert (policy["require-trusted-types-for"], policy["trusted-types"]) == ("'script'", "'none'")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert not any(word in answer.text for word in ("innerHTML", "insertAdjacentHTML", "eval(", "https://"))
+        again = await keyed.get(path, headers={"if-none-match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    page = (await keyed.get("/console")).text
+    assert "<script>" not in page
+    assert "style=" not in page
+
+
+@pytest.mark.parametrize("key", ["", "wrong"])
+async def test_the_data_needs_a_key(keyed: httpx.AsyncClient, key: str) -> None:
+    answer = await keyed.get(DATA, headers=bearer(key) if key else {})
+    assert answer.status_code == 401
+
+
+async def test_polls_do_not_count_against_the_limits_of_a_key(keyed: httpx.AsyncClient) -> None:
+    for _ in range(10):
+        await data(keyed, key="ada")
+    calls = [await keyed.get("/v1/models", headers=bearer("ada")) for _ in range(4)]
+    assert [call.status_code for call in calls] == [200, 200, 200, 429]
+
+
+@pytest.mark.parametrize("path", ["/console", DATA])
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
+async def test_another_page_reads_neither_page_nor_data(
+    http: httpx.AsyncClient, path: str, headers: dict[str, str]
+) -> None:
+    assert (await http.get(path, headers=headers)).status_code == 403
+
+
+async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
+    http: httpx.AsyncClient, source: FakeTokenSource, feed: ConsoleFeed
+) -> None:
+    source.stall_after = 3
+    feed.sample()
+    first = await data(http)
+    assert (first["is_whole"], first["running"], first["ended"], first["service"]) == (True, [], [], None)
+    async with http.stream("POST", CHAT, json=body(CHAT, stream=True), headers={"x-request-id": "mine"}) as answer:
+        lines = answer.aiter_lines()
+        while "content" not in await anext(lines):
+            pass
+        found = await data(http, first["cursor"])
+        assert [(each["id"], each["model"]) for each in found["running"]] == [("mine", "tiny")]
+        assert (found["num_running"], found["is_whole"]) == (1, False)
+        feed.sample()
+        assert (await data(http, found["cursor"]))["samples"][-1]["running"] == 1
+    await source.wait_running(0)
+    found = await data(http, first["cursor"])
+    assert found["running"] == []
+    (ended,) = found["ended"]
+    assert (ended["id"], ended["finish"], ended["attempts"]) == ("mine", "cancelled", 1)
+    assert ended["tokens"] > 0
+    assert len(ended["stages"]) == len(STAGES)
+    assert (await data(http, found["cursor"]))["ended"] == []
+
+
+async def test_why_requests_have_ended(http: httpx.AsyncClient, source: FakeTokenSource, feed: ConsoleFeed) -> None:
+    await http.post(TEXT, json=body(TEXT, max_tokens=2))
+    await http.post(TEXT, json=body(TEXT, n=2, max_tokens=200, stop=["e"]))
+    source.error = Unavailable("no worker is ready")
+    await http.post(TEXT, json=body(TEXT))
+    source.error = ValueError("a defect")
+    await http.post(TEXT, json=body(TEXT))
+    feed.sample()
+    found = await data(http)
+    assert [each["finish"] for each in found["ended"]] == ["length", "stop", "unavailable", "internal"]
+    (sample,) = found["samples"]
+    assert (sample["begun"], sample["ended"], sample["failed"], sample["running"]) == (4, 4, 2, 0)
+    assert sample["tokens"] == sum(each["tokens"] for each in found["ended"])
+
+
+async def test_a_tenant_sees_his_own_requests_and_an_operator_all(
+    keyed: httpx.AsyncClient, source: FakeTokenSource
+) -> None:
+    for key in ("ada", "bob"):
+        await keyed.post(TEXT, json=body(TEXT, max_tokens=2), headers=bearer(key) | {"x-request-id": f"of {key}"})
+    source.stall_after = 1
+    held = asyncio.create_task(keyed.post(TEXT, json=body(TEXT), headers=bearer("bob")))
+    await source.wait_running(1)
+    seen = {key: await data(keyed, key=key) for key in ("ada", "bob", "ops")}
+    held.cancel()
+    await source.wait_running(0)
+    assert {key: [each["id"] for each in found["ended"]] for key, found in seen.items()} == {
+        "ada": ["of ada"],
+        "bob": ["of bob"],
+        "ops": ["of ada", "of bob"],
+    }
+    assert {key: found["num_running"] for key, found in seen.items()} == {"ada": 0, "bob": 1, "ops": 1}
+    assert seen["ada"]["viewer"] == {"key": "ada", "tenant": "ada", "sees_all": False}
+
+
+async def test_callers_without_a_key_see_no_requests_but_on_loopback(
+    generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
+) -> None:
+    async for client in served(generation, source, feed, Authenticator(share_anonymous_prefixes=False)):
+        await client.post(TEXT, json=body(TEXT, max_tokens=2))
+        generation.requests.note({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
+        found = await data(client)
+        assert (found["ended"], found["events"]) == ([], [])
+
+
+async def test_no_prompt_or_token_text_is_in_the_data(
+    keyed: httpx.AsyncClient, source: FakeTokenSource, feed: ConsoleFeed
+) -> None:
+    source.answer = CANARY.encode()
+    chat = [{"role": "user", "content": CANARY}]
+    await keyed.post(CHAT, json={"messages": chat, "stop": [CANARY], "logprobs": True}, headers=bearer("bob"))
+    await keyed.post(TEXT, json=body(TEXT, prompt=CANARY, echo=True), headers=bearer("bob"))
+    feed.sample()
+    answer = await keyed.get(DATA, headers=bearer("ops"))
+    assert len(answer.json()["ended"]) == 2
+    assert CANARY not in answer.text
+    assert str(list(CANARY.encode()))[1:-1] not in answer.text  # nor its token ids
+
+
+@pytest.mark.parametrize("cursor", ["x", "00000000", "00000000.-1", "0000000g.1", f"00000000.{'1' * 16}"])
+async def test_a_cursor_that_is_none_is_refused_by_name(http: httpx.AsyncClient, cursor: str) -> None:
+    answer = await http.get(DATA, params={"cursor": cursor})
+    assert (answer.status_code, answer.json()["error"]["message"][:7]) == (400, "cursor:")
+
+
+async def test_a_cursor_of_another_router_gets_the_whole(http: httpx.AsyncClient) -> None:
+    await http.post(TEXT, json=body(TEXT, max_tokens=2))
+    for cursor in ("00000000.1", (await data(http))["cursor"].partition(".")[0] + ".999"):
+        found = await data(http, cursor)
+        assert (found["is_whole"], len(found["ended"])) == (True, 1)
+
+
+async def test_what_is_remembered_is_bounded(http: httpx.AsyncClient) -> None:
+    async def ask(number: int) -> None:
+        await http.post(TEXT, json=body(TEXT, max_tokens=1), headers={"x-request-id": str(number)})
+
+    for first in range(0, MAX_ENDED + 20, 20):
+        await asyncio.gather(*(ask(number) for number in range(first, first + 20)))
+    assert len((await data(http))["ended"]) == MAX_ENDED
+
+
+async def test_the_service_is_described_once_for_all_who_poll(generation: GenerationService) -> None:
+    described = 0
+
+    async def describe() -> dict[str, Any]:
+        nonlocal described
+        described += 1
+        return {"service": "mine", "workers": []}
+
+    feed = ConsoleFeed(generation.requests, describe)
+    answers = await asyncio.gather(*(feed.answer("", Caller()) for _ in range(20)))
+    assert {json.loads(answer)["service"]["service"] for answer in answers} == {"mine"}
+    assert described == 1
+    with pytest.raises(InvalidArgument):
+        await feed.answer("?", Caller())
+
+
+def test_interruptions_become_events_once(tokenless_log: RequestLog) -> None:
+    (record,) = tokenless_log.running.values()
+    record.timeline.interruptions.add(cause="crash", worker="d1", at_seconds=1.5)
+    for _ in range(2):
+        tokenless_log.sample()
+    (event,) = tokenless_log.events.after(0)
+    assert (event["cause"], event["worker"], event["request"], event["tenant"]) == ("crash", "d1", "r", "ada")
+
+
+@pytest.fixture
+def tokenless_log() -> RequestLog:
+    """A log with one request that has no token yet."""
+
+    class Outputs:
+        num_generated = 0
+        finish_reasons: tuple["inference_pb2.FinishReason", ...] = ()
+
+    class Tokens:
+        tenant, arrived = "ada", 0.0
+
+    request: Any = type("Request", (), {"request_id": "r", "model": "tiny", "tokens": Tokens})
+    log = RequestLog()
+    log.record(request, inference_pb2.Timeline(), Outputs()).__enter__()
+    return log
+
+
+def test_what_has_happened_to_workers() -> None:
+    def worker(worker_id: str, **fields: Any) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(worker_id=worker_id, **fields)
+
+    before = [worker("a", epoch=1), worker("b", epoch=1), worker("c", epoch=1), worker("d", draining=True)]
+    after = [worker("a", epoch=1, draining=True), worker("b", epoch=2), worker("d", draining=True), worker("e")]
+    lists = [{each.worker_id: each for each in listed} for listed in (before, after)]
+    assert [(each["worker"], each["cause"]) for each in worker_changes(*lists)] == [
+        ("a", "draining"),
+        ("b", "restarted"),
+        ("c", "left"),
+        ("e", "joined"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], None), ([2.0], [2.0, 2.0]), ([*map(float, range(1, 101))], [50.0, 95.0])]
+)
+def test_percentiles_by_nearest_rank(values: list[float], expected: list[float] | None) -> None:
+    assert percentiles(values) == expected
