@@ -38,7 +38,7 @@ def service(address: str, model: Path, certificates: Path) -> Iterator[Any]:
     from tandem.cluster.config import load_config
     from tandem.cluster.launch import start_service
 
-    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "tls", "status_port": 8124}
+    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "tls", "status_port": 8123}
     overrides |= {f"{role}.resources": {role: 1.0} for role in NODES}
     overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
     overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
