@@ -117,7 +117,7 @@ async def _replace(
         await asyncio.to_thread(one.wait)  # returns because it is replaced
         await asyncio.to_thread(before.close)
         found.seconds = time.monotonic() - began
-        found.addresses = [one.addresses, two.addresses]
+        found.addresses = [_listening(one), _listening(two)]
     url, _ = await asyncio.to_thread(fetch_status, one.status_url)
     assert url == two.status_url, "the commands do not find the page of the second deployment by that of the first"
     read_identity(url)  # which `tandem drain` needs
@@ -147,9 +147,14 @@ async def _drain(service: Service, *, streams: int, tokens: int) -> Disturbed:
             found.seconds = max(found.seconds, time.monotonic() - began)
             if process.returncode:
                 found.unreachable.append(f"tandem drain: {output.decode().strip()}")
-    found.addresses = [service.addresses]
+    found.addresses = [_listening(service)]
     found.recomputed = await asyncio.to_thread(_recomputed, service)
     return found
+
+
+def _listening(service: Service) -> str:
+    """Returns where the service listens, in whatever order its routers are."""
+    return " ".join(sorted([*service.grpc_addresses, *service.http_addresses, *service.ops_addresses]))
 
 
 @asynccontextmanager
