@@ -98,7 +98,7 @@ class RouterRuntime:
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         monitor = _monitor(config, browsers := _browser_rules(config, host))
         service, dispatcher = _service(config, folder, registry, monitor, identity, resume_key, convictions)
-        console = ConsoleFeed(service.requests, describe, registry.workers)
+        console = ConsoleFeed(service.telemetry, describe, registry.workers)
         start_servers = partial(
             ApiServers.start,
             service,

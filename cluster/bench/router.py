@@ -204,7 +204,7 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
     tls = ServerTls(access.tls.load()) if access.has_tls else None
     service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
-    console = ConsoleFeed(service.requests, partial(_describe, registry, identity), registry.workers)
+    console = ConsoleFeed(service.telemetry, partial(_describe, registry, identity), registry.workers)
     server = await ApiServers.start(service, authenticator=access.authenticator(), tls=tls, console=console)
     await server.set_serving(True)
     sampling = asyncio.create_task(console.run())

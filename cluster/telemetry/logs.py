@@ -50,7 +50,10 @@ def write_json_logs(stream: TextIO | None = None) -> None:
 
 
 def log_request(ended: EndedRequest) -> None:
-    """Writes a line about a request that has ended: what it took, nothing of its text."""
+    """Writes a line about a request that has ended: what it took, nothing of its text; none about one that was
+    refused."""
+    if ended.was_refused:
+        return
     facts, trace = ended.facts, ended.facts.trace
     fields: dict[str, Any] = {
         "request_id": facts.request_id,

@@ -3,7 +3,6 @@
 Names and attributes are those of OpenTelemetry's conventions for generative AI, and `gen_ai.latency.*` as in vLLM.
 """
 
-import time
 from typing import Final
 
 from opentelemetry import trace
@@ -15,11 +14,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
-from ...router.telemetry.requests import EndedRequest
+from ...router.telemetry.requests import PARTS, EndedRequest
 from ...router.telemetry.trace import TraceContext
-
-PARTS: Final = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
-"""The parts of a timeline, in the order of the spans; they add up to the whole."""
 
 _NANOSECONDS: Final = 1e9
 
@@ -38,9 +34,11 @@ class SpanRecorder:
         self._tracer = self._provider.get_tracer("tandem")
 
     def record(self, ended: EndedRequest) -> None:
-        """Records a request."""
+        """Records a request, unless it was refused."""
+        if ended.was_refused:
+            return
         operation = "chat" if ended.facts.is_chat else "text_completion"
-        start = time.time_ns() - round((time.monotonic() - ended.facts.arrived) * _NANOSECONDS)
+        start = round(ended.facts.began * _NANOSECONDS)
         span = self._tracer.start_span(
             f"{operation} {self._model_name}",
             context=_parent(ended.facts.trace),

@@ -25,7 +25,6 @@ from ..request import TokenSource
 from ..scheduling.admission import Admission
 from ..telemetry.requests import RequestFacts, RequestTelemetry
 from ..telemetry.trace import CURRENT_REQUEST
-from .console.request_log import RequestLog
 
 _log = logging.getLogger(__name__)
 
@@ -67,14 +66,13 @@ class GenerationService:
         self.models = tuple(self._models.values())
         self._source = source
         self._admission = admission
-        self.requests = RequestLog()  # that run, and the last ones
         self._resume_key = ResumeKey(resume_key or secrets.token_bytes(32))
-        self._telemetry = telemetry or RequestTelemetry()
+        self.telemetry = telemetry or RequestTelemetry()
 
     @property
     def metrics(self) -> Metrics:
         """What the servers count in, too."""
-        return self._telemetry.metrics
+        return self.telemetry.metrics
 
     async def accept(
         self,
@@ -121,19 +119,8 @@ class GenerationService:
         """
         timeline.request_id = request.request_id
         outputs = OutputProcessor(request)
-        execution = self._execution(request, timeline, outputs)
+        execution = self.telemetry.track(_facts(request), timeline, outputs)
         return outputs.run(self._source.generate(request.tokens, timeline, outputs.ended), timeline, execution)
-
-    @contextmanager
-    def _execution(
-        self, request: PreparedRequest, timeline: inference_pb2.Timeline, outputs: OutputProcessor
-    ) -> Iterator[None]:
-        """Follows a request, for telemetry and for the console, while the context is open."""
-        with (
-            self._telemetry.track(_facts(request), timeline, outputs),
-            self.requests.record(request, timeline, outputs),
-        ):
-            yield
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """Returns the token ids that `run` would see. Raises InvalidArgument or NotFound."""
@@ -173,9 +160,12 @@ def _facts(request: PreparedRequest) -> RequestFacts:
     return RequestFacts(
         request_id=request.request_id,
         arrived=tokens.arrived,
+        began=time.time() - time.monotonic() + tokens.arrived,
         num_prompt=len(tokens.prompt),
         num_choices=request.num_answers,
         max_tokens=tokens.max_tokens,
+        model=request.model,
+        tenant=tokens.tenant,
         is_chat=request.chat is not None,
         temperature=tokens.sampling.temperature,
         top_p=tokens.sampling.top_p,

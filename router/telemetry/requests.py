@@ -1,10 +1,10 @@
-"""Follows each request from its start to its end, for those who count, trace or log requests.
+"""Follows each request from its start to its end, for metrics, traces, lines of log and the console.
 
-Costs nothing for a token: what a request has generated is read when somebody scrapes, and when it ends.
+Costs nothing for a token: what a request has generated is read when somebody asks, and when it ends.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -36,22 +36,28 @@ from ...proto.metrics import (
 )
 from .trace import TraceContext
 
-_LABELS: Final = {
+PARTS: Final = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
+"""The parts of a timeline, which add up, in the order in which a request goes through them."""
+
+_REASONS: Final = {
     inference_pb2.FINISH_REASON_LENGTH: "length",
-    inference_pb2.FINISH_REASON_STOP: "stop",
-    inference_pb2.FINISH_REASON_TOOL_CALLS: "stop",  # as in vLLM
+    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_FINISHED_LABELS: Final = {"tool_calls": "stop"}  # as in vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
     """Holds what is known of a request when it starts. Nothing of its text."""
 
-    request_id: str
+    request_id: str  # as the client knows it
     arrived: float  # by time.monotonic()
+    began: float  # the same moment, by time.time()
     num_prompt: int  # tokens
     num_choices: int  # that are to be answered
     max_tokens: int  # of each
+    model: str = ""
+    tenant: str = ""
     is_chat: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
@@ -61,13 +67,14 @@ class RequestFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
     """Holds what there is to tell of a request that has ended. `finish_reasons` has one for each choice that was to be
-    answered: stop, length, abort or error."""
+    answered: stop, length, tool_calls, abort or error."""
 
     facts: RequestFacts
     timeline: inference_pb2.Timeline
     num_generated: int  # tokens, here
     finish_reasons: tuple[str, ...]
-    error: str = ""  # the gRPC code of what has ended it
+    error: str = ""  # the gRPC code of what has ended it; CANCELLED if the client has left
+    was_refused: bool = False  # before it began, which is counted where it was refused
 
     @property
     def is_complete(self) -> bool:
@@ -87,21 +94,82 @@ class RequestProgress(Protocol):
     def finish_reasons(self) -> "Sequence[inference_pb2.FinishReason]": ...
 
 
+@dataclass(slots=True, kw_only=True)
+class RequestTotals:
+    """Sums over all requests of a router, those that run too."""
+
+    begun: int = 0
+    ended: int = 0
+    failed: int = 0
+    tokens: int = 0  # generated
+    prompt_tokens: int = 0  # of requests with a first token
+
+
+class RunningRequest:
+    """Tells how far one request is. `timeline` is filled meanwhile."""
+
+    __slots__ = ("_has_begun", "_num_counted", "_outputs", "facts", "timeline")
+
+    def __init__(self, facts: RequestFacts, timeline: inference_pb2.Timeline, outputs: RequestProgress) -> None:
+        self.facts = facts
+        self.timeline = timeline
+        self._outputs = outputs
+        self._num_counted = 0
+        self._has_begun = False
+
+    @property
+    def num_generated(self) -> int:
+        """Returns the tokens until now."""
+        return self._outputs.num_generated
+
+    def take_new(self, is_over: bool = False) -> tuple[int, int]:
+        """Returns the tokens of prompt and answer that are new since the last call: those of the prompt with the first
+        token, or when the request `is_over`."""
+        num_new = max(self.num_generated - self._num_counted, 0)
+        self._num_counted += num_new
+        if self._has_begun or not (num_new or is_over):
+            return 0, num_new
+        self._has_begun = True
+        return self.facts.num_prompt, num_new
+
+    def end(self, error: BaseException | None) -> EndedRequest:
+        """Returns the request as it has ended; its tokens are counted."""
+        has_left = isinstance(error, asyncio.CancelledError | GeneratorExit | Cancelled)
+        known = [_REASONS.get(reason, "stop") for reason in self._outputs.finish_reasons]
+        rest = "abort" if has_left else "error"
+        reasons = [*known, *[rest] * (self.facts.num_choices - len(known))] if error is not None else known
+        return EndedRequest(
+            facts=self.facts,
+            timeline=self.timeline,
+            num_generated=self._num_counted,
+            finish_reasons=tuple(reasons[: self.facts.num_choices]),
+            error="" if error is None else "CANCELLED" if has_left else getattr(error, "code", "INTERNAL"),
+            was_refused=isinstance(error, Overloaded) and not self._has_begun,
+        )
+
+
 class RequestTelemetry:
     """Follows the requests that run. Lives in one event loop."""
 
     def __init__(self, metrics: Metrics = NULL_METRICS, observers: Sequence[Observer] = ()) -> None:
-        """`observers` are called with each request at its end; none may raise."""
+        """`observers` are called with each request at its end, and may become more; none may raise."""
         self.metrics = metrics
-        self._observers = observers
-        self._running: set[_RunningRequest] = set()
+        self.observers = list(observers)
+        self.totals = RequestTotals()
+        self._running: dict[RunningRequest, None] = {}
+
+    @property
+    def running(self) -> Collection[RunningRequest]:
+        """Returns the requests that run, the oldest first."""
+        return self._running.keys()
 
     @contextmanager
     def track(self, facts: RequestFacts, timeline: inference_pb2.Timeline, outputs: RequestProgress) -> Iterator[None]:
         """Follows a request while the context is open; it ends with what is raised there. At its end `timeline` is
         filled in."""
-        running = _RunningRequest(facts, outputs, self.metrics)
-        self._running.add(running)
+        running = RunningRequest(facts, timeline, outputs)
+        self._running[running] = None
+        self.totals.begun += 1
         error: BaseException | None = None
         try:
             yield
@@ -109,64 +177,39 @@ class RequestTelemetry:
             error = raised
             raise
         finally:
-            self._running.discard(running)
-            self._end(running.end(timeline, error))
+            del self._running[running]
+            self._end(running, error)
             error = None  # this frame is part of its traceback
 
     def count_running(self) -> None:
         """Counts the tokens that the running requests have generated until now; what is left, at their end."""
         for running in self._running:
-            running.count()
+            self._count(running)
 
-    def _end(self, ended: EndedRequest | None) -> None:
-        if ended is not None:
+    def _count(self, running: RunningRequest, is_over: bool = False) -> None:
+        num_prompt, num_new = running.take_new(is_over)
+        if num_prompt:
+            self.metrics.add(PROMPT_TOKENS, num_prompt)
+            self.totals.prompt_tokens += num_prompt
+        if num_new:
+            self.metrics.add(GENERATION_TOKENS, num_new)
+            self.totals.tokens += num_new
+
+    def _end(self, running: RunningRequest, error: BaseException | None) -> None:
+        self._count(running, is_over=error is None)
+        ended = running.end(error)
+        self.totals.ended += 1
+        self.totals.failed += ended.error not in ("", "CANCELLED")
+        if not ended.was_refused:
             _report(self.metrics, ended)
-            for observer in self._observers:
-                observer(ended)
-
-
-class _RunningRequest:
-    """Counts the tokens of one request."""
-
-    def __init__(self, facts: RequestFacts, outputs: RequestProgress, metrics: Metrics) -> None:
-        self._facts = facts
-        self._outputs = outputs
-        self._metrics = metrics
-        self._num_counted = 0
-        self._has_begun = False
-
-    def count(self, is_over: bool = False) -> None:
-        """Counts what is new since the last call; a request that is over had its prompt computed in any case."""
-        num_new = self._outputs.num_generated - self._num_counted
-        if not self._has_begun and (num_new > 0 or is_over):
-            self._has_begun = True
-            self._metrics.add(PROMPT_TOKENS, self._facts.num_prompt)
-        if num_new > 0:
-            self._metrics.add(GENERATION_TOKENS, num_new)
-            self._num_counted += num_new
-
-    def end(self, timeline: inference_pb2.Timeline, error: BaseException | None) -> EndedRequest | None:
-        """Returns the request as it has ended; None if it was refused before it began."""
-        self.count(is_over=error is None)
-        if isinstance(error, Overloaded) and not self._has_begun:
-            return None
-        has_left = isinstance(error, asyncio.CancelledError | GeneratorExit | Cancelled)
-        known = [_LABELS.get(reason, "stop") for reason in self._outputs.finish_reasons]
-        rest = "abort" if has_left else "error"
-        reasons = [*known, *[rest] * (self._facts.num_choices - len(known))] if error is not None else known
-        return EndedRequest(
-            facts=self._facts,
-            timeline=timeline,
-            num_generated=self._num_counted,
-            finish_reasons=tuple(reasons[: self._facts.num_choices]),
-            error="" if error is None else "CANCELLED" if has_left else getattr(error, "code", "INTERNAL"),
-        )
+        for observer in self.observers:
+            observer(ended)
 
 
 def _report(metrics: Metrics, ended: EndedRequest) -> None:
     timeline, facts = ended.timeline, ended.facts
     for reason in ended.finish_reasons:
-        metrics.add(FINISHED, finished_reason=reason)
+        metrics.add(FINISHED, finished_reason=_FINISHED_LABELS.get(reason, reason))
     if ended.num_generated:
         metrics.add(CACHED_TOKENS, timeline.cached_tokens)
         metrics.add(PREFIX_QUERIES, facts.num_prompt)

@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tandem.cluster.config import load_config
 from tandem.cluster.telemetry.logs import log_request, write_json_logs
-from tandem.cluster.telemetry.tracing import PARTS, SpanRecorder
+from tandem.cluster.telemetry.tracing import SpanRecorder
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
-from tandem.router.telemetry.requests import EndedRequest, RequestFacts
+from tandem.router.telemetry.requests import PARTS, EndedRequest, RequestFacts
 from tandem.router.telemetry.trace import CURRENT_REQUEST, TraceContext
 
 CALLER = TraceContext(trace_id="0af7651916cd43dd8448eb211c80319c", span_id="b7ad6b7169203331", is_sampled=True)
@@ -31,8 +31,10 @@ def ended(trace: TraceContext | None = CALLER, **fields: Any) -> EndedRequest:
     )
     for part, duration in seconds.items():
         setattr(timeline, f"{part}_seconds", duration)
-    arrived = time.monotonic() - 2.5
-    facts = RequestFacts(request_id="r", arrived=arrived, num_prompt=20, num_choices=1, max_tokens=8, trace=trace)
+    began = time.time() - 2.5
+    facts = RequestFacts(
+        request_id="r", arrived=0.0, began=began, num_prompt=20, num_choices=1, max_tokens=8, trace=trace
+    )
     usual: dict[str, Any] = {"facts": facts, "timeline": timeline, "num_generated": 8, "finish_reasons": ("length",)}
     return EndedRequest(**usual | fields)
 
@@ -99,6 +101,13 @@ def test_the_caller_decides_what_is_traced_and_else_the_configuration() -> None:
     assert spans_of(ended(None), sample_ratio=0.0) == ()
     assert len(spans_of(ended(CALLER), sample_ratio=0.0)) == 6
     assert len(spans_of(ended(None))) == 6
+
+
+def test_a_request_that_was_refused_is_neither_span_nor_line(lines: StringIO) -> None:
+    refused = ended(was_refused=True, error="RESOURCE_EXHAUSTED", finish_reasons=("error",))
+    assert spans_of(refused) == ()
+    log_request(refused)
+    assert lines.getvalue() == ""
 
 
 @pytest.fixture

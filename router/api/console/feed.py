@@ -16,7 +16,8 @@ from ....proto import worker_pb2
 from ....proto.errors import InvalidArgument
 from ....proto.shared_result import SharedResult
 from ...auth.authenticator import Caller
-from .request_log import RequestLog
+from ...telemetry.requests import RequestTelemetry
+from .request_log import RequestLog, describe
 
 SAMPLE_SECONDS: Final = 1.0
 MAX_RUNNING: Final = 64
@@ -31,17 +32,17 @@ class ConsoleFeed:
 
     def __init__(
         self,
-        log: RequestLog,
-        describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+        telemetry: RequestTelemetry,
+        describe_service: Callable[[], Awaitable[dict[str, Any]]] | None = None,
         workers: Callable[[], Iterable[worker_pb2.WorkerInfo]] = lambda: (),
     ) -> None:
-        """`describe`: what the status page shows; None: nothing is known of the service. `workers`: those that the
-        router knows."""
-        self._log = log
+        """`telemetry` follows the requests of the router. `describe_service`: what the status page shows; None: nothing
+        is known of the service. `workers`: those that the router knows."""
+        self.log = RequestLog(telemetry)
         self._workers = workers
         self._known: Mapping[str, worker_pb2.WorkerInfo] | None = None
         self._start = secrets.token_hex(4)  # numbers of another process mean nothing here
-        self._described = SharedResult(lambda: _encode(describe), SAMPLE_SECONDS)
+        self._described = SharedResult(lambda: _encode(describe_service), SAMPLE_SECONDS)
 
     async def run(self) -> None:
         """Takes a sample each second, until it is cancelled."""
@@ -51,12 +52,12 @@ class ConsoleFeed:
 
     def sample(self) -> None:
         """Takes one sample of requests, and notes what has changed among the workers."""
-        self._log.sample()
+        self.log.sample()
         workers = {each.worker_id: each for each in self._workers()}
         if self._known is not None:
             now = round(time.time(), 1)
             for event in worker_changes(self._known, workers):
-                self._log.note({"time": now, "kind": "worker", **event})
+                self.log.note({"time": now, "kind": "worker", **event})
         self._known = workers
 
     async def answer(self, cursor: str, caller: Caller) -> bytes:
@@ -66,15 +67,15 @@ class ConsoleFeed:
         Raises InvalidArgument."""
         number = self._parse(cursor)
         service = await self._described.get()
-        log, now = self._log, time.monotonic()
-        running = [each for each in log.running.values() if _sees(caller, each.tenant)]
+        log, now = self.log, time.monotonic()
+        running = [each for each in log.running if _sees(caller, each.facts.tenant)]
         found = {
             "cursor": f"{self._start}.{log.last_number}",
             "is_whole": number == 0,
             "time": round(time.time(), 3),
             "viewer": {"key": caller.key_name, "tenant": caller.tenant, "sees_all": caller.sees_all},
             "num_running": len(running),
-            "running": [each.describe(now) for each in running[-MAX_RUNNING:]],
+            "running": [describe(each, now) for each in running[-MAX_RUNNING:]],
             "ended": [each for each in log.ended.after(number) if _sees(caller, each["tenant"])],
             "events": [each for each in log.events.after(number) if _sees_event(caller, each)],
             "samples": log.samples.after(number),
@@ -89,7 +90,7 @@ class ConsoleFeed:
         if found is None:
             raise InvalidArgument("must be the cursor of an earlier answer, or absent", "cursor")
         number = int(found[2])
-        return number if found[1] == self._start and number <= self._log.last_number else 0
+        return number if found[1] == self._start and number <= self.log.last_number else 0
 
 
 def worker_changes(
@@ -119,5 +120,5 @@ def _sees_event(caller: Caller, event: Mapping[str, Any]) -> bool:
     return event["kind"] == "worker" or _sees(caller, event["tenant"])
 
 
-async def _encode(describe: Callable[[], Awaitable[dict[str, Any]]] | None) -> str:
-    return _NO_SERVICE if describe is None else json.dumps(await describe())
+async def _encode(describe_service: Callable[[], Awaitable[dict[str, Any]]] | None) -> str:
+    return _NO_SERVICE if describe_service is None else json.dumps(await describe_service())

@@ -67,7 +67,7 @@ class HttpServer:
         """`bounds`: of its connections; None: the default ones. Without an `authenticator` everyone is let in, without
         `tls` all is in plaintext, without a `console` that knows nothing of workers."""
         self._service = service
-        self._console = console or ConsoleFeed(service.requests)
+        self._console = console or ConsoleFeed(service.telemetry)
         self._serving = False
         self._started_at = int(time.time())
         # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a

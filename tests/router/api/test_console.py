@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.api.console.feed import ConsoleFeed, worker_changes
-from tandem.router.api.console.request_log import MAX_ENDED, STAGES, RequestLog, percentiles
+from tandem.router.api.console.request_log import MAX_ENDED, RequestLog, percentiles
 from tandem.router.api.console.routes import STATIC_PATHS
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator, Caller
 from tandem.router.frontend.prepare import ServedModel
+from tandem.router.telemetry.requests import PARTS, RequestFacts, RequestTelemetry
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.auth.keys import api_key, bearer
 from tandem.tests.router.fake_source import FakeTokenSource
@@ -39,7 +41,7 @@ def generation(model: ServedModel, source: FakeTokenSource) -> GenerationService
 
 @pytest.fixture
 def feed(generation: GenerationService) -> ConsoleFeed:
-    return ConsoleFeed(generation.requests)
+    return ConsoleFeed(generation.telemetry)
 
 
 async def served(
@@ -137,7 +139,7 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
     (ended,) = found["ended"]
     assert (ended["id"], ended["finish"], ended["attempts"]) == ("mine", "cancelled", 1)
     assert ended["tokens"] > 0
-    assert len(ended["stages"]) == len(STAGES)
+    assert len(ended["stages"]) == len(PARTS)
     assert (await data(http, found["cursor"]))["ended"] == []
 
 
@@ -181,7 +183,7 @@ async def test_callers_without_a_key_see_no_requests_but_on_loopback(
 ) -> None:
     async for client in served(generation, source, feed, Authenticator(share_anonymous_prefixes=False)):
         await client.post(TEXT, json=body(TEXT, max_tokens=2))
-        generation.requests.note({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
+        feed.log.note({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
         found = await data(client)
         assert (found["ended"], found["events"]) == ([], [])
 
@@ -230,7 +232,7 @@ async def test_the_service_is_described_once_for_all_who_poll(generation: Genera
         described += 1
         return {"service": "mine", "workers": []}
 
-    feed = ConsoleFeed(generation.requests, describe)
+    feed = ConsoleFeed(generation.telemetry, describe)
     answers = await asyncio.gather(*(feed.answer("", Caller()) for _ in range(20)))
     assert {json.loads(answer)["service"]["service"] for answer in answers} == {"mine"}
     assert described == 1
@@ -238,30 +240,27 @@ async def test_the_service_is_described_once_for_all_who_poll(generation: Genera
         await feed.answer("?", Caller())
 
 
-def test_interruptions_become_events_once(tokenless_log: RequestLog) -> None:
-    (record,) = tokenless_log.running.values()
-    record.timeline.interruptions.add(cause="crash", worker="d1", at_seconds=1.5)
-    for _ in range(2):
-        tokenless_log.sample()
-    (event,) = tokenless_log.events.after(0)
-    assert (event["cause"], event["worker"], event["request"], event["tenant"]) == ("crash", "d1", "r", "ada")
+def test_interruptions_become_events_once() -> None:
+    telemetry, timeline = RequestTelemetry(), inference_pb2.Timeline()
+    log, arrived = RequestLog(telemetry), time.monotonic()
+    facts = RequestFacts(
+        request_id="r", tenant="ada", arrived=arrived, began=0.0, num_prompt=1, num_choices=1, max_tokens=1
+    )
+    with telemetry.track(facts, timeline, NoOutputs()):
+        for worker in ("d1", "d2"):
+            timeline.interruptions.add(cause="crash", worker=worker, at_seconds=time.monotonic() - arrived)
+            log.sample()
+        timeline.interruptions.add(cause="crash", worker="d3", at_seconds=time.monotonic() - arrived)
+    events = log.events.after(0)
+    assert [each["worker"] for each in events] == ["d1", "d2", "d3"]
+    assert {(each["cause"], each["request"], each["tenant"]) for each in events} == {("crash", "r", "ada")}
 
 
-@pytest.fixture
-def tokenless_log() -> RequestLog:
-    """A log with one request that has no token yet."""
+class NoOutputs:
+    """Is of a request that has no token yet."""
 
-    class Outputs:
-        num_generated = 0
-        finish_reasons: tuple["inference_pb2.FinishReason", ...] = ()
-
-    class Tokens:
-        tenant, arrived = "ada", 0.0
-
-    request: Any = type("Request", (), {"request_id": "r", "model": "tiny", "tokens": Tokens})
-    log = RequestLog()
-    log.record(request, inference_pb2.Timeline(), Outputs()).__enter__()
-    return log
+    num_generated = 0
+    finish_reasons: tuple["inference_pb2.FinishReason", ...] = ()
 
 
 def test_what_has_happened_to_workers() -> None:

@@ -10,10 +10,10 @@ from tandem.router.dispatch import request_timer
 from tandem.router.dispatch.attempt import Cause
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.scheduling.policy import Placement
+from tandem.router.telemetry.requests import PARTS
 from tandem.tests.token_request import token_request
 
 OBSERVED = list[tuple[Metric, float, int]]
-PARTS = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
 
 
 class Clock:

@@ -10,7 +10,7 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.proto.errors import Cancelled, InternalError, Overloaded, Unavailable
 from tandem.proto.metrics import E2E, FINISHED, GENERATION_TOKENS, PREFIX_HITS, PROMPT_TOKENS, TTFT, Metric
-from tandem.router.telemetry.requests import EndedRequest, RequestFacts, RequestTelemetry
+from tandem.router.telemetry.requests import EndedRequest, RequestFacts, RequestTelemetry, RequestTotals
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 TOOLS = inference_pb2.FINISH_REASON_TOOL_CALLS
@@ -39,6 +39,10 @@ class Outputs:
         self.finish_reasons: list[inference_pb2.FinishReason] = []
 
 
+def make_facts(num_choices: int = 1) -> RequestFacts:
+    return RequestFacts(request_id="r", arrived=0.0, began=0.0, num_prompt=10, num_choices=num_choices, max_tokens=8)
+
+
 class Requests:
     """Runs one request after the other."""
 
@@ -50,8 +54,7 @@ class Requests:
 
     def run(self, num_tokens: int, *reasons: Any, error: BaseException | None = None, num_choices: int = 1) -> None:
         outputs = Outputs()
-        facts = RequestFacts(request_id="r", arrived=0.0, num_prompt=10, num_choices=num_choices, max_tokens=8)
-        with suppress(BaseException), self.telemetry.track(facts, self.timeline, outputs):
+        with suppress(BaseException), self.telemetry.track(make_facts(num_choices), self.timeline, outputs):
             outputs.num_generated = num_tokens
             outputs.finish_reasons += reasons
             if error is not None:
@@ -74,7 +77,10 @@ def test_completions_are_counted_by_why_they_ended() -> None:
     assert requests.count(GENERATION_TOKENS) == 13
     assert requests.count(PREFIX_HITS) == 8
     assert requests.histogram(E2E) == requests.histogram(TTFT) == 2
-    assert [each.finish_reasons for each in requests.ended] == [("stop",), ("length", "length", "stop", "stop")]
+    assert [each.finish_reasons for each in requests.ended] == [
+        ("stop",),
+        ("length", "length", "stop", "tool_calls"),
+    ]
     assert all(each.is_complete for each in requests.ended)
 
 
@@ -117,7 +123,7 @@ def test_one_that_was_not_let_in_is_none() -> None:
     requests = Requests()
     requests.run(0, error=Overloaded("the queue is full"))
     assert not requests.recorder.sums
-    assert not requests.ended
+    assert [each.was_refused for each in requests.ended] == [True]  # for the console alone
 
 
 def test_a_prompt_without_an_answer_is_counted() -> None:
@@ -129,8 +135,8 @@ def test_a_prompt_without_an_answer_is_counted() -> None:
 
 def test_tokens_are_counted_while_the_request_runs_and_once() -> None:
     requests, outputs = Requests(), Outputs()
-    facts = RequestFacts(request_id="r", arrived=0.0, num_prompt=10, num_choices=1, max_tokens=8)
-    with requests.telemetry.track(facts, requests.timeline, outputs):
+    with requests.telemetry.track(make_facts(), requests.timeline, outputs):
+        assert [each.facts.request_id for each in requests.telemetry.running] == ["r"]
         seen = []
         for outputs.num_generated in (0, 2, 2, 7):
             requests.telemetry.count_running()
@@ -140,3 +146,13 @@ def test_tokens_are_counted_while_the_request_runs_and_once() -> None:
     assert (requests.count(PROMPT_TOKENS), requests.count(GENERATION_TOKENS)) == (10, 9)
     requests.telemetry.count_running()
     assert requests.count(GENERATION_TOKENS) == 9
+    assert not requests.telemetry.running
+
+
+def test_the_totals_are_of_all_requests() -> None:
+    requests = Requests()
+    requests.run(5, STOP)
+    requests.run(3, error=asyncio.CancelledError())
+    requests.run(0, error=Overloaded("the queue is full"))
+    totals = RequestTotals(begun=3, ended=3, failed=1, tokens=8, prompt_tokens=20)
+    assert requests.telemetry.totals == totals
