@@ -234,6 +234,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             waiting_tokens=requests.waiting_tokens,
             total_blocks=total,
             step_seconds=self._engine.step_seconds,
+            prompt_token_seconds=self._engine.prompt_token_seconds,
             draining=self._requests.is_leaving,
             **{f"{state.value}_blocks": count for state, count in blocks.items()},
         )

@@ -1,10 +1,15 @@
 """Admits a request to the workers, lets it wait here, or refuses it.
 
-Requests wait here and not at the workers, because here their order can still be chosen (fair_queue.py). A request that
-could not be served in time is refused at once, while the caller may still try elsewhere. No request waits while there
-is free capacity, and none waits for the requests of other routers alone: without an active request of this router the
-first one is always admitted. Routers share nothing, so several may admit into the same free capacity between two
-reports of a worker; the worker's own queue takes the excess.
+Requests wait here and not at the workers, because here their order can still be chosen (fair_queue.py): workers get as
+much as keeps them busy (worker_state.py). A request that could not be served in time is refused at once, while the
+caller may still try elsewhere. The wait until its prompt begins is the longer one of two predictions, each of which
+counts the prompts that the workers have, of whichever router: that they compute what waits here before it as fast as
+they report, and that this leaves the queue as fast as others did before. The first one is right from the first request
+of a burst on, the second one knows what else makes requests wait, such as sequences of decode workers.
+
+No request waits while there is free capacity, and none waits for the requests of other routers alone: without an active
+request of this router the first one is always admitted. Routers share nothing, so several may admit into the same free
+capacity between two reports of a worker; the worker's own queue takes the excess.
 """
 
 import asyncio
@@ -28,8 +33,9 @@ WAIT_TOLERANCE: Final = 10.0
 late refusal costs the caller most, so that prediction is not enforced to the second."""
 
 QUEUE_SECONDS_HELP: Final = (
-    "Seconds that a new request may be predicted to wait; beyond that it is refused at once. One that was let into the"
-    f" queue is refused after {WAIT_TOLERANCE:g} times as long."
+    "Seconds that a new request may be predicted to wait, in the router and at a worker, until that begins with its"
+    f" prompt; beyond that it is refused at once. One that was let into the queue is refused after {WAIT_TOLERANCE:g}"
+    " times as long."
 )
 """What `max_queue_seconds` means, for every page that describes it."""
 
@@ -76,7 +82,7 @@ class Admission:
     def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
         """Raises Overloaded if a request of about so many tokens would be refused now; costs microseconds, so that it
         can be asked before a prompt is tokenized."""
-        if self.queue:
+        if self.queue or not self._fits(Capacity(sequences=1, kv_tokens=estimated_tokens)):
             entry = QueueEntry(tenant=tenant, priority=priority, num_tokens=max(estimated_tokens, 1))
             self._check_wait(entry, deadline)
             if self.queue.displaced_by(entry) is None:
@@ -103,11 +109,12 @@ class Admission:
             )
             await self._wait(entry)
         else:
-            self._take(request, required.kv_tokens)
+            self._take(request)
         begun = self._clock()
+        self._drain.begin(required)
         with ExitStack() as scope:
             scope.callback(self._give_back, request)
-            scope.callback(lambda: self._drain.finish(required.kv_tokens, self._clock() - begun))
+            scope.callback(lambda: self._drain.finish(required, self._clock() - begun))
             yield scope.close
 
     async def _wait(self, entry: _Waiting) -> None:
@@ -159,16 +166,15 @@ class Admission:
                 self.queue.remove(entry)
             elif self._fits(entry.needed):
                 self.queue.pop()
-                self._take(entry.request, entry.num_tokens)
+                self._take(entry.request)
                 self._drain.depart(entry.num_tokens)
                 entry.admitted.set_result(None)
             else:
                 return
         self._drain.clear()
 
-    def _take(self, request: TokenRequest, num_tokens: int) -> None:
+    def _take(self, request: TokenRequest) -> None:
         self.num_active += 1
-        self._drain.begin(num_tokens)
         self._registry.reserve(request)
         self._count_running(request.tenant, self._shares.setdefault(request.request_id, self._share(request)))
 
@@ -212,10 +218,15 @@ class Admission:
 
     def _check_wait(self, entry: QueueEntry, deadline: float | None) -> None:
         """Raises Overloaded if the entry is predicted to wait longer than it may."""
-        predicted = self._drain.seconds(self.queue.tokens_ahead(entry))
-        slack = self._slack(deadline)
+        predicted, slack = self._predict_wait(entry), self._slack(deadline)
         if predicted > min(self._max_queue_seconds, slack) or slack <= 0:
             raise self._overloaded(f"the queue is about {predicted:.1f} seconds long", entry, "predicted")
+
+    def _predict_wait(self, entry: QueueEntry) -> float:
+        """Returns the seconds after which a worker would begin with the prompt of a new entry."""
+        num_tokens, at_workers = self.queue.tokens_ahead(entry), self._registry.prefill_queue()
+        prompts = at_workers.seconds(self._drain.prompt_tokens(num_tokens))
+        return max(prompts, at_workers.fixed + self._drain.seconds(num_tokens))
 
     def _slack(self, deadline: float | None) -> float:
         """Returns the seconds after which even a request that is next would miss its deadline."""
@@ -223,5 +234,5 @@ class Admission:
 
     def _overloaded(self, message: str, entry: QueueEntry, reason: str) -> Overloaded:
         self._metrics.add(REFUSALS, reason=reason)
-        predicted = self._drain.seconds(self.queue.tokens_ahead(entry))
-        return Overloaded(message, min(max(predicted, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS))
+        seconds = min(max(self._predict_wait(entry), _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        return Overloaded(message, seconds)

@@ -69,7 +69,7 @@ def used_capacity(request: TokenRequest, *, num_tokens: int, cached_tokens: int,
 
 
 class DrainRate:
-    """Measures how fast a queue drains while it is not empty: only then do those it waits for work at full rate.
+    """Measures how fast a queue drains since it was last empty: only then do those it waits for work at full rate.
 
     Counts the last ten seconds or so, and the time since the last departure. Before enough requests have departed, it
     estimates by Little's law: the work in progress divided by the mean time for which work is in progress.
@@ -81,12 +81,10 @@ class DrainRate:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last: float | None = None  # time of the last departure, or when the queue began to fill; None if empty
-        self._tokens = 0.0
-        self._elapsed = 0.0
-        self._count = 0
-        self._tokens_in_progress = 0
+        self._in_progress = NO_CAPACITY
         self._mean_seconds = 0.0  # that work is in progress
+        self._last: float | None = None  # time of the last departure, or when the queue began to fill; None if empty
+        self.clear()
 
     def fill(self) -> None:
         """Notes that the queue is not empty. Idempotent."""
@@ -96,14 +94,17 @@ class DrainRate:
     def clear(self) -> None:
         """Notes that the queue is empty."""
         self._last = None
+        self._tokens = 0.0
+        self._elapsed = 0.0
+        self._count = 0
 
-    def begin(self, num_tokens: int) -> None:
-        """Counts work of so many tokens that begins."""
-        self._tokens_in_progress += num_tokens
+    def begin(self, work: Capacity) -> None:
+        """Counts work that begins."""
+        self._in_progress += work
 
-    def finish(self, num_tokens: int, seconds: float) -> None:
-        """Counts work of so many tokens that ends after `seconds`."""
-        self._tokens_in_progress -= num_tokens
+    def finish(self, work: Capacity, seconds: float) -> None:
+        """Counts work that ends after `seconds`."""
+        self._in_progress -= work
         self._mean_seconds += (self._NEWEST_WEIGHT if self._mean_seconds else 1.0) * (seconds - self._mean_seconds)
 
     def depart(self, num_tokens: int) -> None:
@@ -116,9 +117,14 @@ class DrainRate:
         self._last = now
         self._count += 1
 
+    def prompt_tokens(self, num_tokens: int) -> float:
+        """Returns how many of so many tokens of work are prompts, by the work in progress."""
+        return num_tokens * self._in_progress.prompt_tokens / max(self._in_progress.kv_tokens, 1)
+
     def seconds(self, num_tokens: int) -> float:
         """Returns how long so many tokens of work take to depart; 0 while too little is known."""
         if self._count < self._TRUSTED:
-            return num_tokens * self._mean_seconds / self._tokens_in_progress if self._tokens_in_progress else 0.0
+            in_progress = self._in_progress.kv_tokens
+            return num_tokens * self._mean_seconds / in_progress if in_progress else 0.0
         waiting = self._clock() - self._last if self._last is not None else 0.0
         return num_tokens * (self._elapsed + waiting) / self._tokens

@@ -16,6 +16,7 @@ from .rates import LinearCost, Rates
 from .worker_state import WorkerState
 
 _DEFAULT_TOKEN_BYTES: Final = 32_768
+_LEAST_SECONDS: Final = 1e-9
 _PREFILL: Final = worker_pb2.ROLE_PREFILL
 _DECODE: Final = worker_pb2.ROLE_DECODE
 _OTHER: Final = {_PREFILL: _DECODE, _DECODE: _PREFILL}
@@ -206,6 +207,23 @@ class WorkerRegistry:
         for on_free in tuple(self._subscribers):
             on_free()
 
+    def prefill_queue(self) -> LinearCost:
+        """Returns the seconds until the workers that compute prompts have computed all that they have, and for each
+        token of this router's prompts more. Of these as much is taken to be cached as of those before, and other
+        routers to have as many for each of theirs as of the sequences at workers."""
+        role = _PREFILL if self._free[_PREFILL].workers else _DECODE
+        pool = [worker for worker in self._workers.values() if worker.info.role == role and not worker.drains]
+        if not pool:
+            return LinearCost(fixed=0.0, each=0.0)
+        token_seconds = 1 / sum(1 / self._token_seconds(worker) for worker in pool)
+        uncached_rate = sum(worker.uncached_rate for worker in pool) / len(pool)
+        own = sum(worker.own.sequences for worker in self._workers.values())
+        others = sum(worker.others.sequences for worker in self._workers.values())
+        num_tokens = sum(worker.pending_tokens for worker in pool) + uncached_rate * self._total_reserved.prompt_tokens
+        return LinearCost(
+            fixed=num_tokens * token_seconds, each=uncached_rate * token_seconds * (1 + others / max(own, 1))
+        )
+
     def least_prefill_seconds(self) -> float:
         """Returns how long the fastest worker takes for the shortest prompt; 0 before anything was measured."""
         rates = self._prefill_rates[_PREFILL]
@@ -220,7 +238,7 @@ class WorkerRegistry:
 
     def _recount(self, worker: WorkerState) -> None:
         before = worker.free
-        worker.free = worker.measure_free(self._prefill_cost(worker).each)
+        worker.free = worker.measure_free(self._token_seconds(worker))
         self._free[worker.info.role] += worker.free - before
         if worker.free.exceeds(before):
             self._notify()
@@ -230,8 +248,12 @@ class WorkerRegistry:
         self._looked_up = request, prefix, self._prefixes.match(prefix)
         return self._looked_up
 
+    def _token_seconds(self, worker: WorkerState) -> float:
+        """Returns the seconds of each prompt token while a worker has many, as it reports them."""
+        return max(worker.load.prompt_token_seconds or self._prefill_cost(worker).each, _LEAST_SECONDS)
+
     def _prefill_cost(self, worker: WorkerState) -> LinearCost:
-        """Returns the cost of a prompt token; a role without observations is taken to be as fast as the other."""
+        """Returns the cost of a prompt; a role without observations is taken to be as fast as the other."""
         own, other = self._prefill_rates[worker.info.role], self._prefill_rates[_OTHER[worker.info.role]]
         return own.cost(worker.info.worker_id) if own.known else other.best()
 

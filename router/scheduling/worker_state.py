@@ -10,11 +10,11 @@ from .prefix_index import Prefix
 _NEWEST_WEIGHT: Final = 0.05
 """The weight of the last prompt in a moving mean."""
 
-_LOOK_AHEAD_SECONDS: Final = 0.5
+_LOOK_AHEAD_SECONDS: Final = 0.25
 """Of prompts that are sent to a worker before it is done with others: it must not idle, but only here can the order of
-requests still be changed."""
+requests still be changed, and what waits there has not been asked whether it may wait so long."""
 
-_MIN_LOOK_AHEAD_TOKENS: Final = 1_024
+_MIN_LOOK_AHEAD_TOKENS: Final = 512  # what a step of a CPU computes
 _MAX_LOOK_AHEAD_TOKENS: Final = 16_384
 
 
@@ -95,10 +95,11 @@ class WorkerState:
         return max(self.size.kv_tokens - self.own.kv_tokens - self.others.kv_tokens, 0)
 
     def measure_free(self, token_seconds: float) -> Capacity:
-        """Returns what the worker has free if it computes a prompt token in `token_seconds`."""
+        """Returns what the worker has free if it computes one prompt token after the other, each in
+        `token_seconds`."""
         if self.drains:
             return NO_CAPACITY
-        bounds = (_MIN_LOOK_AHEAD_TOKENS, int(_LOOK_AHEAD_SECONDS / max(token_seconds, 1e-9)), _MAX_LOOK_AHEAD_TOKENS)
+        bounds = (_MIN_LOOK_AHEAD_TOKENS, int(_LOOK_AHEAD_SECONDS / token_seconds), _MAX_LOOK_AHEAD_TOKENS)
         look_ahead = sorted(bounds)[1]
         return Capacity(
             workers=1,

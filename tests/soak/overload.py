@@ -8,7 +8,7 @@ when they were sent. Choose the highest rate at which all are good, so that the 
 
 Passes if the goodput under overload is at least 90 % of the first phase's, and the share of good requests from 5 s
 after the overload on at least the first phase's. A service keeps that only if no request waits longer than `--slo`
-allows before its first token: serve it with `router.max_queue_seconds` well below that.
+allows before its first token: serve it with `router.max_queue_seconds` below that, by a prompt's time and a margin.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Final
 
 from tandem.cluster.bench.load import send_load
-from tandem.cluster.bench.metrics import RequestRecord, count_failures, meets
+from tandem.cluster.bench.metrics import RequestRecord, count_failures, distribution, meets
 from tandem.cluster.bench.options import LoadOptions, Workload, parse_address, parse_slo
 from tandem.cluster.bench.target import StreamCompletion, open_target
 from tandem.cluster.bench.workload import Prompts
@@ -60,6 +60,8 @@ class Phase:
 
     def __str__(self) -> str:
         counts = f"{len(self.records)} requests in {self.seconds:.0f} s, {self.num_good} good ({self.share:.1%})"
+        if ttft := distribution("ttft", [record.ttft for record in self.records if record.failure is None]):
+            counts += f", TTFT p50 {ttft['p50_ttft_ms']:.0f} and p99 {ttft['p99_ttft_ms']:.0f} ms"
         failures = ", ".join(f"{each.kind} {each.count}" for each in count_failures(r.failure for r in self.records))
         return f"{self.name:10}{self.goodput:8.2f} good requests/s  {counts}" + (f"; {failures}" if failures else "")
 

@@ -36,6 +36,7 @@ class Engine:
         self.requests = RequestTable(config, clock)
         self.scheduler = Scheduler(self.requests, self._prepare_masks)
         self.step_seconds = 0.0  # moving mean of the steps with decodes; read from any thread
+        self._prompt_tokens = self._prompt_seconds = 0.0  # moving means of the steps with prompts
         self._model_seconds = 0.0  # the same of the steps with nothing but decodes, without the time for masks
         self._mask_seconds = 0.0  # of the step under way
         self._clock = clock
@@ -127,17 +128,29 @@ class Engine:
         if launched is not None:
             plan, collect = launched
             found = update(self.requests, plan, collect())
-            if plan.has_decodes:
-                seconds = self._clock() - started
-                self.step_seconds = _moving_mean(self.step_seconds, seconds)
-                if plan.num_tokens == len(plan.sequences):
-                    self._model_seconds = _moving_mean(self._model_seconds, seconds - self._mask_seconds)
+            self._measure(plan, self._clock() - started)
         stored, evicted = self.requests.pool.take_changes()
         if stored or evicted:
             found.append(CacheChanged(stored=stored, evicted=evicted))
         if found:
             emit(found)
         return events
+
+    @property
+    def prompt_token_seconds(self) -> float:
+        """Seconds of a step for each prompt token that it computes, a moving mean; 0 before the first. Read from any
+        thread."""
+        num_tokens = self._prompt_tokens
+        return self._prompt_seconds / num_tokens if num_tokens else 0.0
+
+    def _measure(self, plan: StepPlan, seconds: float) -> None:
+        if num_tokens := plan.num_prompt_tokens:
+            self._prompt_seconds = _moving_mean(self._prompt_seconds, seconds)
+            self._prompt_tokens = _moving_mean(self._prompt_tokens, num_tokens)
+        if plan.has_decodes:
+            self.step_seconds = _moving_mean(self.step_seconds, seconds)
+            if plan.num_tokens == len(plan.sequences):
+                self._model_seconds = _moving_mean(self._model_seconds, seconds - self._mask_seconds)
 
     def _prepare_masks(self, sequences: Sequence[Constrained]) -> Collection[int]:
         """See `Executor.prepare_masks`. Masks take about as long as the model, so that the sequences without a grammar

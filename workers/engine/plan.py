@@ -70,6 +70,11 @@ class StepPlan:
         return sum(len(step.token_ids) for step in self.sequences)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of chunks of more than one."""
+        return sum(len(step.token_ids) for step in self.sequences if len(step.token_ids) > 1)
+
+    @property
     def has_decodes(self) -> bool:
         """Whether a sequence continues with one token and samples the next; decodes are the first in `sequences`."""
         first = self.sequences[0] if self.sequences else None

@@ -201,18 +201,49 @@ async def test_prompts_wait_in_the_router_while_the_prefill_worker_has_enough_to
 
     tasks = [asyncio.create_task(ask(n)) for n in range(6)]
     await settle()
-    assert got == [0, 1, 2]  # 2500 tokens, half a second's work at the neutral rate, and the one that reaches it
+    assert got == [0, 1]  # 1250 tokens, a quarter of a second's work at the neutral rate, and the one that reaches it
     registry.prefilled("p0", "0")
     await settle()
-    assert got == [0, 1, 2, 3]
-    registry.record_prefill("p0", 1000, 0.02)  # it is faster than that
-    registry.update(registry.workers())
+    assert got == [0, 1, 2]
+    report(registry, "p0", load=load(0, prompt_token_seconds=2e-5))  # it is faster than that
     await settle()
     assert got == [0, 1, 2, 3, 4, 5]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert admission.num_active == 0
+
+
+async def test_what_the_workers_have_counts_for_the_wait_and_is_refused_before_tokenization() -> None:
+    """Whichever router's it is: a second of prompts at the rate that the worker reports."""
+    requests = AdmittedRequests(max_sequences=1, max_queue_seconds=0.9)
+    await requests.ask(request([1] * 9, "runs"))
+    requests.admission.check_early(10, "")
+    busy = load(0, num_waiting=3, waiting_tokens=1000, prompt_token_seconds=1e-3)
+    report(requests.registry, "p0", load=busy)
+    with pytest.raises(Overloaded, match=r"about 1\.0 seconds long"):
+        requests.admission.check_early(10, "")
+    with pytest.raises(Overloaded, match=r"about 1\.0 seconds long"):
+        await (await requests.ask(request([2] * 9, "late")))
+    report(requests.registry, "p0", load=load(0, num_waiting=3, waiting_tokens=1000, prompt_token_seconds=5e-4))
+    waiting = await requests.ask(request([3] * 9, "in time"))
+    assert not waiting.done()
+    await requests.finish("runs")
+    await requests.finish("in time")
+
+
+async def test_a_burst_is_measured_by_what_workers_report_before_anything_has_departed() -> None:
+    requests = AdmittedRequests(max_sequences=4, max_queue_seconds=2.0)
+    report(requests.registry, "p0", load=load(0, prompt_token_seconds=1e-3))
+    for n in range(60):
+        await requests.ask(request([n] * 92, str(n)))  # a tenth of a second
+    assert 20 <= len(requests.admission.queue) <= 23
+    report(requests.registry, "d0", load=load(12))  # other routers have as many sequences at workers as this one, eight
+    for n in range(4, 12):
+        await requests.cancel(str(n))
+    with pytest.raises(Overloaded):
+        await (await requests.ask(request([70] * 92, "half as fast")))
+    await requests.cancel_all()
 
 
 async def test_requests_of_other_routers_count_and_their_end_admits_ours() -> None:
@@ -440,5 +471,10 @@ def _check(requests: AdmittedRequests) -> None:
     assert first is None or not admission._fits(first.needed)
 
 
-def load(num_running: int) -> worker_pb2.WorkerLoad:
-    return worker_pb2.WorkerLoad(num_running=num_running, free_blocks=256, total_blocks=256)
+def load(num_running: int, *, num_blocks: int = 256, **fields: float) -> worker_pb2.WorkerLoad:
+    return worker_pb2.WorkerLoad(
+        num_running=num_running,
+        free_blocks=num_blocks,
+        total_blocks=num_blocks,
+        **fields,  # type: ignore[arg-type]
+    )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.scheduling.capacity import DrainRate
+from tandem.router.scheduling.capacity import Capacity, DrainRate
 from tandem.router.scheduling.rates import LinearCost, LinearFit, Rates
 from tandem.tests.router.pools import Clock
 
@@ -70,7 +70,7 @@ def test_workers_without_recent_observations_are_taken_to_be_as_fast_as_the_best
     assert rates.best() == NEUTRAL
 
 
-def test_a_drain_rate_is_measured_only_while_the_queue_is_not_empty() -> None:
+def test_a_drain_rate_is_measured_since_the_queue_was_last_empty() -> None:
     clock = Clock()
     drain = DrainRate(clock)
     drain.fill()
@@ -79,9 +79,18 @@ def test_a_drain_rate_is_measured_only_while_the_queue_is_not_empty() -> None:
         clock.now += 0.5
         drain.depart(50)
     assert drain.seconds(100) == pytest.approx(1.0)
-    drain.clear()
-    clock.now += 1000
-    drain.fill()
-    assert drain.seconds(100) == pytest.approx(1.0)
     clock.now += 100  # nothing departs any more
     assert drain.seconds(100) > 5.0
+    drain.clear()
+    assert drain.seconds(100) == 0.0
+
+
+def test_before_a_drain_rate_is_measured_it_is_that_of_the_work_in_progress() -> None:
+    drain, work = DrainRate(Clock()), Capacity(sequences=1, prompt_tokens=30, kv_tokens=40)
+    for _ in range(4):
+        drain.begin(work)
+    assert drain.seconds(100) == 0.0  # nothing has ended
+    for _ in range(2):
+        drain.finish(work, 2.0)
+    assert drain.seconds(80) == pytest.approx(2.0)
+    assert drain.prompt_tokens(80) == pytest.approx(60)

@@ -261,7 +261,10 @@ def test_times_are_the_clock_s() -> None:
     engine.submit(spec(1))
     admitted, first, _ = engine.step()
     assert engine.step_seconds == 0.0, "no step with decodes yet"
+    token_seconds = engine.prompt_token_seconds
+    assert token_seconds == 30.0 / len(PROMPT)
     (second,) = engine.step()
+    assert engine.prompt_token_seconds == token_seconds, "no step with a prompt"
     assert isinstance(admitted, Admitted)
     assert isinstance(first, NewTokens)
     assert isinstance(second, NewTokens)
