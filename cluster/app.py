@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse
 from ..proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.metrics import NULL_METRICS
-from ..proto.shared_result import SharedResult
 from ..router.api.browsers import BrowserRules
 from ..router.dispatch.convictions import Convictions
 from ..workers.engine.config import Budgets
@@ -32,7 +31,7 @@ from .config import NodeOffer, PoolConfig, PoolRole, RouterConfig, TandemConfig,
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
 from .members import Continuity, Members
 from .ranks import node_host, rank_threads, ray_dashboard_url, start_ranks
-from .status import describe_routers, describe_workers, drain_workers
+from .status import WorkerStatuses, describe_routers, drain_workers
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_MARGIN_SECONDS: Final = 2.0
-_STATUS_SECONDS: Final = 0.2  # between two times that all workers are asked for their status
 _LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
 
 _LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
@@ -176,7 +174,7 @@ class Router(Replica):
         self._continuity = continuity
         self._ray_dashboard = ray_dashboard_url()
         members = self._members = Members(self._application, continuity.layout)
-        self._described = SharedResult(lambda: describe_workers(members.workers, continuity.identity), _STATUS_SECONDS)
+        self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
         host = node_host(config.host)
         self._convictions = Convictions()
         with suppress(Unavailable):  # the list of members comes later
@@ -206,7 +204,7 @@ class Router(Replica):
         self._runtime = runtime
         files = (watch.run() for watch in runtime.watches)
         sharing = self._directory.keep_sharing(self._convictions)
-        self._run(runtime.stop, self._watch(runtime), runtime.console.run(), sharing, *files)
+        self._run(partial(self._stop, runtime), self._watch(runtime), runtime.console.run(), sharing, *files)
 
     def check_health(self) -> None:
         """Raises if the router can serve no more; Serve then replaces the replica."""
@@ -240,7 +238,7 @@ class Router(Replica):
             "model": self._config.served_name,
             "ray_dashboard": self._ray_dashboard,
             "routers": describe_routers(self._members.routers, has_tls=self._config.router.tls is not None),
-            "workers": await self._described.get(),
+            "workers": await self._statuses.get(),
         }
 
     async def continuity(self) -> Continuity:
@@ -252,7 +250,6 @@ class Router(Replica):
     ) -> tuple[list[str], list[str], list[str]]:
         """Returns the gRPC, the HTTP and the ops addresses of this application's routers, once it has that many routers
         and workers, and each router of the service knows all its workers. Raises TimeoutError."""
-
         await self._members.wait_complete(num_routers, num_prefill, num_decode, timeout)
         own = self._members.own_routers
         addresses = zip(*((each.grpc_address, each.http_address, each.ops_address) for each in own), strict=True)
@@ -264,6 +261,10 @@ class Router(Replica):
         when they have none or after so many seconds."""
         others = [each.address for each in self._members.other_workers]
         return sum(count or 0 for count in await drain_workers(others, seconds, self._continuity.identity))
+
+    async def _stop(self, runtime: "RouterRuntime", grace: float) -> None:
+        await runtime.stop(grace)
+        await self._statuses.close()
 
     async def _watch(self, runtime: "RouterRuntime") -> None:
         """Keeps the router's list of workers as the directory has it; while that is unavailable, the last one stays."""
@@ -316,11 +317,7 @@ def count_routers(config: TandemConfig, nodes: Sequence[NodeOffer]) -> int:
 
 
 def _bind_pool(
-    role: PoolRole,
-    config: TandemConfig,
-    folder: str,
-    nodes: Sequence[NodeOffer],
-    identity: PeerIdentity,
+    role: PoolRole, config: TandemConfig, folder: str, nodes: Sequence[NodeOffer], identity: PeerIdentity
 ) -> serve.Application:
     pool = config.pools[role]
     options = _options(config, pool.replicas, pool, _environment(pool))

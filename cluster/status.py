@@ -6,7 +6,7 @@ route of its name. Does not import Ray.
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
@@ -15,11 +15,13 @@ from google.protobuf.message import Message
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import PeerChannel
 from ..proto.identity import PeerIdentity
+from ..proto.shared_result import SharedResult
 
 if TYPE_CHECKING:
     from .directory import RouterInfo  # which imports Ray
 
 STATUS_SECONDS: Final = 1.0
+_FRESH_SECONDS: Final = 0.2
 _DRAIN_ANSWER_SECONDS: Final = 10.0
 
 
@@ -45,12 +47,38 @@ def service_of(application: str) -> str:
     return re.sub(r"\.\d+$", "", application)
 
 
-async def describe_workers(workers: Iterable[worker_pb2.WorkerInfo], identity: PeerIdentity) -> list[dict[str, Any]]:
-    """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and WorkerInfo by their names,
-    `id`, `role`, `state` (ready, draining, or silent for one that does not answer within a second), and `transports` by
-    the endpoint of each rank from which it has pulled KV cache."""
-    ordered = sorted(workers, key=lambda worker: worker.worker_id)
-    return list(await asyncio.gather(*(_describe(worker, identity) for worker in ordered)))
+class WorkerStatuses:
+    """Tells the status of the workers that a router knows. They are asked once for all who want it at about the same
+    time, over channels that are kept until a worker is gone."""
+
+    def __init__(self, workers: Callable[[], Iterable[worker_pb2.WorkerInfo]], identity: PeerIdentity) -> None:
+        self._workers = workers
+        self._identity = identity
+        self._channels: dict[str, PeerChannel] = {}  # by address
+        self._described = SharedResult(self._describe, _FRESH_SECONDS)
+
+    async def get(self) -> list[dict[str, Any]]:
+        """Returns each worker as plain data, sorted by id: the fields of GetStatusResponse and WorkerInfo by their
+        names, `id`, `role`, `state` (ready, draining, or silent for one that does not answer within a second), and
+        `transports` by the endpoint of each rank from which it has pulled KV cache."""
+        return await self._described.get()
+
+    async def close(self) -> None:
+        """Closes the channels."""
+        await self._keep(())
+
+    async def _describe(self) -> list[dict[str, Any]]:
+        ordered = sorted(self._workers(), key=lambda worker: worker.worker_id)
+        await self._keep([worker.address for worker in ordered])
+        return list(await asyncio.gather(*(_describe(worker, self._channels[worker.address]) for worker in ordered)))
+
+    async def _keep(self, addresses: Collection[str]) -> None:
+        """Has a channel to each of these addresses, and to no other."""
+        gone = [self._channels.pop(address) for address in self._channels.keys() - set(addresses)]
+        for address in addresses:
+            if address not in self._channels:
+                self._channels[address] = PeerChannel(address, self._identity)
+        await asyncio.gather(*(channel.close() for channel in gone))
 
 
 def describe_routers(routers: Iterable["RouterInfo"], *, has_tls: bool) -> list[dict[str, str]]:
@@ -85,16 +113,15 @@ async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | 
     return response.num_requests
 
 
-async def _describe(worker: worker_pb2.WorkerInfo, identity: PeerIdentity) -> dict[str, Any]:
+async def _describe(worker: worker_pb2.WorkerInfo, channel: PeerChannel) -> dict[str, Any]:
     status = worker_pb2.GetStatusResponse(info=worker)
     state = "silent"
-    async with PeerChannel(worker.address, identity) as channel:
-        try:
-            stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-            status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
-            state = "draining" if status.info.draining else "ready"
-        except grpc.aio.AioRpcError:
-            pass  # `state` says so
+    try:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
+        state = "draining" if status.info.draining else "ready"
+    except grpc.aio.AioRpcError:
+        pass  # `state` says so
     role = worker_pb2.Role.Name(status.info.role).removeprefix("ROLE_").lower()
     fields = _scalars(status) | _scalars(status.info)
     transports = dict(sorted(status.transports.items()))

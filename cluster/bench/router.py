@@ -42,7 +42,7 @@ from ...workers.engine.config import Budgets
 from ...workers.engine.null import NullExecutor
 from ...workers.tp.rank import Rank, RankConfig
 from ...workers.worker import Worker, WorkerConfig
-from ..status import describe_workers
+from ..status import WorkerStatuses
 from ..tables import make_table, table_console
 from .options import ServerAddress
 from .target import StreamCompletion, open_target
@@ -204,19 +204,20 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
     tls = ServerTls(access.tls.load()) if access.has_tls else None
     service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
-    console = ConsoleFeed(service.telemetry, partial(_describe, registry, identity), registry.workers)
+    statuses = WorkerStatuses(registry.workers, identity)
+    console = ConsoleFeed(service.telemetry, partial(_describe, statuses), registry.workers)
     server = await ApiServers.start(service, authenticator=access.authenticator(), tls=tls, console=console)
     await server.set_serving(True)
     sampling = asyncio.create_task(console.run())
     await _until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
     sampling.cancel()
     await server.stop(0)
+    await statuses.close()
     await dispatcher.close()
 
 
-async def _describe(registry: WorkerRegistry, identity: PeerIdentity) -> dict[str, Any]:
-    workers = await describe_workers(registry.workers(), identity)
-    return {"service": _MODEL, "model": _MODEL, "routers": [], "workers": workers}
+async def _describe(statuses: WorkerStatuses) -> dict[str, Any]:
+    return {"service": _MODEL, "model": _MODEL, "routers": [], "workers": await statuses.get()}
 
 
 async def _until_stdin_ends(addresses: str) -> None:

@@ -16,10 +16,9 @@ from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.directory import Directory
 from tandem.cluster.members import Continuity, Members
-from tandem.cluster.status import describe_workers
+from tandem.cluster.status import WorkerStatuses
 from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
-from tandem.proto.shared_result import SharedResult
 from tandem.router.auth.authenticator import Authenticator
 from tandem.tests.peers import IDENTITY
 
@@ -146,12 +145,11 @@ async def test_pages_in_browsers_do_not_read_the_status_page(
 ) -> None:
     names = {"host_names": ("models.example.com",), "cors_origins": ("https://evil.example",)}  # of the API alone
     config = config.model_copy(update={"router": config.router.model_copy(update=names)})
-    described = SharedResult(lambda: describe_workers([], IDENTITY), 1.0)
     router: Any = SimpleNamespace(
         _config=config,
         _members=Members("tandem", b""),
         _authenticator=Authenticator(),
-        _described=described,
+        _statuses=WorkerStatuses(list, IDENTITY),
         _ray_dashboard="",
     )
     router.status = partial(app.Router.status, router)

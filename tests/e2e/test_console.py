@@ -208,6 +208,31 @@ def test_the_playground_answers(opened: Any) -> None:
     assert problems(opened) == []
 
 
+def polls(page: Any) -> list[float]:
+    """When the page has polled, in milliseconds of its own clock."""
+    script = "return performance.getEntriesByType('resource').filter(each => each.name.includes('/console/data'))"
+    return [float(each) for each in page.execute_script(f"{script}.map(each => each.startTime)")]
+
+
+def test_it_does_not_poll_while_its_tab_is_hidden(opened: Any) -> None:
+    script = "window.hid = []; document.onvisibilitychange = () => hid.push([document.hidden, performance.now()])"
+    opened.execute_script(f"performance.clearResourceTimings(); {script}")
+    wait(lambda: len(polls(opened)) >= 2)
+    console = opened.current_window_handle
+    opened.switch_to.new_window("tab")
+    opened.execute_async_script("setTimeout(arguments[0], 3500)")  # in which a visible page polls at least twice
+    opened.close()
+    opened.switch_to.window(console)
+    wait(lambda: len(opened.execute_script("return hid")) == 2)
+    (is_hidden, hidden), (_, shown) = opened.execute_script("return hid")
+    assert is_hidden
+    assert shown - hidden >= 3000
+    assert [time for time in polls(opened) if hidden < time < shown] == []
+    wait(lambda: any(time >= shown for time in polls(opened)))
+    wait(lambda: text(opened, "#live") == "Live")
+    assert problems(opened) == []
+
+
 def test_it_says_so_when_the_router_does_not_answer(opened: Any) -> None:
     network = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
     opened.execute_cdp_cmd("Network.enable", {})

@@ -1,0 +1,37 @@
+"""What a router tells of its workers, and over which connections it asks them."""
+
+from tandem.cluster.status import WorkerStatuses
+from tandem.proto import worker_pb2
+from tandem.tests.fleet import fleet
+from tandem.tests.peers import IDENTITY
+
+
+async def test_workers_are_asked_over_channels_that_are_kept() -> None:
+    async with fleet(1, 1) as running:
+        known = [worker.info() for worker in running.workers]
+        statuses, kept = WorkerStatuses(lambda: known, IDENTITY), []
+        for _ in range(3):
+            assert {each["state"] for each in await asked_anew(statuses)} == {"ready"}
+            kept.append(dict(statuses._channels))
+        assert kept[0].keys() == {info.address for info in known}
+        assert kept[0] == kept[1] == kept[2]
+        await statuses.close()
+        assert not statuses._channels
+
+
+async def test_channels_to_workers_that_are_gone_are_closed() -> None:
+    async with fleet(1, 1) as running:
+        known = [worker.info() for worker in running.workers]
+        known.append(worker_pb2.WorkerInfo(worker_id="z", address="127.0.0.1:9", role=worker_pb2.ROLE_DECODE))
+        statuses = WorkerStatuses(lambda: known, IDENTITY)
+        assert [each["state"] for each in await asked_anew(statuses)] == ["ready", "ready", "silent"]
+        del known[0], known[-1]
+        assert [each["address"] for each in await asked_anew(statuses)] == [known[0].address]
+        assert list(statuses._channels) == [known[0].address]
+        await statuses.close()
+
+
+async def asked_anew(statuses: WorkerStatuses) -> list[dict[str, object]]:
+    """The status of all workers, whatever was known of it."""
+    statuses._described._fresh_until = 0.0
+    return await statuses.get()
