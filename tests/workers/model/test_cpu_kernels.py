@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
-from tandem.workers.model.attention.backend import SequenceSpan
+from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.config import RopeConfig
 from tandem.workers.model.kernels import build, cpu
@@ -36,10 +37,20 @@ def test_this_machine_has_them() -> None:
 @pytest.mark.parametrize(
     ("num_heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 256)]
 )
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [
+        (None, PLAIN),
+        (20, PLAIN),
+        (20, AttentionOptions(scale=0.3, soft_cap=2.0)),
+        (None, AttentionOptions(sinks=torch.linspace(-2, 4, 9))),
+    ],
+)
 def test_attention_equals_plain_torch(
-    dtype: str, num_heads: int, kv_heads: int, head_dim: int, window: int | None
+    dtype: str, num_heads: int, kv_heads: int, head_dim: int, window: int | None, options: AttentionOptions
 ) -> None:
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks[:num_heads])
     torch.manual_seed(0)
     layout = KvLayout.uniform(
         num_layers=2, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, model="m"
@@ -68,7 +79,7 @@ def test_attention_equals_plain_torch(
             for each in (None, window)
         ]
         step = TorchAttentionBackend(kv, layers, native=native).plan(spans)
-        results.append([step(layer, query, key, value).float() for layer in range(2)])
+        results.append([step(layer, query, key, value, options).float() for layer in range(2)])
     assert torch.equal(stores[0].data, stores[1].data)
     for ours, reference in zip(*results, strict=True):
         assert (ours - reference).abs().max() <= TOLERANCE[DTYPES[dtype]]

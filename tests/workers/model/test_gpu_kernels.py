@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from tandem.tests.workers.model.helpers import multiply_row_by_row
 from tandem.workers.model.kernels import gpu, gpu_chunk, gpu_decode, gpu_linear
+from tandem.workers.model.kernels.gpu_attention import Scoring
 from tandem.workers.model.kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
 from tandem.workers.model.kernels.gpu_decode import SPLIT_TOKENS, DecodeWork, decode_attention, num_splits
 
@@ -33,6 +34,8 @@ class Shape:
     head_dim: int
     block_size: int = 16
     window: int = 0
+    soft_cap: float = 0.0
+    has_sinks: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -43,6 +46,9 @@ class Cache:
         self.shape = shape
         size = (2, 512, shape.kv_heads, shape.block_size, shape.head_dim)
         self.keys, self.values = torch.full(size, torch.nan, dtype=shape.dtype, device=DEVICE)
+        sinks = 2 * torch.randn(shape.num_heads, device=DEVICE) if shape.has_sinks else None
+        scale = shape.head_dim**-0.5 * (1.0 if not shape.soft_cap else 3.0)
+        self.scoring = Scoring(window=shape.window, scale=scale, soft_cap=shape.soft_cap, sinks=sinks)
         self.tables: list[int] = []
         self._free = torch.randperm(512).tolist()
 
@@ -64,7 +70,13 @@ class Cache:
         blocks = torch.tensor(self.tables[offset:])[seen // shape.block_size]
         keys, values = (part[blocks, :, seen % shape.block_size].double() for part in (self.keys, self.values))
         heads = query.double().view(shape.kv_heads, -1, shape.head_dim)
-        weights = (torch.einsum("kgd,nkd->kgn", heads, keys) * shape.head_dim**-0.5).softmax(-1)
+        scores = torch.einsum("kgd,nkd->kgn", heads, keys) * self.scoring.scale
+        if shape.soft_cap:
+            scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+        if self.scoring.sinks is not None:
+            sinks = self.scoring.sinks.double().view(shape.kv_heads, -1, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[:, :, : len(seen)]
         return torch.einsum("kgn,nkd->kgd", weights, values).reshape(shape.num_heads, shape.head_dim)
 
 
@@ -101,7 +113,7 @@ def decode(cache: Cache, query: torch.Tensor, work: DecodeWork, num_programs: in
     size = (len(work.item_splits), shape.num_heads, shape.head_dim + 2)
     partial = torch.full(size, torch.nan, device=DEVICE)
     out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
-    decode_attention(query, cache.keys, cache.values, work, shape.window, partial, out, num_programs)
+    decode_attention(query, cache.keys, cache.values, work, cache.scoring, partial, out, num_programs)
     return out.view(query.shape)
 
 
@@ -133,6 +145,7 @@ SHAPES = [
     Shape(num_heads=2, kv_heads=2, head_dim=16, block_size=4),
     Shape(num_heads=9, kv_heads=1, head_dim=80, dtype=torch.bfloat16),
     Shape(num_heads=8, kv_heads=2, head_dim=64, dtype=torch.float16),
+    Shape(num_heads=6, kv_heads=2, head_dim=32, soft_cap=1.5, has_sinks=True),
 ]
 
 
@@ -213,7 +226,7 @@ def check_chunks(shape: Shape, chunks: list[tuple[int, int]], most_tokens: int |
         tile_rows=rows, tile_counts=counts, tile_starts=starts, tile_offsets=offsets, tables=ints(cache.tables)
     )
     out = query.new_full((len(query), shape.num_heads * shape.head_dim), torch.nan)
-    chunk_attention(query, cache.keys, cache.values, work, shape.window, out)
+    chunk_attention(query, cache.keys, cache.values, work, cache.scoring, out)
     result = out.view(query.shape)
     expected = torch.full(query.shape, torch.nan, dtype=torch.float64, device=DEVICE)
     for row, count, position, offset in tiles:
@@ -400,6 +413,7 @@ def compile_all() -> None:
         Shape(num_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16),
         Shape(num_heads=9, kv_heads=3, head_dim=64, dtype=torch.bfloat16, window=100),
         Shape(num_heads=2, kv_heads=2, head_dim=64),
+        Shape(num_heads=8, kv_heads=2, head_dim=256, dtype=torch.bfloat16, window=100, soft_cap=50.0, has_sinks=True),
     ):
         compile_shape(shape)
 
@@ -412,6 +426,8 @@ def compile_shape(shape: Shape) -> None:
     out = zeros(4, shape.num_heads * shape.head_dim)
     table = zeros(4, 1, shape.head_dim)
     array = torch.zeros(4, dtype=torch.int32)
+    sinks = torch.zeros(shape.num_heads) if shape.has_sinks else None
+    scoring = Scoring(window=shape.window, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap, sinks=sinks)
     gpu.rms_norm(out, zeros(out.shape[1]), 1e-5)
     gpu.rms_norm(query, zeros(shape.head_dim), 1e-5)
     gpu.silu_mul(out)
@@ -419,9 +435,9 @@ def compile_shape(shape: Shape) -> None:
     gpu.store_kv(key, value, keys, values, array)
     partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)
     decodes = DecodeWork(**dict.fromkeys(DecodeWork._fields, array))
-    decode_attention(query, keys, values, decodes, shape.window, partial, out, 2)
+    decode_attention(query, keys, values, decodes, scoring, partial, out, 2)
     chunks = ChunkWork(**dict.fromkeys(ChunkWork._fields, array))
-    chunk_attention(query, keys, values, chunks, shape.window, out)
+    chunk_attention(query, keys, values, chunks, scoring, out)
     gpu_linear.linear(out, zeros(80, out.shape[1]), zeros(80), zeros(4, 80))
 
 

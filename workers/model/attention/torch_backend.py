@@ -10,10 +10,10 @@ from torch.nn import functional
 from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..kv_store import PagedKv
-from .backend import SequenceSpan, StepAttention
+from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 from .native_tables import NativeTables
 
-_Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+_Attend = Callable[[int, torch.Tensor, torch.Tensor, AttentionOptions], None]
 """Attends in a layer for query [rows, num_heads, head_dim]; writes the result to out [rows, num_heads * head_dim]."""
 
 _Part = tuple[slice | torch.Tensor, _Attend]
@@ -93,7 +93,13 @@ class TorchAttentionBackend:
         return (torch.tensor(rows)[:, None] + torch.arange(num_kv_heads) * size).flatten().to(self._kv.device)
 
     def _step(
-        self, tables: list[_LayerTables], layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        tables: list[_LayerTables],
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """See `StepAttention.__call__`; `tables` are by layer."""
         slots, native_store, native, parts = tables[layer]
@@ -106,13 +112,14 @@ class TorchAttentionBackend:
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if native:
             keys, values = self._kv.layers[layer]
-            cpu.paged_attention(query, keys, values, native.addresses, result)
+            scale = options.scale_of(query.shape[2])
+            cpu.paged_attention(query, keys, values, native.addresses, result, scale, options.soft_cap, options.sinks)
         for rows, attend in parts:
             if isinstance(rows, slice):
-                attend(layer, query[rows], result[rows])
+                attend(layer, query[rows], result[rows], options)
             else:
                 out = result.new_empty(len(rows), result.shape[1])
-                attend(layer, query[rows], out)
+                attend(layer, query[rows], out, options)
                 result[rows] = out
         return result
 
@@ -121,6 +128,18 @@ def _first_rows(spans: Sequence[SequenceSpan]) -> list[tuple[int, SequenceSpan]]
     """Returns the sequences, each after its first row of the flat batch."""
     counts = itertools.accumulate((span.num_tokens for span in spans), initial=0)
     return list(zip(counts, spans, strict=False))
+
+
+def _weigh(scores: torch.Tensor, mask: torch.Tensor, options: AttentionOptions, head_dim: int) -> torch.Tensor:
+    """Maps products of queries and keys [..., num_heads, n, m] to the weights of the values; `mask` is added."""
+    scores = scores * options.scale_of(head_dim)
+    if options.soft_cap is not None:
+        scores = torch.tanh(scores / options.soft_cap) * options.soft_cap
+    scores = scores + mask
+    if options.sinks is None:
+        return scores.softmax(-1)
+    sinks = options.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
 
 
 class _Planner:
@@ -158,15 +177,16 @@ class _Planner:
         # Padding repeats the sequence's own last block: finite numbers, which the mask takes out.
         table = self._head_rows(torch.tensor([blocks + blocks[-1:] * (width - len(blocks)) for blocks in tables]))
         keys_of = torch.tensor(firsts)[:, None] * self._block_size + torch.arange(width * self._block_size)
-        mask = self._mask(torch.tensor([span.start for span in spans]), keys_of)
-        mask = mask[:, None].repeat_interleave(self._num_kv_heads, dim=0)  # [batch * num_kv_heads, 1, num_keys]
+        mask = self._mask(torch.tensor([span.start for span in spans]), keys_of)[:, None, None]
 
-        def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-            head_dim, products = query.shape[-1], mask.shape[0]
+        def attend(layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:
+            batch, num_heads, head_dim = query.shape
+            products = batch * self._num_kv_heads
             query = query.reshape(products, -1, head_dim)
             keys, values = (rows[table].view(products, -1, head_dim) for rows in self._kv.gather_rows[layer])
-            scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=head_dim**-0.5)
-            out.view(products, -1, head_dim).copy_(torch.bmm(scores.softmax(-1), values))
+            scores = torch.bmm(query, keys.transpose(1, 2)).view(batch, num_heads, 1, -1)
+            weights = _weigh(scores, mask, options, head_dim).view(products, -1, keys.shape[1])
+            out.view(products, -1, head_dim).copy_(torch.bmm(weights, values))
 
         return attend
 
@@ -176,10 +196,11 @@ class _Planner:
         end, first, kv_heads = span.start + span.num_tokens, self._first_block(span), self._num_kv_heads
         table = self._head_rows(torch.tensor([span.blocks[first : self._num_blocks(span)]]))
         positions = torch.arange(first * self._block_size, end)
+        queries = torch.arange(span.start, end)
         is_causal = span.start == 0 and (self._window is None or end <= self._window)
-        mask = None if is_causal else self._mask(torch.arange(span.start, end), positions[None])
+        mask = None if is_causal else self._mask(queries, positions[None])
 
-        def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        def attend(layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:
             num_tokens, num_heads, head_dim = query.shape
             group = num_heads // kv_heads
             query = query.reshape(num_tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -187,7 +208,15 @@ class _Planner:
                 rows[table].view(kv_heads, 1, -1, head_dim)[:, :, : len(positions)].expand(-1, group, -1, -1)
                 for rows in self._kv.gather_rows[layer]
             )
-            result = functional.scaled_dot_product_attention(query, keys, values, mask, is_causal=is_causal)
+            if options.soft_cap is None and options.sinks is None:
+                result = functional.scaled_dot_product_attention(
+                    query, keys, values, mask, is_causal=is_causal, scale=options.scale
+                )
+            else:
+                scores = (query @ keys.transpose(2, 3)).view(num_heads, num_tokens, -1)
+                hidden = self._mask(queries, positions[None]) if mask is None else mask
+                weights = _weigh(scores, hidden, options, head_dim)
+                result = weights.view(kv_heads, group, num_tokens, -1) @ values
             out.view(num_tokens, kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))
 
         return attend

@@ -9,10 +9,11 @@ import torch
 from ...kv_cache.layout import LayerGeometry
 from ..device import Ints, copy_to_device, to_device
 from ..kernels.gpu import store_kv
+from ..kernels.gpu_attention import Scoring
 from ..kernels.gpu_chunk import ChunkWork, chunk_attention, tile_tokens
 from ..kernels.gpu_decode import DecodeWork, decode_attention, num_splits
 from ..kv_store import PagedKv
-from .backend import SequenceSpan, StepAttention
+from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 
 _MAX_GRAPH_ITEMS: Final = 4096  # work items of a captured step, each of gpu_decode.SPLIT_TOKENS keys
 _MAX_GRAPH_BLOCKS: Final = 65_536  # entries of its block tables
@@ -61,16 +62,27 @@ class TritonAttentionBackend:
         """Returns the attention of a step; `slots` int32 [num_tokens] are block * block_size + offset, or -1; `chunks`
         are by tile_tokens, empty if no sequence has several tokens."""
 
-        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            options: AttentionOptions = PLAIN,
+        ) -> torch.Tensor:
             keys, values = self.kv.layers[layer]
-            window = self.layers[layer].window or 0
+            scoring = Scoring(
+                window=self.layers[layer].window or 0,
+                scale=options.scale_of(query.shape[2]),
+                soft_cap=options.soft_cap or 0.0,
+                sinks=options.sinks,
+            )
             store_kv(key, value, keys, values, slots)
             out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
             if decode:
                 partial, num_programs = partials[query.shape[1], query.shape[2]], self.num_programs[layer]
-                decode_attention(query, keys, values, decode, window, partial, out, num_programs)
+                decode_attention(query, keys, values, decode, scoring, partial, out, num_programs)
             if chunks:
-                chunk_attention(query, keys, values, chunks[self.tile_tokens[layer]], window, out)
+                chunk_attention(query, keys, values, chunks[self.tile_tokens[layer]], scoring, out)
             return out
 
         return attend

@@ -59,7 +59,8 @@ typedef struct {
     const int32_t *table;
     int64_t query_stride, out_stride, kv_heads, group, head_dim, block_size;
     int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
-    float scale;
+    float scale, soft_cap;  // scores become soft_cap * tanh(score / soft_cap), unless it is 0
+    const float *sinks;     // [kv_heads * group] or NULL: the score of a key without value that every token sees
 } Chunk;
 
 // The keys that a thread will probably read next: of a KV head, from `first` to `last`.

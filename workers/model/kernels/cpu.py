@@ -40,13 +40,17 @@ def paged_attention(
     values: torch.Tensor,  # the same
     tables: torch.Tensor,  # [2] int64, see paged_attention.c
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
+    scale: float,
+    soft_cap: float | None = None,  # see AttentionOptions
+    sinks: torch.Tensor | None = None,  # float32 [num_heads]
 ) -> None:
     """Computes attention of each token to the keys of its sequence that `tables` name, read in place."""
     rows, num_heads, head_dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
-    shape = (kv_heads, num_heads // kv_heads, head_dim, block_size, head_dim**-0.5)
+    shape = (kv_heads, num_heads // kv_heads, head_dim, block_size)
+    options = (float(scale), float(soft_cap or 0), sinks)
     places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
-    call("paged_attention", query.dtype, rows, *places, *shape, shared=True)
+    call("paged_attention", query.dtype, rows, *places, *shape, *options, shared=True)
 
 
 def store_kv(

@@ -10,7 +10,7 @@ batch, to the bit.
 
 import math
 import os
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,22 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 FLOOR = tl.constexpr(-1e30)  # below any score, and finite: the difference of two infinities would be NaN
 
 
+class Scoring(NamedTuple):
+    """Says which keys a token sees and how their scores are made; see `AttentionOptions`."""
+
+    window: int  # how many tokens each token sees, itself included; 0 is all
+    scale: float
+    soft_cap: float = 0.0  # 0 is none
+    sinks: torch.Tensor | None = None  # float32 [num_heads]
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Returns the factors of scores before and after the soft cap, the last one into base 2."""
+        if self.soft_cap:
+            return self.scale / self.soft_cap, self.soft_cap * LOG2_E
+        return 1.0, self.scale * LOG2_E
+
+
 @triton.jit
 def nothing_attended(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
     """Returns the peak, total and mix that `attend` begins with."""
@@ -31,11 +47,18 @@ def nothing_attended(ROWS: tl.constexpr, DIM_PADDED: tl.constexpr):
 
 
 @triton.jit
-def _mask(scores, known, key, position, WINDOW: tl.constexpr):
-    seen = known & (key <= position)
-    if WINDOW > 0:
-        seen &= key > position - WINDOW
-    return tl.where(seen, scores, float("-inf"))
+def _scores(
+    query, key_tile, known, key, position, cap_scale, CAPPED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee")
+    if CAPPED:
+        scores = 2 * tl.sigmoid(2 * scores * cap_scale) - 1  # tanh
+    if MASKED:
+        seen = known & (key <= position)
+        if WINDOW > 0:
+            seen &= key > position - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
@@ -54,7 +77,9 @@ def attend(
     end,
     first_key,  # that any of the queries sees
     last_key,
-    scale,
+    cap_scale,  # of scores before the soft cap
+    scale,  # after it, into base 2
+    CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,  # False: all queries see all keys
     KEYS: tl.constexpr,
@@ -75,17 +100,16 @@ def attend(
         value_tile = tl.load(values + place, mask=loaded, other=0.0)
         if INTERPRETED:  # it cannot multiply bfloat16
             query, key_tile, value_tile = query.to(tl.float32), key_tile.to(tl.float32), value_tile.to(tl.float32)
-        scores = tl.dot(query, tl.trans(key_tile), input_precision="ieee")
-        if MASKED:
-            scores = _mask(scores, known[None, :], key[None, :], positions[:, None], WINDOW)
+        scores = _scores(
+            query, key_tile, known[None, :], key[None, :], positions[:, None], cap_scale, CAPPED, WINDOW, MASKED
+        )
         higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
         weights = tl.exp2(tl.fma(scores, scale, -higher[:, None]))
         fade = tl.exp2(peak - higher)
         total = total * fade + tl.sum(weights, axis=1)
         mix = tl.dot(weights.to(value_tile.dtype), value_tile, mix * fade[:, None], input_precision="ieee")
         peak = higher
-        # One tile ahead: else the keys would wait for it.
-        key += KEYS
+        key += KEYS  # one tile ahead: else the keys would wait for it
         block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
     return peak, total, mix
 

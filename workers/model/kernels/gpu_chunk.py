@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .gpu_attention import LOG2_E, attend, nothing_attended, padded, tile_keys
+from .gpu_attention import LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
 
 _CHUNK_ROWS: Final = 128  # of one product: two groups of warps of 64 rows
 
@@ -34,14 +34,19 @@ def _chunk_kernel(
     tile_starts,
     tile_offsets,
     tables,
+    sinks,
     query_stride_row,
     out_stride_row,
     stride_block,
     stride_head,
     stride_slot,
+    cap_scale,
     scale,
+    sink_scale,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -58,40 +63,44 @@ def _chunk_kernel(
     queries = tl.load(query + row[:, None] * query_stride_row + place, mask=inside, other=0.0)
     keys += kv_head.to(tl.int64) * stride_head
     values += kv_head.to(tl.int64) * stride_head
+    peak, total, mix = nothing_attended(ROWS, DIM_PADDED)
+    if HAS_SINKS:
+        peak = tl.load(sinks + kv_head * GROUP + tl.arange(0, ROWS) % GROUP) * sink_scale
+        total += 1.0
     total, mix = _attend_tile(
-        queries, start + token, start, start + count - 1, keys, values, tables + tl.load(tile_offsets + tile),
-        stride_block, stride_slot, scale, ROWS, WINDOW, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+        queries, start + token, peak, total, mix, start, start + count - 1, keys, values,
+        tables + tl.load(tile_offsets + tile), stride_block, stride_slot, cap_scale, scale,
+        CAPPED, WINDOW, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
     )  # fmt: skip
     tl.store(out + row[:, None] * out_stride_row + place, mix / total[:, None], mask=inside)
 
 
 @triton.jit
 def _attend_tile(
-    queries, positions, start, last_key, keys, values, table, stride_block, stride_slot, scale,
-    ROWS: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
+    queries, positions, peak, total, mix, start, last_key, keys, values, table, stride_block, stride_slot, cap_scale,
+    scale, CAPPED: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Attends for a tile of positions [start, last_key]; returns the total and the mix."""
     first_key = tl.maximum(start + 1 - WINDOW, 0) if WINDOW > 0 else 0
     begin, middle_end = first_key // KEYS * KEYS, (start + 1) // KEYS * KEYS
     middle = begin
-    peak, total, mix = nothing_attended(ROWS, DIM_PADDED)
     # First the keys that not all of the tokens see because of the window, then those that all see, then the causal end.
     if WINDOW > 0:
         all_seen = tl.cdiv(tl.maximum(last_key + 1 - WINDOW, 0), KEYS) * KEYS
         middle = tl.minimum(all_seen, tl.maximum(middle_end, begin))
         peak, total, mix = attend(
             queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, begin, middle,
-            first_key, last_key, scale, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+            first_key, last_key, cap_scale, scale, CAPPED, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
         )  # fmt: skip
     peak, total, mix = attend(
         queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot, middle, middle_end,
-        first_key, last_key, scale, WINDOW, False, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+        first_key, last_key, cap_scale, scale, CAPPED, WINDOW, False, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
     )  # fmt: skip
     peak, total, mix = attend(
         queries, positions, peak, total, mix, keys, values, table, stride_block, stride_slot,
         tl.maximum(middle, middle_end), last_key + 1,
-        first_key, last_key, scale, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+        first_key, last_key, cap_scale, scale, CAPPED, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
     )  # fmt: skip
     return total, mix
 
@@ -107,7 +116,7 @@ def chunk_attention(
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
     values: torch.Tensor,  # the same, in the same strides
     work: ChunkWork,
-    window: int,  # how many tokens each token sees, itself included; 0 is all
+    scoring: Scoring,
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
 ) -> None:
     """Computes causal attention of new tokens, whose own keys are stored already, over keys that are read in place."""
@@ -121,15 +130,19 @@ def chunk_attention(
         values,
         out,
         *work,
+        query if scoring.sinks is None else scoring.sinks,
         query.stride(0),
         out.stride(0),
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
-        head_dim**-0.5 * LOG2_E,
+        *scoring.factors,
+        LOG2_E,
         GROUP=group,
         ROWS=padded(tile_tokens(num_heads, kv_heads, head_dim) * group),
-        WINDOW=window,
+        HAS_SINKS=scoring.sinks is not None,
+        CAPPED=scoring.soft_cap > 0,
+        WINDOW=scoring.window,
         KEYS=16 if exact else tile_keys(query),
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..device import Ints
-from .gpu_attention import FLOOR, LOG2_E, attend, nothing_attended, padded, tile_keys
+from .gpu_attention import FLOOR, LOG2_E, Scoring, attend, nothing_attended, padded, tile_keys
 
 _Position = TypeVar("_Position", int, Ints)
 
@@ -40,27 +40,23 @@ def _decode_kernel(
     keys,
     values,
     partial,
-    rows,
-    last_keys,
-    offsets,
-    num_items,
-    item_sequences,
-    item_splits,
-    tables,
+    rows, last_keys, offsets, num_items, item_sequences, item_splits, tables,  # of the DecodeWork
     query_stride_row,
     stride_block,
     stride_head,
     stride_slot,
+    cap_scale,
     scale,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
+    CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-):
+):  # fmt: skip
     num_heads = (tl.num_programs(1) * GROUP).to(tl.int64)  # with which an item's place in `partial` has 64 bits
     kv_head, head, columns = tl.program_id(1), tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
     inside = (head < GROUP)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -80,8 +76,8 @@ def _decode_kernel(
             peak, total, mix = nothing_attended(GROUP_PADDED, DIM_PADDED)
             peak, total, mix = attend(
                 queries, tl.zeros([GROUP_PADDED], tl.int32) + last_key, peak, total, mix, keys, values,
-                tables + tl.load(offsets + sequence), stride_block, stride_slot, begin, end, first_key, last_key, scale,
-                WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
+                tables + tl.load(offsets + sequence), stride_block, stride_slot, begin, end, first_key, last_key,
+                cap_scale, scale, CAPPED, WINDOW, True, KEYS, BLOCK_SIZE, HEAD_DIM, DIM_PADDED,
             )  # fmt: skip
             target = partial + (item * num_heads + kv_head * GROUP + head) * (HEAD_DIM + 2)
             _store_partial(target, peak, total, mix, columns, inside, head < GROUP, HEAD_DIM)
@@ -101,7 +97,10 @@ def _combine_kernel(
     first_items,
     rows,
     last_keys,
+    sinks,
     out_stride_row,
+    sink_scale,
+    HAS_SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -118,6 +117,8 @@ def _combine_kernel(
         inside = columns < HEAD_DIM
         peak, total = tl.full([], FLOOR, tl.float32), tl.full([], 0.0, tl.float32)
         mix = tl.zeros([DIM_PADDED], tl.float32)
+        if HAS_SINKS:
+            peak, total = tl.load(sinks + head) * sink_scale, total + 1.0
         for splits in range(first_split, last_key // SPLIT + 1, SPLITS):
             split = splits + tl.arange(0, SPLITS)
             known = split <= last_key // SPLIT
@@ -143,7 +144,7 @@ def decode_attention(
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], a layer's cache
     values: torch.Tensor,  # the same, in the same strides
     work: DecodeWork,
-    window: int,  # how many tokens each token sees, itself included; 0 is all
+    scoring: Scoring,
     partial: torch.Tensor,  # [capacity, num_heads, head_dim + 2] float32, contiguous: scratch
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
     num_programs: int,  # for each KV head; best three a multiprocessor for all heads: as many as run at once
@@ -166,10 +167,11 @@ def decode_attention(
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
-        head_dim**-0.5 * LOG2_E,
+        *scoring.factors,
         GROUP=group,
         GROUP_PADDED=padded(group),
-        WINDOW=window,
+        CAPPED=scoring.soft_cap > 0,
+        WINDOW=scoring.window,
         SPLIT=SPLIT_TOKENS,
         KEYS=tile_keys(query),
         BLOCK_SIZE=block_size,
@@ -178,16 +180,19 @@ def decode_attention(
         num_warps=4,
         num_stages=3,
     )
-    _combine(partial, work, window, out, head_dim)
+    _combine(partial, work, scoring, out, head_dim)
 
 
-def _combine(partial: torch.Tensor, work: DecodeWork, window: int, out: torch.Tensor, head_dim: int) -> None:
+def _combine(partial: torch.Tensor, work: DecodeWork, scoring: Scoring, out: torch.Tensor, head_dim: int) -> None:
     _combine_kernel[(len(work.rows), partial.shape[1])](
         partial,
         out,
         *work[:3],
+        partial if scoring.sinks is None else scoring.sinks,
         out.stride(0),
-        WINDOW=window,
+        LOG2_E,
+        HAS_SINKS=scoring.sinks is not None,
+        WINDOW=scoring.window,
         SPLIT=SPLIT_TOKENS,
         SPLITS=_COMBINED_SPLITS,
         HEAD_DIM=head_dim,

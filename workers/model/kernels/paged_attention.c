@@ -8,12 +8,15 @@ enum { KEYS = 128 };  // of a tile
 // query, out    [kv_heads * group, head_dim] of one row
 // keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim]
 // table         the sequence's blocks; the query sees the keys from `first` to `last`
+// soft_cap      0 or the bound of the scores, see Chunk
+// sinks         NULL or [group], see Chunk
 //
 // Computes one KV head with the `group` query heads that share it. Where head_dim and group are constants, the loops over
 // them unroll, which is worth a factor of 2.5; so the usual pairs have a case each.
 #define CASE(ATTEND, D, G)                                                                                             \
     case (D) * 64 + (G):                                                                                               \
-        ATTEND(from, to, keys, values, table, first, last, head, kv_heads, G, D, block_size, scale);                   \
+        ATTEND(from, to, keys, values, table, first, last, head, kv_heads, G, D, block_size, scale,                    \
+               soft_cap, sinks);                                                                                       \
         break;
 #define CASES(ATTEND)                                                                                                  \
     CASE(ATTEND, 64, 1) CASE(ATTEND, 64, 2) CASE(ATTEND, 64, 3) CASE(ATTEND, 64, 4) CASE(ATTEND, 64, 7)                \
@@ -23,11 +26,12 @@ enum { KEYS = 128 };  // of a tile
 #define DEFINE_ATTEND(T, NAME)                                                                                         \
     static inline __attribute__((always_inline)) void attend_wide_##NAME(                                              \
         const T *query, T *out, const T *keys, const T *values, const int32_t *table, int64_t first, int64_t last,     \
-        int64_t head, int64_t kv_heads, int64_t group, const int64_t D, int64_t block_size, float scale) {             \
+        int64_t head, int64_t kv_heads, int64_t group, const int64_t D, int64_t block_size, float scale,               \
+        float soft_cap, const float *sinks) {                                                                          \
         float q[MAX_GROUP][D], acc[MAX_GROUP][D], score[MAX_GROUP][KEYS], wide[D], top[MAX_GROUP], sum[MAX_GROUP];     \
         for (int64_t g = 0; g < group; g++) {                                                                          \
             for (int64_t d = 0; d < D; d++) q[g][d] = load_##NAME(query[g * D + d]) * scale, acc[g][d] = 0;            \
-            top[g] = -1e30f, sum[g] = 0;                                                                               \
+            top[g] = sinks ? sinks[g] : -1e30f, sum[g] = sinks ? 1 : 0;                                                \
         }                                                                                                              \
         for (int64_t begin = first; begin <= last; begin += KEYS) {                                                    \
             const int64_t count = begin + KEYS <= last ? KEYS : last + 1 - begin;                                      \
@@ -42,6 +46,9 @@ enum { KEYS = 128 };  // of a tile
                     score[g][i] = dot;                                                                                 \
                 }                                                                                                      \
             }                                                                                                          \
+            if (soft_cap)                                                                                              \
+                for (int64_t g = 0; g < group; g++)                                                                    \
+                    for (int64_t i = 0; i < count; i++) score[g][i] = soft_cap * tanhf(score[g][i] / soft_cap);        \
             for (int64_t g = 0; g < group; g++) {                                                                      \
                 float peak = top[g], total = 0;                                                                        \
                 for (int64_t i = 0; i < count; i++) peak = score[g][i] > peak ? score[g][i] : peak;                    \
@@ -81,7 +88,7 @@ enum { PART = 5 };  // numbers
         T *out = a[2].p;                                                                                               \
         const int64_t *parts = ((const Arg *)a[6].p)[1].p, query_stride = a[1].n, out_stride = a[3].n;                 \
         const int64_t kv_heads = a[7].n, group = a[8].n, head_dim = a[9].n, block_size = a[10].n;                      \
-        const float scale = a[11].f;                                                                                   \
+        const float scale = a[11].f, soft_cap = a[12].f;                                                               \
         if (item < 0) return parts[1] * kv_heads;                                                                      \
         const int64_t *part = parts + 2 + PART * (parts[0] + item / kv_heads);                                         \
         const int64_t head = item % kv_heads, at = head * group * head_dim, last = part[2];                            \
@@ -89,11 +96,12 @@ enum { PART = 5 };  // numbers
         const T *from = query + part[0] * query_stride + at;                                                           \
         T *to = out + part[0] * out_stride + at;                                                                       \
         const int32_t *table = (const int32_t *)((const Arg *)a[6].p)[0].p + part[4];                                  \
+        const float *sinks = a[13].p ? (const float *)a[13].p + head * group : 0;                                      \
         switch (head_dim * 64 + group) {                                                                               \
             CASES(attend_wide_##NAME)                                                                                  \
         default:                                                                                                       \
             attend_wide_##NAME(from, to, keys, values, table, first, last, head, kv_heads, group, head_dim,            \
-                               block_size, scale);                                                                     \
+                               block_size, scale, soft_cap, sinks);                                                    \
         }                                                                                                              \
         return 0;                                                                                                      \
     }
@@ -124,6 +132,8 @@ static Chunk chunk_of(const Arg *a, const int64_t *part) {
         .tokens = part[1],
         .window = part[3],
         .scale = a[11].f,
+        .soft_cap = a[12].f,
+        .sinks = a[13].p,
     };
 }
 

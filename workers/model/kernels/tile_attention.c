@@ -144,8 +144,16 @@ static inline __m512 decay_each(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
+// cap * tanh(x / cap).
+static inline __m512 cap_each(__m512 x, float cap) {
+    const __m512 one = _mm512_set1_ps(1);
+    const __m512 e = decay_each(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2 / cap)));
+    const __m512 size = _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e)));
+    return _mm512_mask_sub_ps(size, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), _mm512_setzero_ps(), size);
+}
+
 // Turns row r's scores into weights: masked outside keys [first, last], softmax against the running peak.
-static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float scale) {
+static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float scale, float soft_cap) {
     const __m512i from = _mm512_set1_epi32(first > 0 ? (int32_t)first : 0);
     const __m512i to = _mm512_set1_epi32((int32_t)least(last, TILE - 1));
     __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -155,6 +163,7 @@ static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, fl
         seen[j] = _mm512_mask_cmple_epi32_mask(_mm512_cmpge_epi32_mask(lane, from), lane, to);
         const __m512 each = _mm512_load_ps(t->score + r * TILE + 16 * j);
         score[j] = _mm512_mul_ps(each, _mm512_set1_ps(scale));
+        if (soft_cap) score[j] = cap_each(score[j], soft_cap);
         peaks = _mm512_mask_max_ps(peaks, seen[j], peaks, score[j]);
     }
     const float peak = _mm512_reduce_max_ps(peaks);
@@ -197,7 +206,7 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
     for (int64_t r = 0; r < rows; r++) {
         const uint16_t *row = c->query + (token + r / group) * c->query_stride + (head * group + r % group) * D;
         memcpy(t->query + r * D / 2, row, 2 * D);
-        t->top[r] = -1e30f, t->sum[r] = 0;
+        t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
     find_slots(t->next_slots, c, &own, first / TILE * TILE);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
@@ -209,7 +218,7 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
         multiply_rows(t->score, TILE, t->query, D / 2, t->key, TILE, D / 2, 0, rows, padded > 32 ? 4 : 2);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t position = c->start + token + r / group - begin;
-            weigh(t, r, position + 1 - c->window, position, D, c->scale);
+            weigh(t, r, position + 1 - c->window, position, D, c->scale, c->soft_cap);
         }
         load_values(t, c->keys, c->values, padded, D);
         for (int64_t d = 0; d < D; d += 64)
