@@ -160,7 +160,8 @@ RULES += [logs_what_callers_sent]
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_package_keeps_the_rule(rule: Rule) -> None:
-    hand_written = [module for module in package_modules() if module.name != "tandem.proto.parameters"]  # its __main__
+    printing = {"tandem.proto.parameters", "tandem.workers.model.registry"}  # their __main__
+    hand_written = [module for module in package_modules() if module.name not in printing]
     assert rule(hand_written) == []
 
 

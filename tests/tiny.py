@@ -10,18 +10,58 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE, make_tokenizer
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ALTERNATING = {
+    "num_hidden_layers": 3,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+TINY: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": 24}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "olmo2": (Olmo2Config, {}),
+    "granite": (
+        GraniteConfig,
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "phi3": (Phi3Config, {"sliding_window": 24, "original_max_position_embeddings": 2048}),
+    "gemma2": (Gemma2Config, {**ALTERNATING, "query_pre_attn_scalar": 12}),
+    "gemma3": (Gemma3TextConfig, {**ALTERNATING, "query_pre_attn_scalar": 12}),
+    "cohere2": (Cohere2Config, {**ALTERNATING, "logit_scale": 0.5}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "gpt_oss": (GptOssConfig, {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+FAMILIES = tuple(TINY)
+ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
+"""Those with experts."""
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+"""Those whose variants are tested at length."""
 
 
 def make_tiny_model(
@@ -61,17 +101,10 @@ def _config(family: str, tokenizer: PreTrainedTokenizerBase, overrides: dict[str
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": None,
     }
-    if family == "mistral":
-        values["sliding_window"] = 24
-    if family == "qwen2":
+    if family in ("qwen2", "cohere2", "phi3"):
         del values["head_dim"]
-    classes: dict[str, type[PretrainedConfig]] = {
-        "llama": LlamaConfig,
-        "mistral": MistralConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-    }
-    return classes[family](**(values | overrides))
+    kind, own = TINY[family]
+    return kind(**(values | own | overrides))
 
 
 @torch.no_grad()
@@ -80,7 +113,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            parameter.copy_(1 + 0.3 * noise)
+            parameter.copy_(parameter + 0.3 * noise)  # which is 1 or, where it is an offset to 1, 0
         elif name.endswith("bias"):
             parameter.copy_(0.5 * noise)
         elif "embed" in name or "lm_head" in name:

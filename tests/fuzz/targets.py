@@ -24,7 +24,8 @@ from tandem.router.frontend.resume import ProgressSigner, ResumeBinding, ResumeK
 from tandem.router.frontend.validation import check_parameters
 from tandem.workers.kv_cache.layout import KvSpan
 from tandem.workers.model.checkpoint import read_tensors
-from tandem.workers.model.config import CheckpointError, parse_decoder_config, parse_json, read_fields
+from tandem.workers.model.config import CheckpointError, parse_json, read_fields
+from tandem.workers.model.models.parsing import parse_decoder_config
 from tandem.workers.transfer import frames
 
 _KEY: Final = ResumeKey(b"k" * 32)

@@ -1,6 +1,6 @@
-"""Describes a model as config.json does, checked field by field; families share the parsers of common fields.
+"""Describes a model as config.json does, and reads the fields of such files, each checked.
 
-Reads what transformers 4 and 5 write. Imports no torch and knows nothing of the weights.
+Imports no torch and knows nothing of the weights.
 """
 
 import json
@@ -13,7 +13,6 @@ from typing import Any, Final
 from ..kv_cache.layout import LayerGeometry
 
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
-_MAX_LAYERS: Final = 1_000
 _MAX_SIZE: Final = 2**31 - 1
 
 
@@ -25,7 +24,7 @@ class CheckpointError(ValueError):
 class RopeConfig:
     """Rotary embedding: the base and how its frequencies are scaled. Every optional field is resolved."""
 
-    kind: str = "default"  # default, linear, llama3 or yarn
+    kind: str = "default"  # default, linear, llama3, yarn or longrope
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_position: int = 0  # tokens; llama3 and yarn
@@ -34,7 +33,26 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    factors: tuple[float, ...] = ()  # longrope: what each frequency is divided by
     attention_factor: float = 1.0  # cos and sin are multiplied by it
+    rotated: float = 1.0  # share of a head's dimensions that are rotated, the first ones
+    interleaved: bool = False  # neighbours are rotated as a pair, not what lies half of the dimensions apart
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Returns how many dimensions of a head are rotated."""
+        return int(head_dim * self.rotated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Describes the routed experts of a model."""
+
+    num_experts: int
+    num_chosen: int  # for each token
+    intermediate_size: int  # of an expert
+    layers: tuple[int, ...]  # that have experts; the others have an MLP
+    normalised: bool = True  # the weights of a token's experts add up to 1
+    is_mxfp4: bool = False  # their weights, in the checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +64,22 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     layers: tuple[LayerGeometry, ...]
+    ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it knows no positions
     max_position_embeddings: int  # tokens of the longest sequence
-    rms_norm_eps: float
+    norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
-    rope: RopeConfig
     dtype: str  # that the checkpoint declares: float32, bfloat16 or float16
+    activation: str = "silu"  # of the MLP: silu or gelu_tanh
+    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    attention_soft_cap: float | None = None  # of the scores
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a layer's parts add
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
+    experts: ExpertsConfig | None = None
     quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config; empty is none
     eos_token_ids: tuple[int, ...] = ()
 
@@ -78,44 +104,6 @@ def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple
     path = folder / "generation_config.json"
     generation = Fields(path.name, read_json(path) if path.exists() else {})
     return generation.token_ids("eos_token_id", vocab_size) or fields.token_ids("eos_token_id", vocab_size)
-
-
-def parse_decoder_config(
-    fields: "Fields",
-    *,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    window: Callable[[int], int | None] = lambda index: None,
-) -> ModelConfig:
-    """Parses the fields that Llama and similar families name alike; `window` gives the sliding window of each layer.
-
-    Raises CheckpointError if a field is missing, ill-typed, out of bounds or not supported."""
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise fields.error("hidden_act", f"{activation!r} is not supported, only 'silu'")
-    num_heads = fields.integer("num_attention_heads")
-    hidden_size = fields.integer("hidden_size")
-    max_position = fields.integer("max_position_embeddings")
-    num_kv_heads, head_dim = _num_kv_heads(fields, num_heads), _head_dim(fields, hidden_size, num_heads)
-    return ModelConfig(
-        architecture=fields.texts("architectures")[0],
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        layers=tuple(
-            LayerGeometry(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window(index))
-            for index in range(fields.integer("num_hidden_layers", maximum=_MAX_LAYERS))
-        ),
-        max_position_embeddings=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        rope=_rope(fields, max_position),
-        dtype=_dtype(fields),
-        quantization=fields.mapping("quantization_config"),
-    )
 
 
 def _check_files(folder: Path) -> None:
@@ -189,6 +177,20 @@ class Fields:
     def text(self, name: str, default: str | None = None) -> str:
         return str(self._value(name, default, lambda value: isinstance(value, str), "a string"))
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        def is_valid(value: Any) -> bool:
+            return isinstance(value, list) and all(type(item) in (int, float) and 0 < item < math.inf for item in value)
+
+        return tuple(map(float, self._value(name, None, is_valid, "a list of numbers above 0")))
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Returns a list of integers of at least 0; empty if missing."""
+
+        def is_valid(value: Any) -> bool:
+            return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+        return tuple(self._value(name, [], is_valid, "a list of integers of at least 0"))
+
     def texts(self, name: str) -> list[str]:
         def is_valid(value: Any) -> bool:
             return isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -218,87 +220,3 @@ class Fields:
         if not is_valid(value):
             raise self.error(name, f"must be {what}, is {value!r:.60}")
         return value
-
-
-def _dtype(fields: Fields) -> str:
-    name = "dtype" if fields.has("dtype") else "torch_dtype"
-    dtype = fields.text(name, "float32")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise fields.error(name, f"{dtype!r} is not supported, only float32, bfloat16, float16")
-    return dtype
-
-
-def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-    return num_kv_heads
-
-
-def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
-    if not fields.has("head_dim") and hidden_size % num_heads:
-        raise fields.error("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {num_heads}")
-    head_dim = fields.integer("head_dim", hidden_size // num_heads, minimum=2)
-    if head_dim % 2:
-        raise fields.error("head_dim", f"must be even, is {head_dim}")
-    return head_dim
-
-
-def _rope(fields: Fields, max_position: int) -> RopeConfig:
-    """transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
-    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
-    rope = fields.nested(name)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise rope.error("partial_rotary_factor", "is not supported")
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, factor=rope.number("factor"))
-    original = rope.integer("original_max_position_embeddings", max_position)
-    if fields.has("original_max_position_embeddings"):
-        original = fields.integer("original_max_position_embeddings")
-    if kind == "llama3":
-        return _llama3(rope, theta, original)
-    if kind == "yarn":
-        return _yarn(rope, theta, original, max_position)
-    raise rope.error("rope_type", f"{kind!r} is not supported, only default, linear, llama3, yarn")
-
-
-def _llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.error("low_freq_factor", f"{low} must be below high_freq_factor {high}")
-    return RopeConfig(
-        kind="llama3",
-        theta=theta,
-        factor=rope.number("factor"),
-        original_max_position=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(rope: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
-    """YaRN (arXiv 2309.00071), with the attention factor it leaves to be derived."""
-    factor = rope.number("factor", max_position / original)
-    attention_factor = _yarn_scale(factor, 1.0)
-    if rope.has("mscale") and rope.has("mscale_all_dim"):
-        attention_factor = _yarn_scale(factor, rope.number("mscale")) / _yarn_scale(
-            factor, rope.number("mscale_all_dim")
-        )
-    return RopeConfig(
-        kind="yarn",
-        theta=theta,
-        factor=factor,
-        original_max_position=original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.boolean("truncate", True),
-        attention_factor=rope.number("attention_factor", attention_factor),
-    )
-
-
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -78,7 +78,7 @@ def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> in
 
     Not in it: that in bfloat16 on CPUs a head tied to the embedding is packed for its kernel beside it."""
     tree = build_model(config, DTYPES[dtype], TensorParallel(rank=rank, size=tp))
-    return sum(parameter.data.nbytes for parameter in all_parameters(tree))
+    return sum(parameter.num_bytes for parameter in all_parameters(tree))
 
 
 def weight_bytes(config: ModelConfig, tp: int, dtype: str) -> int:

@@ -35,6 +35,7 @@ class Parameter:
         self.slices = slices
         num_rows = sum(part.local_shape[0] for part in slices)
         self.data = torch.empty((num_rows, *slices[0].local_shape[1:]), dtype=dtype, device="meta")
+        self.num_bytes = self.data.nbytes  # that are held of it once it is loaded and processed
 
 
 class Module:

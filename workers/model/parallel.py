@@ -54,6 +54,13 @@ class TensorParallel:
         """Returns the KV head of each of the rank's KV slots. Raises ValueError as `check_split`."""
         return kv_heads(layer.num_heads, layer.num_kv_heads, self.size, self.rank)
 
+    def kv_copies(self, layer: LayerGeometry) -> tuple[int, ...]:
+        """Returns of each of the rank's KV slots in how many slots of all ranks its head lies. Raises ValueError as
+        `check_split`."""
+        ranks = range(self.size)
+        held = [head for rank in ranks for head in kv_heads(layer.num_heads, layer.num_kv_heads, self.size, rank)]
+        return tuple(held.count(head) for head in self.kv_heads(layer))
+
     def local_geometry(self, layer: LayerGeometry) -> LayerGeometry:
         """Returns the layer with the head counts of this rank. Raises ValueError as `check_split`."""
         return replace(layer, num_heads=layer.num_heads // self.size, num_kv_heads=len(self.kv_heads(layer)))

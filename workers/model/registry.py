@@ -4,6 +4,7 @@ What is not built in comes from installed packages: entry points of the groups `
 a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a `LinearMethod`). So every process finds them.
 """
 
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -11,10 +12,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from .config import CheckpointError, Fields, ModelConfig, read_eos_token_ids, read_fields
+from .models.cohere2 import Cohere2ForCausalLM, parse_cohere2_config
 from .models.family import ModelFamily
+from .models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, parse_gemma2_config, parse_gemma3_config
+from .models.gpt_oss import GptOssForCausalLM, parse_gpt_oss_config
+from .models.granite import GraniteForCausalLM, parse_granite_config
 from .models.llama import LlamaForCausalLM, parse_llama_config
 from .models.mistral import parse_mistral_config
-from .models.qwen import build_qwen3, parse_qwen2_config, parse_qwen3_config
+from .models.mixtral import (
+    MixtralForCausalLM,
+    Qwen3MoeForCausalLM,
+    parse_mixtral_config,
+    parse_qwen3_moe_config,
+)
+from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
+from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
+from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
 from .quant.base import LinearMethod, LinearMethodOf
 from .quant.unquantized import UnquantizedLinearMethod
 
@@ -22,10 +35,33 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "LlamaForCausalLM": ModelFamily(parse_llama_config, LlamaForCausalLM),
     "MistralForCausalLM": ModelFamily(parse_mistral_config, LlamaForCausalLM),
     "Qwen2ForCausalLM": ModelFamily(parse_qwen2_config, LlamaForCausalLM),
-    "Qwen3ForCausalLM": ModelFamily(parse_qwen3_config, build_qwen3),
+    "Qwen3ForCausalLM": ModelFamily(parse_qwen3_config, Qwen3ForCausalLM),
+    "Olmo2ForCausalLM": ModelFamily(parse_olmo2_config, Olmo2ForCausalLM),
+    "GraniteForCausalLM": ModelFamily(parse_granite_config, GraniteForCausalLM),
+    "Phi3ForCausalLM": ModelFamily(parse_phi3_config, Phi3ForCausalLM),
+    "Gemma2ForCausalLM": ModelFamily(parse_gemma2_config, Gemma2ForCausalLM),
+    "Gemma3ForCausalLM": ModelFamily(parse_gemma3_config, Gemma3ForCausalLM),
+    "Cohere2ForCausalLM": ModelFamily(parse_cohere2_config, Cohere2ForCausalLM),
+    "MixtralForCausalLM": ModelFamily(parse_mixtral_config, MixtralForCausalLM),
+    "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
+    "GptOssForCausalLM": ModelFamily(parse_gpt_oss_config, GptOssForCausalLM),
 }
 LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {}
 """By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
+_PAGE: Final = """# Models
+
+Written by `python -m tandem.workers.model.registry`; do not edit.
+
+Each of these architectures (`architectures` of config.json) has a file of its own. Rotary embeddings are scaled as
+transformers does: linear, dynamic, yarn, llama3 and longrope. A model with LongRoPE whose context is longer than its
+original one takes the long factors for all sequences, as vLLM does: transformers takes them for long ones only.
+
+`tests/workers/model/test_families.py` compares logits and tokens of each with transformers: whole prompts and chunks,
+alone and beside others, through a transfer, split over ranks.
+
+| architectures | family | file |
+|---|---|---|
+"""
 
 
 def find_model(architecture: str) -> ModelFamily:
@@ -69,5 +105,22 @@ def parse_model_config(fields: Fields) -> ModelConfig:
     return config
 
 
+def markdown() -> str:
+    """Returns the page docs/models.md."""
+    files: dict[str, list[str]] = {}
+    for architecture, family in MODELS.items():
+        files.setdefault(family.parse_config.__module__, []).append(architecture)
+    rows = []
+    for module, architectures in files.items():
+        text = " ".join((sys.modules[module].__doc__ or "").split("\n\n")[0].split())
+        file = f"[{module.rpartition('.')[2]}.py](../workers/model/models/{module.rpartition('.')[2]}.py)"
+        rows.append(f"| {', '.join(f'`{name}`' for name in architectures)} | {text} | {file} |")
+    return _PAGE + "\n".join(rows) + "\n"
+
+
 def _plugin(group: str, name: str) -> Any:
     return next((point.load() for point in entry_points(group=group, name=name)), None)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

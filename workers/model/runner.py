@@ -173,7 +173,7 @@ class ModelRunner(Executor):
             self.execute(_warmup_plan(self.kv.block_size, size, sampling))
             self.execute(_warmup_plan(self.kv.block_size, 1, sampling))
         self.execute(StepPlan(sequences=(), dropped=(-1,)))
-        if self.launches_ahead and kernels.on_gpu(self.kv.layers[0][0]):
+        if self.launches_ahead and self._model.can_capture and kernels.on_gpu(self.kv.layers[0][0]):
             from .graphs import BATCHES, cuda_capture
 
             self.capture_graphs(cuda_capture(), BATCHES)

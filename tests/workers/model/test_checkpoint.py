@@ -126,7 +126,12 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [1, 512]}'),
         ("generation_config.json", "eos_token_id"),
     ),
-    "rope type": (rope(rope_type="longrope"), ("config.json", "rope_parameters.rope_type", "longrope")),
+    "rope type": (rope(rope_type="axial"), ("config.json", "rope_parameters.rope_type", "axial")),
+    "longrope without factors": (rope(rope_type="longrope"), ("config.json", "rope_parameters.short_factor")),
+    "longrope with too few factors": (
+        rope(rope_type="longrope", short_factor=[1.0, 2.0]),
+        ("config.json", "rope_parameters", "8 factors"),
+    ),
     "rope without factor": (rope(rope_type="linear"), ("config.json", "rope_parameters.factor")),
     "rope with bad factors": (
         rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=4),
@@ -304,16 +309,21 @@ def test_older_rope_fields(folder: Path) -> None:
     """transformers 4 wrote `rope_theta` and `rope_scaling`, with `type` before it was `rope_type`."""
     unset_config("rope_parameters")(folder)
     set_config(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})(folder)
-    assert load_model_config(folder).rope == RopeConfig(kind="linear", theta=5e5, factor=2.0)
+    assert load_model_config(folder).ropes[0] == RopeConfig(kind="linear", theta=5e5, factor=2.0)
     set_config(rope_theta=5e5, rope_scaling=None)(folder)
-    assert load_model_config(folder).rope == RopeConfig(theta=5e5)
+    assert load_model_config(folder).ropes[0] == RopeConfig(theta=5e5)
 
 
 def test_yarn_attention_factor_is_derived(folder: Path) -> None:
+    def attention_factor() -> float:
+        first = load_model_config(folder).ropes[0]
+        assert first is not None
+        return first.attention_factor
+
     rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)(folder)
-    assert load_model_config(folder).rope.attention_factor == pytest.approx(1.138629436)
+    assert attention_factor() == pytest.approx(1.138629436)
     rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=512, attention_factor=0.5)(folder)
-    assert load_model_config(folder).rope.attention_factor == 0.5
+    assert attention_factor() == 0.5
 
 
 @pytest.mark.parametrize(

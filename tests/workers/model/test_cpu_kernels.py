@@ -98,6 +98,15 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     assert (cpu.rms_norm(x, weight, 1e-5) - plain(x)).abs().max() <= 4 * tolerance
     gate, up = x.chunk(2, -1)
     assert (cpu.silu_mul(x) - functional.silu(gate) * up).abs().max() <= 4 * tolerance
+    assert (cpu.gelu_mul(x) - functional.gelu(gate, approximate="tanh") * up).abs().max() <= 4 * tolerance
+    residual = torch.randn(rows, 576).to(kind)
+    plain._offset = 1.0
+    assert (cpu.rms_norm(x, weight, 1e-5, 1.0, residual) - plain(x, residual)).abs().max() <= 8 * tolerance
+    layer_norm = functional.layer_norm(x.float(), (576,), weight.float())
+    assert (cpu.layer_norm(x, weight, 1e-5).float() - layer_norm).abs().max() <= 4 * tolerance
+    assert (cpu.scale(x, 0.3, residual).float() - (0.3 * x.float() + residual.float())).abs().max() <= 2 * tolerance
+    assert (cpu.scale(x, 3.0).float() - 3.0 * x.float()).abs().max() <= 4 * tolerance
+    assert (cpu.soft_cap(x, 2.0).float() - 2 * torch.tanh(x.float() / 2)).abs().max() <= tolerance
     cos, sin = RotaryEmbedding(RopeConfig(), 64, max_positions=600, dtype=kind, device=torch.device("cpu"))(
         torch.arange(rows) * 3
     )
@@ -123,6 +132,11 @@ def test_linear_equals_plain_torch(rows: int, outputs: int, inputs: int) -> None
     close(cpu.linear(x, packed, outputs, bias, residual), plain + bias.float() + residual.float())
 
 
+def test_a_soft_cap_lets_nan_pass() -> None:
+    """As what fails a sequence whose logits are not finite."""
+    assert cpu.soft_cap(torch.full((1, 40), torch.nan), 30.0).isnan().all()
+
+
 @pytest.mark.parametrize("rows", [1, 30])
 def test_gated_linear_equals_plain_torch(rows: int) -> None:
     torch.manual_seed(0)
@@ -132,7 +146,10 @@ def test_gated_linear_equals_plain_torch(rows: int) -> None:
     x = torch.randn(rows, 64).bfloat16() * 8  # gates of up to 200: where e^x leaves the range of float32
     packed = cpu.pack_linear(cpu.alternate(gate, up))
     expected = functional.silu(functional.linear(x.float(), gate.float())) * functional.linear(x.float(), up.float())
-    close(cpu.linear(x, packed, 96, gated=True), expected)
+    close(cpu.linear(x, packed, 96, activation="silu"), expected)
+    gelu = functional.gelu(functional.linear(x.float(), gate.float()), approximate="tanh")
+    expected = gelu * functional.linear(x.float(), up.float())
+    close(cpu.linear(x, packed, 96, activation="gelu_tanh"), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.tiny import DENSE, make_tiny_model
 from tandem.tests.workers.model.helpers import (
     ROPES,
     Driver,
@@ -28,7 +28,7 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 130, 300)
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_prefill_whole_and_chunked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, rope: str, tied: bool
 ) -> None:
@@ -72,7 +72,7 @@ def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, 
     assert difference.abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_mixed_batches_of_random_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Ten prompts advance together by random amounts, decodes next to chunks; every logit row is checked."""
     folder = make_tiny_model(tmp_path, family)
@@ -96,7 +96,7 @@ def test_mixed_batches_of_random_chunks(tmp_path: Path, monkeypatch: pytest.Monk
             assert (logits[0][row] - expected[index][done[index] - 1]).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_greedy_continuation_equals_generate(tmp_path: Path, family: str) -> None:
     folder = make_tiny_model(tmp_path, family, seed=3)
     model, driver = reference(folder), Driver(load(folder))
@@ -108,7 +108,7 @@ def test_greedy_continuation_equals_generate(tmp_path: Path, family: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_half_precision_is_near_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:

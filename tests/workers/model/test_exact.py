@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.tiny import DENSE, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.runner import ModelRunner
@@ -52,7 +52,7 @@ def logits_by_position(
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("num_mates", [0, 3, 20])
 def test_logits_depend_on_the_tokens_alone(
     family: str, num_mates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.engine.plan import OnLayers
 from tandem.workers.model import registry
 from tandem.workers.model.attention.backend import StepAttention
-from tandem.workers.model.config import CheckpointError, Fields, ModelConfig, parse_decoder_config
+from tandem.workers.model.config import CheckpointError, Fields, ModelConfig
 from tandem.workers.model.layers.linear import (
     BuildOptions,
     ColumnParallelLinear,
@@ -29,6 +29,7 @@ from tandem.workers.model.layers.linear import (
 )
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint, rank_weight_bytes, weight_bytes
 from tandem.workers.model.models.family import CausalLM, ModelFamily
+from tandem.workers.model.models.parsing import parse_decoder_config
 from tandem.workers.model.module import Module, Parameter
 from tandem.workers.model.quant.base import LinearMethod, LinearPartition
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod

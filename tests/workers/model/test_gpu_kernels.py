@@ -287,6 +287,9 @@ def test_rms_norm(dtype: torch.dtype) -> None:
         assert result.shape == x.shape
         if len(x):
             close(result, expected)
+            residual = torch.randn(x.shape).to(x)
+            expected = expected + wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.1) + residual.double()
+            close(gpu.rms_norm(x, weight, 0.1, 1.0, residual), expected)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -297,6 +300,7 @@ def test_silu_mul(dtype: torch.dtype, dim: int) -> None:
     x[:, :10] *= 100  # where e^x leaves the range of float32
     gate, up = x.double().chunk(2, -1)
     close(gpu.silu_mul(x), functional.silu(gate) * up)
+    close(gpu.gelu_mul(x), functional.gelu(gate, approximate="tanh") * up)
 
 
 def test_roundings_are_those_of_torch() -> None:
@@ -430,7 +434,9 @@ def compile_shape(shape: Shape) -> None:
     scoring = Scoring(window=shape.window, scale=shape.head_dim**-0.5, soft_cap=shape.soft_cap, sinks=sinks)
     gpu.rms_norm(out, zeros(out.shape[1]), 1e-5)
     gpu.rms_norm(query, zeros(shape.head_dim), 1e-5)
+    gpu.rms_norm(out, zeros(out.shape[1]), 1e-5, 1.0, out)
     gpu.silu_mul(out)
+    gpu.gelu_mul(out)
     gpu.rotate(query, table, table)
     gpu.store_kv(key, value, keys, values, array)
     partial = torch.zeros(4, shape.num_heads, shape.head_dim + 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.tiny import DENSE, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_generation import ALL_KINDS
 from tandem.tests.workers.model.test_generation import generate as generate_all
@@ -68,7 +68,7 @@ def generate(runner: ModelRunner) -> list[Any]:
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_every_split_gives_the_tokens_of_the_whole(tmp_path: Path, family: str, kv_heads: int) -> None:
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
     folder = make_tiny_model(tmp_path, family, tie_word_embeddings=kv_heads % 4 == 0, **heads)

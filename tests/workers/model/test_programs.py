@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, strategies
 
-from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.tiny import DENSE, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, recorded_logits
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.kernels.calls import Recorder, _Buffer, _distance, _place
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=DENSE)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
     """Heads of 64, for which there are kernels of chunks; so many layers that memory is used again."""
     sizes: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 6} | (

@@ -16,9 +16,18 @@ from . import cpu
 class Kernels(Protocol):
     """Names the kernels of every device that has any; tensors as in `cpu` and `gpu`."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor: ...
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def gelu_mul(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 

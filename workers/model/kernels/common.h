@@ -46,10 +46,17 @@ static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
 // call for each element when any of them underflows, which costs ten times the rest of a softmax.
 static inline float decay(float x) { return expf(x > -80 ? x : -80); }
 
-static inline float silu(float x) {  // x / (1 + e^-x)
+static inline float sigmoid_mul(float x, float y) {  // y / (1 + e^-x)
     const float e = decay(x > 0 ? -x : x);
-    return x * (x > 0 ? 1 : e) / (1 + e);
+    return y * (x > 0 ? 1 : e) / (1 + e);
 }
+
+static inline float silu(float x) { return sigmoid_mul(x, x); }
+
+// With tanh (arXiv 1606.08415), 2 * sqrt(2 / pi) before its argument: tanh is a sigmoid of twice that.
+static inline float gelu(float x) { return sigmoid_mul(1.5957691216f * (x + 0.044715f * x * x * x), x); }
+
+enum { SILU = 1, GELU = 2 };  // what gates
 
 // New tokens of one sequence and its cache, see paged_attention.c.
 typedef struct {

@@ -15,6 +15,7 @@ from .calls import call
 _MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
 _MAX_GROUP: Final = 32  # as in common.h
 _PANEL: Final = 32  # as in linear.c
+ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
 
 def usable(tensor: torch.Tensor) -> bool:
@@ -67,19 +68,58 @@ def store_kv(
     call("store_kv", None, tokens, *new, keys, values, slots, heads, head_dim * size, shared=True)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Normalises the last dimension of x [rows, dim] or [rows, heads, dim] by its root mean square."""
+def rms_norm(
+    x: torch.Tensor,  # [rows, dim] or [rows, heads, dim]
+    weight: torch.Tensor,  # [dim]
+    epsilon: float,
+    offset: float = 0.0,  # of the weight
+    residual: torch.Tensor | None = None,  # of x's shape, contiguous; is added
+) -> torch.Tensor:
+    """Normalises the last dimension of x by its root mean square."""
     out = torch.empty(x.shape, dtype=x.dtype)
     rows, heads, dim = x.shape[0], x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
-    call("rms_norm", x.dtype, rows, x, x.stride(0), weight, out, heads, dim, epsilon)
+    call("rms_norm", x.dtype, rows, x, x.stride(0), weight, out, heads, dim, epsilon, offset, residual)
+    return out
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Normalises x [rows, dim] by mean and standard deviation, and multiplies by weight [dim]."""
+    rows, dim = x.shape
+    out = x.new_empty(rows, dim)
+    call("layer_norm", x.dtype, rows, x, x.stride(0), weight, out, dim, epsilon)
+    return out
+
+
+def scale(x: torch.Tensor, factor: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes factor * x + residual of contiguous [rows, dim]."""
+    rows, dim = x.shape
+    out = x.new_empty(rows, dim)
+    call("scale", x.dtype, rows, x, residual, out, dim, float(factor))
+    return out
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Computes cap * tanh(x / cap) of a contiguous [rows, dim]."""
+    rows, dim = x.shape
+    out = x.new_empty(rows, dim)
+    call("soft_cap", x.dtype, rows, x, out, dim, float(cap))
     return out
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up of a contiguous [rows, 2 * dim], gates first: [rows, dim]."""
+    return _gated("silu_mul", x)
+
+
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """Computes gelu(gate) * up likewise, with the tanh of GELU."""
+    return _gated("gelu_mul", x)
+
+
+def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
     rows, dim = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, dim)
-    call("silu_mul", x.dtype, rows, x, out, dim)
+    call(name, x.dtype, rows, x, out, dim)
     return out
 
 
@@ -132,12 +172,13 @@ def linear(
     outputs: int,
     bias: torch.Tensor | None = None,  # [outputs]
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
-    gated: bool = False,
+    activation: str | None = None,
 ) -> torch.Tensor:
     """Computes x W^T + bias + residual: [rows, outputs].
 
-    `gated` is for an alternated weight: then it is silu(gate) * up, [rows, outputs / 2]."""
+    `activation` is for an alternated weight: then it is activation(gate) * up, [rows, outputs / 2]."""
     rows, inputs = x.shape
+    gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     call("linear", x.dtype, rows, x, x.stride(0), packed, bias, residual, out, outputs, inputs, gated)
     return out

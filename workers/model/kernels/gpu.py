@@ -20,10 +20,13 @@ _HEADS: Final = 16  # that one program rotates
 def _rms_norm_kernel(
     x,
     weight,
+    residual,  # contiguous
     out,  # contiguous
     x_stride_row,
     x_stride_head,
     epsilon,
+    offset,
+    HAS_RESIDUAL: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
@@ -34,14 +37,20 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + epsilon)
     # Rounded before the weight, as transformers does.
     normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + (row * tl.num_programs(1) + head) * DIM + columns, normed * factor, mask=inside)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    place = (row * tl.num_programs(1) + head) * DIM + columns
+    result = normed * factor
+    if HAS_RESIDUAL:
+        result += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, result, mask=inside)
 
 
 def rms_norm(
     x: torch.Tensor,  # [rows, dim] or [rows, heads, dim], any strides but the last
     weight: torch.Tensor,  # [dim]
     epsilon: float,
+    offset: float = 0.0,  # of the weight
+    residual: torch.Tensor | None = None,  # of x's shape, contiguous; is added
 ) -> torch.Tensor:
     """Normalises the last dimension by its root mean square, in float32; returns a contiguous tensor of x's shape."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -51,10 +60,13 @@ def rms_norm(
     _rms_norm_kernel[(x.shape[0], heads)](
         x,
         weight,
+        x if residual is None else residual,
         out,
         x.stride(0),
         head_stride,
         epsilon,
+        offset,
+        HAS_RESIDUAL=residual is not None,
         DIM=dim,
         DIM_PADDED=padded,
         num_warps=min(max(padded // 512, 1), 16),
@@ -63,22 +75,33 @@ def rms_norm(
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, x_stride_row, dim, COLUMNS: tl.constexpr):
+def _gated_kernel(x, out, x_stride_row, dim, GELU: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < dim
     gate = tl.load(x + row * x_stride_row + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride_row + dim + columns, mask=inside, other=0.0).to(tl.float32)
-    # Rounded between the two, as torch does.
-    silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * dim + columns, silu * up, mask=inside)
+    # The tanh of GELU (arXiv 1606.08415) is a sigmoid of twice its argument. Rounded before the product, as torch does.
+    slope = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    active = (gate * tl.sigmoid(slope)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * dim + columns, active * up, mask=inside)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up of [rows, 2 * dim], gates first; returns contiguous [rows, dim]."""
+    return _gated(x, gelu=False)
+
+
+def gelu_mul(x: torch.Tensor) -> torch.Tensor:
+    """Computes gelu(gate) * up likewise, with the tanh of GELU."""
+    return _gated(x, gelu=True)
+
+
+def _gated(x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     rows, dim = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, dim)
-    _silu_mul_kernel[(rows, triton.cdiv(dim, _COLUMNS))](x, out, x.stride(0), dim, COLUMNS=_COLUMNS, num_warps=4)
+    grid = (rows, triton.cdiv(dim, _COLUMNS))
+    _gated_kernel[grid](x, out, x.stride(0), dim, GELU=gelu, COLUMNS=_COLUMNS, num_warps=4)
     return out
 
 

@@ -74,14 +74,18 @@ static inline void add(float *sums, const uint16_t *terms, __mmask32 some) {
     }
 }
 
-static inline void gate(const float *sums, uint16_t *y) {
-    for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
+static inline void gate(const float *sums, uint16_t *y, int64_t by) {
+    if (by == SILU)
+        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
+    else
+        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(gelu(sums[i]) * sums[i + PANEL / 2]);
 }
 
 // x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs]. An item is a panel.
 //
-// `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL. If `gated`, the weights of gates
-// and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = silu(gate) * gated (arXiv 2002.05202).
+// `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL. If `gated` is not 0, the weights of
+// gates and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = act(gate) * gated, SILU or GELU (arXiv
+// 2002.05202).
 int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
     const uint16_t *x = a[0].p, *bias = a[3].p, *residual = a[4].p;
     const uint32_t *packed = a[2].p;
@@ -100,7 +104,7 @@ int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
         for (int64_t r = 0; r < height; r++) {
             if (bias) add(sums[r], bias + first, some);
             if (gated) {
-                gate(sums[r], y + (row + r) * (outputs / 2) + first / 2);
+                gate(sums[r], y + (row + r) * (outputs / 2) + first / 2, gated);
                 continue;
             }
             const int64_t at = (row + r) * outputs + first;

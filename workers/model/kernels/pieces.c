@@ -4,16 +4,16 @@
 
 static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ? SMALL / elements : 1; }
 
-// Root mean square norm (arXiv 1910.07467) of each head of each row: out = weight * x / rms(x). The normed head is
-// rounded to T before the weight, as transformers does.
+// Root mean square norm (arXiv 1910.07467) of each head of each row: out = (weight + offset) * x / rms(x), plus the
+// residual where it is not NULL. The normed head is rounded to T before the weight, as transformers does for Llama.
 //
-// x  [rows, heads, dim], rows `stride` elements apart; weight [dim]; out [rows, heads, dim]
+// x  [rows, heads, dim], rows `stride` elements apart; weight [dim]; out, residual [rows, heads, dim]
 #define DEFINE_NORM(T, NAME)                                                                                           \
     int64_t rms_norm_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                \
-        const T *x = a[0].p, *weight = a[2].p;                                                                         \
+        const T *x = a[0].p, *weight = a[2].p, *residual = a[8].p;                                                     \
         T *out = a[3].p;                                                                                               \
         const int64_t stride = a[1].n, heads = a[4].n, dim = a[5].n, step = rows_of_item(heads * dim);                 \
-        const float epsilon = a[6].f;                                                                                  \
+        const float epsilon = a[6].f, offset = a[7].f;                                                                 \
         if (item < 0) return ceil_div(rows, step);                                                                     \
         for (int64_t i = item * step * heads; i < least(rows, (item + 1) * step) * heads; i++) {                       \
             const T *from = x + i / heads * stride + i % heads * dim;                                                  \
@@ -21,17 +21,74 @@ static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ?
             float square = 0;                                                                                          \
             for (int64_t d = 0; d < dim; d++) square += load_##NAME(from[d]) * load_##NAME(from[d]);                   \
             const float scale = 1 / sqrtf(square / dim + epsilon);                                                     \
-            for (int64_t d = 0; d < dim; d++) {                                                                        \
-                const T normed = store_##NAME(load_##NAME(from[d]) * scale);                                           \
-                to[d] = store_##NAME(load_##NAME(weight[d]) * load_##NAME(normed));                                    \
-            }                                                                                                          \
+            if (residual)                                                                                              \
+                for (int64_t d = 0; d < dim; d++) {                                                                    \
+                    const float normed = load_##NAME(store_##NAME(load_##NAME(from[d]) * scale));                      \
+                    const float sum = (load_##NAME(weight[d]) + offset) * normed + load_##NAME(residual[i * dim + d]); \
+                    to[d] = store_##NAME(sum);                                                                         \
+                }                                                                                                      \
+            else                                                                                                       \
+                for (int64_t d = 0; d < dim; d++) {                                                                    \
+                    const float normed = load_##NAME(store_##NAME(load_##NAME(from[d]) * scale));                      \
+                    to[d] = store_##NAME((load_##NAME(weight[d]) + offset) * normed);                                  \
+                }                                                                                                      \
         }                                                                                                              \
         return 0;                                                                                                      \
     }
 
-// silu(gate) * up, arXiv 2002.05202: x [rows, 2 * dim], gates first; out [rows, dim].
-#define DEFINE_SILU(T, NAME)                                                                                           \
-    int64_t silu_mul_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                \
+// Layer norm without bias (arXiv 1607.06450): x [rows, dim], rows `stride` elements apart; weight [dim]; out [rows,
+// dim].
+#define DEFINE_LAYER_NORM(T, NAME)                                                                                     \
+    int64_t layer_norm_##NAME(const Arg *a, int64_t rows, int64_t item) {                                              \
+        const T *x = a[0].p, *weight = a[2].p;                                                                         \
+        T *out = a[3].p;                                                                                               \
+        const int64_t stride = a[1].n, dim = a[4].n, step = rows_of_item(dim);                                         \
+        const float epsilon = a[5].f;                                                                                  \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        for (int64_t row = item * step; row < least(rows, (item + 1) * step); row++) {                                 \
+            const T *from = x + row * stride;                                                                          \
+            float mean = 0, square = 0;                                                                                \
+            for (int64_t d = 0; d < dim; d++) mean += load_##NAME(from[d]);                                            \
+            mean /= dim;                                                                                               \
+            for (int64_t d = 0; d < dim; d++) square += (load_##NAME(from[d]) - mean) * (load_##NAME(from[d]) - mean); \
+            const float scale = 1 / sqrtf(square / dim + epsilon);                                                     \
+            for (int64_t d = 0; d < dim; d++)                                                                          \
+                out[row * dim + d] = store_##NAME(load_##NAME(weight[d]) * ((load_##NAME(from[d]) - mean) * scale));   \
+        }                                                                                                              \
+        return 0;                                                                                                      \
+    }
+
+// factor * x + residual: all [rows, dim], contiguous; the residual may be NULL.
+#define DEFINE_SCALE(T, NAME)                                                                                          \
+    int64_t scale_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                   \
+        const T *x = a[0].p, *residual = a[1].p;                                                                       \
+        T *out = a[2].p;                                                                                               \
+        const int64_t dim = a[3].n, step = rows_of_item(dim), end = least(rows, (item + 1) * step) * dim;              \
+        const float factor = a[4].f;                                                                                   \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        if (residual)                                                                                                  \
+            for (int64_t i = item * step * dim; i < end; i++)                                                          \
+                out[i] = store_##NAME(factor * load_##NAME(x[i]) + load_##NAME(residual[i]));                          \
+        else                                                                                                           \
+            for (int64_t i = item * step * dim; i < end; i++) out[i] = store_##NAME(factor * load_##NAME(x[i]));       \
+        return 0;                                                                                                      \
+    }
+
+// cap * tanh(x / cap): x and out [rows, dim], contiguous.
+#define DEFINE_SOFT_CAP(T, NAME)                                                                                       \
+    int64_t soft_cap_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                \
+        const T *x = a[0].p;                                                                                           \
+        T *out = a[1].p;                                                                                               \
+        const int64_t dim = a[2].n, step = rows_of_item(dim), end = least(rows, (item + 1) * step) * dim;              \
+        const float cap = a[3].f;                                                                                      \
+        if (item < 0) return ceil_div(rows, step);                                                                     \
+        for (int64_t i = item * step * dim; i < end; i++) out[i] = store_##NAME(cap * tanhf(load_##NAME(x[i]) / cap)); \
+        return 0;                                                                                                      \
+    }
+
+// act(gate) * up, arXiv 2002.05202: x [rows, 2 * dim], gates first; out [rows, dim].
+#define DEFINE_GATED(T, NAME, ACT, KERNEL)                                                                             \
+    int64_t KERNEL##_##NAME(const Arg *a, int64_t rows, int64_t item) {                                                \
         const T *x = a[0].p;                                                                                           \
         T *out = a[1].p;                                                                                               \
         const int64_t dim = a[2].n, step = rows_of_item(dim);                                                          \
@@ -40,7 +97,7 @@ static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ?
             const T *gate = x + 2 * row * dim, *up = gate + dim;                                                       \
             T *to = out + row * dim;                                                                                   \
             for (int64_t d = 0; d < dim; d++) {                                                                        \
-                to[d] = store_##NAME(silu(load_##NAME(gate[d])) * load_##NAME(up[d]));                                 \
+                to[d] = store_##NAME(ACT(load_##NAME(gate[d])) * load_##NAME(up[d]));                                  \
             }                                                                                                          \
         }                                                                                                              \
         return 0;                                                                                                      \
@@ -71,8 +128,16 @@ static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ?
 
 DEFINE_NORM(float, f32)
 DEFINE_NORM(uint16_t, bf16)
-DEFINE_SILU(float, f32)
-DEFINE_SILU(uint16_t, bf16)
+DEFINE_LAYER_NORM(float, f32)
+DEFINE_LAYER_NORM(uint16_t, bf16)
+DEFINE_SCALE(float, f32)
+DEFINE_SCALE(uint16_t, bf16)
+DEFINE_SOFT_CAP(float, f32)
+DEFINE_SOFT_CAP(uint16_t, bf16)
+DEFINE_GATED(float, f32, silu, silu_mul)
+DEFINE_GATED(uint16_t, bf16, silu, silu_mul)
+DEFINE_GATED(float, f32, gelu, gelu_mul)
+DEFINE_GATED(uint16_t, bf16, gelu, gelu_mul)
 DEFINE_ROTATE(float, f32)
 DEFINE_ROTATE(uint16_t, bf16)
 

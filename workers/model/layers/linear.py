@@ -25,12 +25,16 @@ class BuildOptions:
     batch_invariant: bool = False  # see `UnquantizedLinearMethod`
 
 
+Outputs = tuple[str, int, slice]
+"""Names a map in the checkpoint, how many outputs it has, and which of them are kept."""
+
+
 class ColumnParallelLinear(Module):
     """Computes the rank's outputs of one or several maps of the same input, side by side."""
 
     def __init__(
         self,
-        outputs: Sequence[tuple[str, int, slice]],  # name in the checkpoint, outputs of the whole, outputs kept
+        outputs: Sequence[Outputs],
         num_inputs: int,
         build: BuildOptions,
         *,
@@ -46,16 +50,53 @@ class ColumnParallelLinear(Module):
         return self.method.apply(x)
 
 
-def qkv_outputs(prefix: str, layer: LayerGeometry, tp: TensorParallel) -> list[tuple[str, int, slice]]:
+def qkv_outputs(
+    prefix: str,
+    layer: LayerGeometry,
+    tp: TensorParallel,
+    order: Sequence[slice] | None = None,
+    *,
+    fused: bool = False,
+) -> list[Outputs]:
     """Returns the outputs of a layer's query, key and value maps that a rank keeps: its query heads, and the keys and
-    the values of its KV slots. Raises ValueError as `check_split`."""
-    dim, heads = layer.head_dim, tp.query_heads(layer)
-    keys_values = [
-        (f"{prefix}.{name}", layer.num_kv_heads * dim, slice(head * dim, (head + 1) * dim))
-        for name in ("k_proj", "v_proj")
-        for head in tp.kv_heads(layer)
+    the values of its KV slots. `order` is that of a head's dimensions, see `rotated_order`. In a checkpoint that is
+    `fused` the three are one map, qkv_proj. Raises ValueError as `check_split`."""
+    dim, heads, kv_heads = layer.head_dim, tp.query_heads(layer), tp.kv_heads(layer)
+    whole = [slice(0, dim)]
+    maps: list[tuple[str, int, Sequence[int], Sequence[slice]]] = [
+        ("q_proj", layer.num_heads * dim, range(heads.start, heads.stop), order or whole),
+        ("k_proj", layer.num_kv_heads * dim, kv_heads, order or whole),
+        ("v_proj", layer.num_kv_heads * dim, kv_heads, whole),
     ]
-    return [(f"{prefix}.q_proj", layer.num_heads * dim, slice(heads.start * dim, heads.stop * dim)), *keys_values]
+    outputs: list[Outputs] = []
+    total, first = sum(size for _, size, *_ in maps), 0
+    for name, size, numbers, parts in maps:
+        where, begin = ("qkv_proj", first) if fused else (name, 0)
+        for at in (begin + number * dim for number in numbers):
+            kept = [slice(at + part.start, at + part.stop, part.step) for part in parts]
+            outputs += [(f"{prefix}.{where}", total if fused else size, each) for each in kept]
+        first += size
+    return _joined(outputs)
+
+
+def gate_up_outputs(prefix: str, size: int, part: slice, *, fused: bool = False) -> list[Outputs]:
+    """Returns the outputs of an MLP's gate and up maps that a rank keeps; `fused` as in `qkv_outputs`, gate_up_proj."""
+    if not fused:
+        return [(f"{prefix}.{name}_proj", size, part) for name in ("gate", "up")]
+    return [(f"{prefix}.gate_up_proj", 2 * size, slice(begin + part.start, begin + part.stop)) for begin in (0, size)]
+
+
+def _joined(outputs: Sequence[Outputs]) -> list[Outputs]:
+    """Joins what lies one after the other: it is read at once."""
+    joined: list[Outputs] = []
+    for name, size, kept in outputs:
+        if joined and joined[-1][:2] == (name, size):
+            before = joined[-1][2]
+            if before.step is kept.step is None and before.stop == kept.start:
+                joined[-1] = (name, size, slice(before.start, kept.stop))
+                continue
+        joined.append((name, size, kept))
+    return joined
 
 
 class RowParallelLinear(Module):
@@ -72,7 +113,7 @@ class RowParallelLinear(Module):
         partition = LinearPartition(outputs=outputs, num_inputs=num_inputs, inputs=inputs, has_bias=has_bias)
         self.method.create_weights(partition, build.dtype)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which may be
         overwritten."""
         return self._tp.all_reduce(self.method.apply(x, residual if self._tp.rank == 0 else None))

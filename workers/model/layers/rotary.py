@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.nn import functional
 
 from .. import kernels
 from ..config import RopeConfig
@@ -12,12 +13,29 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of each token's position, each [num_tokens, 1, head_dim]."""
 
 
+def rotated_order(config: RopeConfig | None, head_dim: int) -> list[slice]:
+    """Returns the dimensions of a query or key head of a checkpoint in the order in which `apply_rotary` takes them.
+
+    It rotates pairs that lie half a head apart, all of them. Products of queries and keys do not depend on the order,
+    so models that pair neighbours, or rotate only some dimensions, are loaded in this one."""
+    if config is None or (config.rotated == 1.0 and not config.interleaved):
+        return [slice(0, head_dim)]
+    num_rotated = config.num_rotated(head_dim)
+    half, middle = num_rotated // 2, (num_rotated + head_dim) // 2
+    pairs = (slice(0, num_rotated, 2), slice(1, num_rotated, 2))
+    first, second = pairs if config.interleaved else (slice(0, half), slice(half, num_rotated))
+    order = [first, slice(num_rotated, middle), second, slice(middle, head_dim)]
+    return [part for part in order if part.start < part.stop]
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Returns the angle per position of each pair of dimensions: float32 [head_dim / 2]."""
+    """Returns the angle per position of each pair of `head_dim` rotated dimensions: float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.kind == "linear":
         return frequencies / config.factor
+    if config.kind == "longrope":
+        return 1.0 / (torch.tensor(config.factors) * config.theta**exponents)
     if config.kind == "llama3":
         return _llama3(config, frequencies)
     if config.kind == "yarn":
@@ -32,12 +50,14 @@ class RotaryEmbedding:
         self, config: RopeConfig, head_dim: int, *, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Where there are kernels for CPUs, positions are below max_positions, and their sines lie in a table."""
-        half = inverse_frequencies(config, head_dim).to(device)
+        num_rotated = config.num_rotated(head_dim)
+        rest = (0, (head_dim - num_rotated) // 2)  # of each half; dimensions that stay as they are
+        half = functional.pad(inverse_frequencies(config, num_rotated), rest).to(device)
         self._frequencies = torch.cat((half, half))  # [head_dim]
-        self._scale = config.attention_factor
+        scale = functional.pad(torch.full((num_rotated // 2,), config.attention_factor), rest, value=1.0).to(device)
+        self._scale = torch.cat((scale, scale))
         # The minus of rotate_half, moved from the activations into the table.
-        self._signed_scale = torch.full((head_dim,), self._scale, device=device)
-        self._signed_scale[: head_dim // 2] *= -1
+        self._signed_scale = torch.cat((-scale, scale))
         self._dtype = dtype
         has_kernels = cpu.usable(self._frequencies.to(dtype))
         self._table = self._compute(torch.arange(max_positions)) if has_kernels else None

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -10,11 +10,15 @@ from ...engine.plan import OnLayers
 from ..attention.backend import StepAttention
 from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
+from ..layers.rotary import CosSin
 from ..module import Module
 
 
 class CausalLM(Module, ABC):
     """Computes a decoder-only model; its parameters are on `meta` until the loader fills them."""
+
+    can_capture: ClassVar[bool] = True
+    """Whether what it launches on a GPU depends on nothing but the number of tokens."""
 
     @abstractmethod
     def __call__(
@@ -32,6 +36,18 @@ class CausalLM(Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps hidden states [num_rows, hidden] to logits [num_rows, vocab_size]."""
+
+
+class DecoderLayer(Module, ABC):
+    """Computes one layer of a decoder."""
+
+    @abstractmethod
+    def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
+        """Raises ValueError if the heads cannot be split over the ranks."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+        """Maps x [num_tokens, hidden] to the same shape; x may be overwritten."""
 
 
 class ModelFamily(NamedTuple):

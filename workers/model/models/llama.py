@@ -1,30 +1,40 @@
-"""Llama (arXiv 2302.13971), and the module tree that Mistral and Qwen share."""
+"""Llama (arXiv 2302.13971), and the module tree that other families change in parts."""
 
-from typing import Final
+from collections.abc import Callable
+from typing import ClassVar, Final
 
 import torch
 
 from ...engine.plan import OnLayers
-from ..attention.backend import StepAttention
-from ..config import Fields, ModelConfig, parse_decoder_config
+from ..attention.backend import AttentionOptions, StepAttention
+from ..config import Fields, ModelConfig
 from ..layers.linear import (
     BuildOptions,
     ColumnParallelLinear,
     ParallelLMHead,
     RowParallelLinear,
     VocabParallelEmbedding,
+    gate_up_outputs,
     qkv_outputs,
 )
-from ..layers.norm import RMSNorm
-from ..layers.rotary import CosSin, RotaryEmbedding, apply_rotary
+from ..layers.norm import LayerNorm, RMSNorm
+from ..layers.rotary import CosSin, RotaryEmbedding, apply_rotary, rotated_order
+from ..layers.scaling import scaled, soft_capped
 from ..module import Module
-from .family import CausalLM
+from .family import CausalLM, DecoderLayer
+from .parsing import parse_decoder_config
 
 _NUM_LAYER_GROUPS: Final = 4  # parts of a step whose KV cache may be sent while the next part is computed
 
 
+FeedForward = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""The second part of a layer: maps x [num_tokens, hidden] to the same shape, added to a residual."""
+
+
 class LlamaAttention(Module):
     """Computes grouped-query attention (arXiv 2305.13245) with rotary positions."""
+
+    fused: ClassVar[bool] = False  # whether query, key and value are one map in the checkpoint
 
     def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
         layer, hidden = config.layers[index], config.hidden_size
@@ -32,54 +42,64 @@ class LlamaAttention(Module):
         self._index = index
         self._head_dim = dim
         self._head_counts = [local.num_heads, local.num_kv_heads]
-        self.qkv_proj = ColumnParallelLinear(qkv_outputs(prefix, layer, build.tp), hidden, build, bias=config.qkv_bias)
+        self._options = AttentionOptions(scale=config.attention_scale, soft_cap=config.attention_soft_cap)
+        order = rotated_order(config.ropes[index], dim)
+        outputs = qkv_outputs(prefix, layer, build.tp, order, fused=self.fused)
+        self.qkv_proj = ColumnParallelLinear(outputs, hidden, build, bias=config.qkv_bias)
         inputs = slice(heads.start * dim, heads.stop * dim)
         output = f"{prefix}.o_proj"
         self.o_proj = RowParallelLinear(output, hidden, layer.num_heads * dim, inputs, build, bias=config.output_bias)
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, rotary: CosSin, attention: StepAttention
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotary: CosSin | None, attention: StepAttention
     ) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self._head_dim)
         query_key, value = torch.split(heads, [sum(self._head_counts), self._head_counts[1]], dim=1)
         query, key = self.rotate(query_key, rotary)
-        return self.o_proj(attention(self._index, query, key, value), residual)
+        return self.o_proj(attention(self._index, query, key, value, self._options), residual)
 
-    def rotate(self, query_key: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(self, query_key: torch.Tensor, rotary: CosSin | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotates query_key [num_tokens, num_heads + num_kv_heads, head_dim]; returns queries and keys apart."""
-        query, key = torch.split(apply_rotary(query_key, rotary), self._head_counts, dim=1)
+        rotated = apply_rotary(query_key, rotary) if rotary else query_key
+        query, key = torch.split(rotated, self._head_counts, dim=1)
         return query, key
 
 
 class LlamaMLP(Module):
-    """Computes down(silu(gate(x)) * up(x)), SwiGLU (arXiv 2002.05202)."""
+    """Computes down(activation(gate(x)) * up(x)), SwiGLU or GeGLU (arXiv 2002.05202)."""
+
+    fused: ClassVar[bool] = False  # whether gate and up are one map in the checkpoint
 
     def __init__(self, config: ModelConfig, prefix: str, build: BuildOptions) -> None:
         hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         part = build.tp.part(size)
-        outputs = [(f"{prefix}.{name}_proj", size, part) for name in ("gate", "up")]
+        outputs = gate_up_outputs(prefix, size, part, fused=self.fused)
+        self._activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(outputs, hidden, build, bias=bias, gated=True)
         self.down_proj = RowParallelLinear(f"{prefix}.down_proj", hidden, size, part, build, bias=bias)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
-        return self.down_proj(self.gate_up_proj.method.apply_gated(x), residual)
+        return self.down_proj(self.gate_up_proj.method.apply_gated(x, self._activation), residual)
 
 
-class LlamaDecoderLayer(Module):
+class LlamaDecoderLayer(DecoderLayer):
     """Adds attention, then the MLP, each of the normed hidden states."""
 
-    def __init__(self, config: ModelConfig, index: int, attention: type[LlamaAttention], build: BuildOptions) -> None:
-        prefix = f"model.layers.{index}"
-        size, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(f"{prefix}.input_layernorm", size, epsilon, build.dtype)
-        self.self_attn = attention(config, index, f"{prefix}.self_attn", build)
-        self.post_attention_layernorm = RMSNorm(f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype)
-        self.mlp = LlamaMLP(config, f"{prefix}.mlp", build)
+    attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
+    mlp_type: ClassVar[type[LlamaMLP]] = LlamaMLP
 
-    def __call__(self, x: torch.Tensor, rotary: CosSin, attention: StepAttention) -> torch.Tensor:
-        """Maps x [num_tokens, hidden] to the same shape; x may be overwritten."""
+    def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
+        prefix = f"model.layers.{index}"
+        size, epsilon = config.hidden_size, config.norm_eps
+        self.input_layernorm = RMSNorm(f"{prefix}.input_layernorm", size, epsilon, build.dtype)
+        self.self_attn = self.attention_type(config, index, f"{prefix}.self_attn", build)
+        self.post_attention_layernorm = RMSNorm(f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype)
+        self.mlp: FeedForward = self.mlp_type(config, f"{prefix}.mlp", build)
+
+    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+        """See `DecoderLayer.__call__`."""
         x = self.self_attn(self.input_layernorm(x), x, rotary, attention)
         return self.mlp(self.post_attention_layernorm(x), x)
 
@@ -87,28 +107,32 @@ class LlamaDecoderLayer(Module):
 class LlamaForCausalLM(CausalLM):
     """Computes embedding, decoder layers, norm and head."""
 
-    def __init__(
-        self, config: ModelConfig, build: BuildOptions, attention: type[LlamaAttention] = LlamaAttention
-    ) -> None:
+    layer_type: ClassVar[type[DecoderLayer]] = LlamaDecoderLayer
+
+    def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         """Raises ValueError if the heads cannot be split over the ranks."""
         self._config, self._dtype = config, build.dtype
+        # Rounded as transformers does for Gemma.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
         size = (config.vocab_size, config.hidden_size)
         self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", *size, build)
-        self.layers = [LlamaDecoderLayer(config, index, attention, build) for index in range(len(config.layers))]
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, build.dtype)
+        self.layers = [self.layer_type(config, index, build) for index in range(len(config.layers))]
+        self.norm: RMSNorm | LayerNorm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, build.dtype)
         tied = self.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead("lm_head", size, build, tied)
         self._layers_a_group = -(-len(self.layers) // _NUM_LAYER_GROUPS)
 
     def process_after_load(self) -> None:
-        """Makes a rotary embedding for each head size of the layers."""
+        """Makes a rotary embedding for each head size and each scaling of the layers."""
         config, device = self._config, self.embed_tokens.weight.data.device
         positions = config.max_position_embeddings
-        self._rotary = {
-            dim: RotaryEmbedding(config.rope, dim, max_positions=positions, dtype=self._dtype, device=device)
-            for dim in {layer.head_dim for layer in config.layers}
-        }
-        self._head_dims = [layer.head_dim for layer in config.layers]
+        kinds = [(rope, layer.head_dim) for rope, layer in zip(config.ropes, config.layers, strict=True)]
+        distinct = list(dict.fromkeys(kinds))
+        self._rotary = [
+            RotaryEmbedding(rope, dim, max_positions=positions, dtype=self._dtype, device=device) if rope else None
+            for rope, dim in distinct
+        ]
+        self._rotary_of_layers = [distinct.index(kind) for kind in kinds]
 
     def __call__(
         self,
@@ -119,16 +143,23 @@ class LlamaForCausalLM(CausalLM):
     ) -> torch.Tensor:
         """See `CausalLM.__call__`."""
         x = self.embed_tokens(token_ids)  # [num_tokens, hidden]
-        rotary = {dim: embedding(positions) for dim, embedding in self._rotary.items()}
+        if self._embedding_scale != 1.0:
+            x = scaled(x, self._embedding_scale)
+        rotary = [embedding(positions) if embedding else None for embedding in self._rotary]
         for index, layer in enumerate(self.layers):
             if on_layers and index and index % self._layers_a_group == 0:
                 on_layers(index)
-            x = layer(x, rotary[self._head_dims[index]], attention)
+            x = layer(x, rotary[self._rotary_of_layers[index]], attention)
         return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.compute_logits`."""
-        return self.lm_head(self.norm(hidden))
+        hidden = self.norm(hidden)
+        if self._config.logits_scale != 1.0:
+            hidden = scaled(hidden, self._config.logits_scale)
+        logits = self.lm_head(hidden)
+        cap = self._config.logits_soft_cap
+        return logits if cap is None else soft_capped(logits, cap)
 
 
 def parse_llama_config(fields: Fields) -> ModelConfig:

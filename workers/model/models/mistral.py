@@ -1,6 +1,7 @@
 """Mistral (arXiv 2310.06825): Llama's tree without biases, with a sliding window in every layer."""
 
-from ..config import Fields, ModelConfig, parse_decoder_config
+from ..config import Fields, ModelConfig
+from .parsing import parse_decoder_config
 
 
 def parse_mistral_config(fields: Fields) -> ModelConfig:

@@ -54,18 +54,20 @@ class LinearMethod(Module, ABC):
         """Maps x [num_tokens, inputs] to [num_tokens, outputs], plus bias and plus `residual` of the result's shape,
         which may be overwritten."""
 
-    def apply_gated(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps x [num_tokens, inputs] to silu(gate) * up, [num_tokens, outputs / 2], for a gated partition."""
-        return silu_and_mul(self.apply(x))
+    def apply_gated(self, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        """Maps x [num_tokens, inputs] to activation(gate) * up, [num_tokens, outputs / 2], for a gated partition; the
+        activation is silu or gelu_tanh."""
+        return activate_and_mul(self.apply(x), activation)
 
 
 LinearMethodOf = Callable[[str], LinearMethod]
 """Returns a new method for the layer of this name."""
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up (SwiGLU, arXiv 2002.05202) of [num_tokens, 2 * size], gate first: [num_tokens, size]."""
+def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Computes activation(gate) * up (SwiGLU and GeGLU, arXiv 2002.05202) of [num_tokens, 2 * size], gate first:
+    [num_tokens, size]."""
     if native := kernels.of(gate_up):
-        return native.silu_mul(gate_up)
+        return native.silu_mul(gate_up) if activation == "silu" else native.gelu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up

@@ -30,9 +30,11 @@ class UnquantizedLinearMethod(LinearMethod):
         self._invariant_linear: _Linear | None = None
 
     @classmethod
-    def from_tensors(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Self:
+    def from_tensors(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+    ) -> Self:
         """Returns a method over weight [outputs, inputs] and bias [outputs], ready to `apply`."""
-        method = cls()
+        method = cls(batch_invariant=batch_invariant)
         outputs, inputs = weight.shape
         partition = LinearPartition(outputs=(("", outputs, slice(None)),), num_inputs=inputs, has_bias=bias is not None)
         method.create_weights(partition, weight.dtype)
@@ -83,11 +85,11 @@ class UnquantizedLinearMethod(LinearMethod):
         y = product(x, self._matrix, self._bias)
         return y if residual is None else residual + y
 
-    def apply_gated(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_gated(self, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
         """See `LinearMethod.apply_gated`."""
         if self._fuses_gate:
-            return cpu.linear(x, self._matrix, self._num_outputs, gated=True)
-        return super().apply_gated(x)
+            return cpu.linear(x, self._matrix, self._num_outputs, activation=activation)
+        return super().apply_gated(x, activation)
 
 
 def _onednn_can_pack(weight: torch.Tensor) -> bool:

@@ -1,0 +1,17 @@
+"""Factors and soft caps between the layers of a model."""
+
+import torch
+
+from ..kernels import cpu
+
+
+def scaled(x: torch.Tensor, factor: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns factor * x, plus `residual`, both contiguous [num_rows, size]."""
+    if cpu.usable(x):
+        return cpu.scale(x, factor, residual)
+    return x * factor if residual is None else torch.add(residual, x, alpha=factor)
+
+
+def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Returns cap * tanh(x / cap) of contiguous x [num_rows, size]: numbers between -cap and cap (Gemma 2)."""
+    return cpu.soft_cap(x, cap) if cpu.usable(x) else torch.tanh(x / cap) * cap

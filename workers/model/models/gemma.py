@@ -1,0 +1,118 @@
+"""Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786).
+
+Both scale embeddings, norm before and behind attention and MLP, and alternate layers that slide a window with layers
+that see all. Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and its sliding layers have a rotary base
+of their own."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from ..attention.backend import StepAttention
+from ..config import Fields, ModelConfig, RopeConfig
+from ..layers.linear import BuildOptions
+from ..layers.norm import RMSNorm
+from ..layers.rotary import CosSin
+from .family import DecoderLayer
+from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from .parsing import RopeOf, WindowOf, parse_alternating_windows, parse_decoder_config, parse_rope
+from .qwen import Qwen3Attention
+
+
+class Gemma3Attention(Qwen3Attention):
+    """Computes Llama's attention over normed queries and keys."""
+
+    norm_offset = 1.0
+
+
+class Gemma2DecoderLayer(DecoderLayer):
+    """Adds attention, then the MLP, each of the normed hidden states and normed behind."""
+
+    attention_type: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
+        prefix = f"model.layers.{index}"
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(f"{prefix}.{name}_layernorm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0)
+
+        self.input_layernorm = norm("input")
+        self.self_attn = self.attention_type(config, index, f"{prefix}.self_attn", build)
+        self.post_attention_layernorm = norm("post_attention")
+        self.pre_feedforward_layernorm = norm("pre_feedforward")
+        self.mlp = LlamaMLP(config, f"{prefix}.mlp", build)
+        self.post_feedforward_layernorm = norm("post_feedforward")
+
+    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+        """See `DecoderLayer.__call__`."""
+        attended = self.self_attn(self.input_layernorm(x), None, rotary, attention)
+        x = self.post_attention_layernorm(attended, x)
+        return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), None), x)
+
+
+class Gemma3DecoderLayer(Gemma2DecoderLayer):
+    """Is Gemma 2's layer but for the attention."""
+
+    attention_type = Gemma3Attention
+
+
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    """Is Llama's tree but for the layers and the norm."""
+
+    layer_type: ClassVar[type[DecoderLayer]] = Gemma2DecoderLayer
+
+    def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
+        super().__init__(config, build)
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.norm_eps, build.dtype, offset=1.0)
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Is Gemma 2's tree but for the layers."""
+
+    layer_type = Gemma3DecoderLayer
+
+
+def parse_gemma2_config(fields: Fields) -> ModelConfig:
+    """See `ModelFamily.parse_config`."""
+    config = _parse_gemma_config(fields, parse_alternating_windows(fields, full_every=2))
+    return replace(
+        config,
+        attention_soft_cap=_parse_cap(fields, "attn_logit_softcapping", 50.0),
+        logits_soft_cap=_parse_cap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def parse_gemma3_config(fields: Fields) -> ModelConfig:
+    """See `ModelFamily.parse_config`."""
+    window = parse_alternating_windows(fields, full_every=fields.integer("sliding_window_pattern", 6))
+    rope = parse_rope(fields, layer_type="full_attention", default_theta=1_000_000.0)
+    if fields.has("rope_parameters"):
+        sliding_rope = parse_rope(fields, layer_type="sliding_attention")
+    else:  # as transformers 4 wrote it
+        sliding_rope = RopeConfig(theta=fields.number("rope_local_base_freq", 10_000.0))
+    config = _parse_gemma_config(fields, window, lambda index: rope if window(index) is None else sliding_rope)
+    return replace(config, logits_soft_cap=_parse_cap(fields, "final_logit_softcapping", None))
+
+
+def _parse_gemma_config(fields: Fields, window: WindowOf, rope: RopeOf | None = None) -> ModelConfig:
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "is not supported")
+    bias = fields.boolean("attention_bias", False)
+    config = parse_decoder_config(
+        fields,
+        qkv_bias=bias,
+        output_bias=bias,
+        window=window,
+        rope=rope,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        tied=True,
+    )
+    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
+    return replace(config, embedding_scale=config.hidden_size**0.5, attention_scale=scale)
+
+
+def _parse_cap(fields: Fields, name: str, default: float | None) -> float | None:
+    if fields.is_null(name) or not (fields.has(name) or default):
+        return None
+    return fields.number(name, default)

@@ -1,0 +1,105 @@
+"""gpt-oss (arXiv 2508.10925): Llama's tree with biases, sinks, a window in every other layer, and routed experts whose
+weights may be in MXFP4; these are turned into the model's dtype when they are loaded."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from ..config import ExpertsConfig, Fields, ModelConfig
+from ..layers.experts import RoutedExperts
+from ..layers.linear import BuildOptions
+from ..layers.stacked import StackedMap, inputs_together
+from ..module import Parameter, WeightSlice
+from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM
+from .parsing import parse_alternating_windows, parse_decoder_config, parse_rope
+
+_ALPHA: Final = 1.702  # of the sigmoid
+_LIMIT: Final = 7.0  # of gates and of what they gate
+
+
+class GptOssAttention(LlamaAttention):
+    """Computes Llama's attention with a sink for each query head."""
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        layer = config.layers[index]
+        sinks = WeightSlice(f"{prefix}.sinks", (layer.num_heads,), (build.tp.query_heads(layer),))
+        self.sinks = Parameter(sinks, dtype=torch.float32)
+
+    def process_after_load(self) -> None:
+        """Gives the sinks to the attention."""
+        self._options = replace(self._options, sinks=self.sinks.data)
+
+
+class GptOssExperts(RoutedExperts):
+    """Routes to experts that clamp gates and what they gate, which lie in turn in the checkpoint."""
+
+    def __init__(self, config: ExpertsConfig, hidden: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, hidden, f"{prefix}.router", build, router_bias=True)
+        size, tp = config.intermediate_size, build.tp
+        unit = inputs_together(is_mxfp4=config.is_mxfp4)
+        part = tp.part(size // unit)
+        begin, end, whole = part.start * unit, part.stop * unit, slice(None)
+        form = partial(StackedMap, num_experts=config.num_experts, build=build, is_mxfp4=config.is_mxfp4)
+        name = f"{prefix}.experts"
+        pairs = slice(2 * begin, 2 * end)
+        self.gate_up = form(f"{name}.gate_up_proj", sizes=(2 * size, hidden), kept=(pairs, whole), bias=True)
+        inputs = slice(begin, end)
+        self.down = form(f"{name}.down_proj", sizes=(hidden, size), kept=(whole, inputs), bias=tp.rank == 0)
+
+    def compute(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """See `RoutedExperts.compute`."""
+        gate_up = self.gate_up.maps[number].apply(x)
+        gate = gate_up[:, ::2].clamp(max=_LIMIT)
+        up = gate_up[:, 1::2].clamp(-_LIMIT, _LIMIT)
+        return self.down.maps[number].apply((up + 1) * gate * torch.sigmoid(gate * _ALPHA))
+
+
+class GptOssDecoderLayer(LlamaDecoderLayer):
+    """Is Llama's layer with sinks and experts."""
+
+    attention_type = GptOssAttention
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
+        super().__init__(config, index, build)
+        assert config.experts is not None
+        self.mlp = GptOssExperts(config.experts, config.hidden_size, f"model.layers.{index}.mlp", build)
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    """Is Llama's tree but for the layers."""
+
+    layer_type = GptOssDecoderLayer
+    can_capture = False
+
+
+def parse_gpt_oss_config(fields: Fields) -> ModelConfig:
+    """See `ModelFamily.parse_config`."""
+    bias = fields.boolean("attention_bias", True)
+    rope = parse_rope(fields, default_theta=150_000.0)
+    config = parse_decoder_config(
+        fields,
+        qkv_bias=bias,
+        output_bias=bias,
+        window=parse_alternating_windows(fields, full_every=2, default=128),
+        rope=lambda index: rope,
+        norm_eps=("rms_norm_eps", 1e-5),
+    )
+    for name, value in (("swiglu_alpha", _ALPHA), ("swiglu_limit", _LIMIT)):
+        if fields.number(name, value) != value:
+            raise fields.error(name, f"is not supported, only {value}")
+    is_mxfp4 = config.quantization.get("quant_method") == "mxfp4"
+    unit = inputs_together(is_mxfp4=is_mxfp4)
+    if config.hidden_size % unit or config.intermediate_size % unit:
+        raise fields.error("intermediate_size", f"must be, as hidden_size, a multiple of {unit} in MXFP4")
+    num_experts = fields.integer("num_local_experts", 128)
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 4, maximum=num_experts),
+        intermediate_size=config.intermediate_size,
+        layers=tuple(range(len(config.layers))),
+        is_mxfp4=is_mxfp4,
+    )
+    return replace(config, experts=experts, quantization={} if is_mxfp4 else config.quantization)

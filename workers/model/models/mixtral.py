@@ -1,0 +1,82 @@
+"""Mixtral (arXiv 2401.04088) and Qwen3-MoE (arXiv 2505.09388): the trees of Llama and Qwen3 with routed experts in
+place of MLPs."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from ..config import ExpertsConfig, Fields, ModelConfig
+from ..layers.experts import ExpertNames, GatedExperts
+from ..layers.linear import BuildOptions
+from .llama import LlamaDecoderLayer, LlamaForCausalLM
+from .parsing import parse_decoder_config
+from .qwen import Qwen3Attention
+
+
+class MixtralDecoderLayer(LlamaDecoderLayer):
+    """Is Llama's layer with experts."""
+
+    names: ClassVar[ExpertNames] = ExpertNames(
+        router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
+    )
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
+        super().__init__(config, index, build)
+        experts, prefix = config.experts, f"model.layers.{index}"
+        if experts and index in experts.layers:
+            names = replace(
+                self.names, router=f"{prefix}.{self.names.router}", experts=f"{prefix}.{self.names.experts}"
+            )
+            self.mlp = GatedExperts(experts, config.hidden_size, names, build, activation=config.activation)
+
+
+class Qwen3MoeDecoderLayer(MixtralDecoderLayer):
+    """Is Qwen3's layer with experts, or without."""
+
+    attention_type = Qwen3Attention
+    names = ExpertNames(router="mlp.gate", experts="mlp.experts", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    """Is Llama's tree but for the layers."""
+
+    layer_type = MixtralDecoderLayer
+    can_capture = False
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    """Is Llama's tree but for the layers."""
+
+    layer_type = Qwen3MoeDecoderLayer
+    can_capture = False
+
+
+def parse_mixtral_config(fields: Fields) -> ModelConfig:
+    """See `ModelFamily.parse_config`."""
+    window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+    config = parse_decoder_config(fields, window=lambda index: window, norm_eps=("rms_norm_eps", 1e-5))
+    num_experts = fields.integer("num_local_experts", 8)
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 2, maximum=num_experts),
+        intermediate_size=config.intermediate_size,
+        layers=tuple(range(len(config.layers))),
+    )
+    return replace(config, experts=experts)
+
+
+def parse_qwen3_moe_config(fields: Fields) -> ModelConfig:
+    """See `ModelFamily.parse_config`."""
+    bias, slides = fields.boolean("attention_bias", False), fields.boolean("use_sliding_window", False)
+    window = fields.integer("sliding_window", 4096) if slides and not fields.is_null("sliding_window") else None
+    config = parse_decoder_config(fields, qkv_bias=bias, output_bias=bias, window=lambda index: window)
+    name = "num_experts" if fields.has("num_experts") else "num_local_experts"
+    num_experts, step = fields.integer(name, 128), fields.integer("decoder_sparse_step", 1)
+    dense = fields.integers("mlp_only_layers")
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", 8, maximum=num_experts),
+        intermediate_size=fields.integer("moe_intermediate_size", 768),
+        layers=tuple(index for index in range(len(config.layers)) if index not in dense and (index + 1) % step == 0),
+        normalised=fields.boolean("norm_topk_prob", False),
+    )
+    return replace(config, experts=experts)

@@ -1,0 +1,87 @@
+"""OLMo 2 (arXiv 2501.00656): Llama's tree with norms behind attention and MLP, and of all queries and all keys."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..attention.backend import StepAttention
+from ..config import Fields, ModelConfig
+from ..layers.linear import BuildOptions
+from ..layers.norm import RMSNorm
+from ..layers.rotary import CosSin, apply_rotary
+from ..module import Parameter, WeightSlice
+from .family import DecoderLayer
+from .llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from .parsing import parse_decoder_config
+
+
+class Olmo2HeadNorm(RMSNorm):
+    """Normalises by the root mean square over the heads of all ranks, of which each has some."""
+
+    def __init__(self, name: str, size: int, epsilon: float, build: BuildOptions, parts: Sequence[slice]) -> None:
+        """`parts` are those of the weight, [size], that this rank keeps, in order."""
+        super().__init__(name, size, epsilon, build.dtype)
+        self.weight = Parameter(*(WeightSlice(f"{name}.weight", (size,), (part,)) for part in parts), dtype=build.dtype)
+        self._tp, self._size = build.tp, size
+
+    def normalise(self, heads: torch.Tensor, copies: Sequence[int]) -> torch.Tensor:
+        """Maps heads [num_tokens, num_heads, head_dim] of this rank to the same shape; `copies` says of each in how
+        many places of all ranks it lies."""
+        num_tokens, num_heads, dim = heads.shape
+        if self._tp.size == 1:
+            return self(heads.view(num_tokens, num_heads * dim)).view(heads.shape)
+        wide = heads.float()
+        shares = 1.0 / torch.tensor(copies, device=heads.device)
+        total = self._tp.all_reduce((wide.square().sum(-1) * shares).sum(-1, keepdim=True))  # [num_tokens, 1]
+        scale = torch.rsqrt(total / self._size + self._epsilon)[:, :, None]
+        return self.weight.data.view(num_heads, dim) * (wide * scale).to(heads.dtype)
+
+
+class Olmo2Attention(LlamaAttention):
+    """Computes Llama's attention over queries and keys that are normed before they are heads."""
+
+    def __init__(self, config: ModelConfig, index: int, prefix: str, build: BuildOptions) -> None:
+        super().__init__(config, index, prefix, build)
+        layer, tp, epsilon = config.layers[index], build.tp, config.norm_eps
+        dim, queries, keys = layer.head_dim, tp.query_heads(layer), tp.kv_heads(layer)
+        self._copies = [1] * (queries.stop - queries.start), tp.kv_copies(layer)
+        query_part = [slice(queries.start * dim, queries.stop * dim)]
+        key_parts = [slice(head * dim, (head + 1) * dim) for head in keys]
+        self.q_norm = Olmo2HeadNorm(f"{prefix}.q_norm", layer.num_heads * dim, epsilon, build, query_part)
+        self.k_norm = Olmo2HeadNorm(f"{prefix}.k_norm", layer.num_kv_heads * dim, epsilon, build, key_parts)
+
+    def rotate(self, query_key: torch.Tensor, rotary: CosSin | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LlamaAttention.rotate`."""
+        query, key = torch.split(query_key, self._head_counts, dim=1)
+        of_query, of_key = self._copies
+        query, key = self.q_norm.normalise(query, of_query), self.k_norm.normalise(key, of_key)
+        return (apply_rotary(query, rotary), apply_rotary(key, rotary)) if rotary else (query, key)
+
+
+class Olmo2DecoderLayer(DecoderLayer):
+    """Adds attention, then the MLP, each normed behind."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildOptions) -> None:
+        prefix = f"model.layers.{index}"
+        size, epsilon = config.hidden_size, config.norm_eps
+        self.self_attn = Olmo2Attention(config, index, f"{prefix}.self_attn", build)
+        self.post_attention_layernorm = RMSNorm(f"{prefix}.post_attention_layernorm", size, epsilon, build.dtype)
+        self.mlp = LlamaMLP(config, f"{prefix}.mlp", build)
+        self.post_feedforward_layernorm = RMSNorm(f"{prefix}.post_feedforward_layernorm", size, epsilon, build.dtype)
+
+    def __call__(self, x: torch.Tensor, rotary: CosSin | None, attention: StepAttention) -> torch.Tensor:
+        """See `DecoderLayer.__call__`."""
+        x = self.post_attention_layernorm(self.self_attn(x, None, rotary, attention), x)
+        return self.post_feedforward_layernorm(self.mlp(x, None), x)
+
+
+class Olmo2ForCausalLM(LlamaForCausalLM):
+    """Is Llama's tree but for the layers."""
+
+    layer_type = Olmo2DecoderLayer
+
+
+def parse_olmo2_config(fields: Fields) -> ModelConfig:
+    """See `ModelFamily.parse_config`."""
+    bias = fields.boolean("attention_bias", False)
+    return parse_decoder_config(fields, qkv_bias=bias, output_bias=bias, norm_eps=("rms_norm_eps", 1e-5))

@@ -1,0 +1,200 @@
+"""Parses the fields of config.json that families share, as transformers 4 and 5 write them."""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from ...kv_cache.layout import LayerGeometry
+from ..config import Fields, ModelConfig, RopeConfig
+
+_MAX_LAYERS: Final = 1_000
+_ACTIVATIONS: Final = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+WindowOf = Callable[[int], int | None]
+"""Returns the sliding window of a layer by its index."""
+RopeOf = Callable[[int], RopeConfig | None]
+"""Returns the rotary embedding of a layer by its index."""
+
+
+def parse_decoder_config(
+    fields: Fields,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    window: WindowOf = lambda index: None,
+    rope: RopeOf | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    norm_eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    tied: bool = False,
+) -> ModelConfig:
+    """Parses the fields that most families name alike; `activation` and `norm_eps` are names and defaults of two that
+    they do not, `tied` is the default of tie_word_embeddings. Without `rope` all layers have that of the fields.
+
+    Raises CheckpointError if a field is missing, ill-typed, out of bounds or not supported."""
+    if (name := fields.text(*activation)) not in _ACTIVATIONS:
+        raise fields.error(activation[0], f"{name!r} is not supported, only {', '.join(_ACTIVATIONS)}")
+    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    num_layers = fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+    num_kv_heads, head_dim = _num_kv_heads(fields, num_heads), _head_dim(fields, hidden_size, num_heads)
+    shared = None if rope else parse_rope(fields)
+    ropes = tuple(rope(index) if rope else shared for index in range(num_layers))
+    for each in filter(None, set(ropes)):
+        _check_rope(fields, each, head_dim)
+    return ModelConfig(
+        architecture=fields.texts("architectures")[0],
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        layers=tuple(
+            LayerGeometry(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window(index))
+            for index in range(num_layers)
+        ),
+        ropes=ropes,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        norm_eps=fields.number(*norm_eps),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", tied),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        dtype=_dtype(fields),
+        activation=_ACTIVATIONS[name],
+        quantization=fields.mapping("quantization_config"),
+    )
+
+
+def parse_layer_types(fields: Fields, default: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Returns whether a layer slides its window, by its index: as layer_types says, else as `default`."""
+    if not fields.has("layer_types"):
+        return default
+    types, num_layers = fields.texts("layer_types"), fields.integer("num_hidden_layers")
+    if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise fields.error("layer_types", f"must be {num_layers} times full_attention or sliding_attention")
+    return lambda index: types[index] == "sliding_attention"
+
+
+def parse_alternating_windows(fields: Fields, *, full_every: int, default: int = 4096) -> WindowOf:
+    """Returns the windows of layers of which, if layer_types does not say otherwise, each slides its window but every
+    `full_every`th. `default` is that of sliding_window."""
+    window = fields.integer("sliding_window", default)
+    slides = parse_layer_types(fields, lambda index: bool((index + 1) % full_every))
+    return lambda index: window if slides(index) else None
+
+
+def parse_rope(
+    fields: Fields, *, layer_type: str = "", default_theta: float = 10_000.0, has_partial: bool = False
+) -> RopeConfig:
+    """Parses the rotary embedding of all layers or, if it is there, that of a type of layers.
+
+    transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`. Raises CheckpointError."""
+    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    rope = fields.nested(name)
+    if layer_type and rope.has(layer_type):
+        rope = rope.nested(layer_type)
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
+    rotated = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if rotated != 1.0 and not (has_partial and rotated < 1.0):
+        raise rope.error("partial_rotary_factor", "is not supported")
+    max_position = fields.integer("max_position_embeddings")
+    original = rope.integer("original_max_position_embeddings", max_position)
+    if fields.has("original_max_position_embeddings"):
+        original = fields.integer("original_max_position_embeddings")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    # The dynamic scaling changes nothing up to max_position_embeddings, and no sequence here is longer.
+    if kind in ("default", "dynamic"):
+        return RopeConfig(theta=theta, rotated=rotated)
+    if kind == "linear":
+        return RopeConfig(kind=kind, theta=theta, factor=rope.number("factor"), rotated=rotated)
+    parsers = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "su": _longrope}
+    if kind not in parsers:
+        raise rope.error("rope_type", f"{kind!r} is not supported, only default, linear, dynamic, {', '.join(parsers)}")
+    return parsers[kind](rope, theta, original, max_position, rotated)
+
+
+def _dtype(fields: Fields) -> str:
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(name, "float32")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise fields.error(name, f"{dtype!r} is not supported, only float32, bfloat16, float16")
+    return dtype
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    return num_kv_heads
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    if not fields.has("head_dim") and hidden_size % num_heads:
+        raise fields.error("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads {num_heads}")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads, minimum=2)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even, is {head_dim}")
+    return head_dim
+
+
+def _check_rope(fields: Fields, rope: RopeConfig, head_dim: int) -> None:
+    num_rotated = rope.num_rotated(head_dim)
+    if num_rotated < 2 or num_rotated % 2:
+        raise fields.error("partial_rotary_factor", f"must leave an even number of dimensions, leaves {num_rotated}")
+    if rope.factors and len(rope.factors) != num_rotated // 2:
+        raise fields.error("rope_parameters", f"must have {num_rotated // 2} factors, has {len(rope.factors)}")
+
+
+def _llama3(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.error("low_freq_factor", f"{low} must be below high_freq_factor {high}")
+    return RopeConfig(
+        kind="llama3",
+        theta=theta,
+        factor=rope.number("factor"),
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        rotated=rotated,
+    )
+
+
+def _yarn(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
+    """YaRN (arXiv 2309.00071), with the attention factor it leaves to be derived."""
+    factor = rope.number("factor", max_position / original)
+    attention_factor = _yarn_scale(factor, 1.0)
+    if rope.has("mscale") and rope.has("mscale_all_dim"):
+        attention_factor = _yarn_scale(factor, rope.number("mscale")) / _yarn_scale(
+            factor, rope.number("mscale_all_dim")
+        )
+    return RopeConfig(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+        attention_factor=rope.number("attention_factor", attention_factor),
+        rotated=rotated,
+    )
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
+    """LongRoPE (arXiv 2402.13753). Its long factors are for sequences beyond the original context: a model that has
+    such ones takes them for all, as vLLM does, since what is cached of a prefix must not depend on what follows."""
+    if original < 2:
+        raise rope.error("original_max_position_embeddings", f"must be at least 2, is {original}")
+    factor = rope.number("factor", max_position / original)
+    attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeConfig(
+        kind="longrope",
+        theta=theta,
+        factors=rope.numbers("long_factor" if max_position > original else "short_factor"),
+        attention_factor=rope.number("attention_factor", attention_factor),
+        rotated=rotated,
+    )
