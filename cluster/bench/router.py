@@ -6,6 +6,7 @@ one, which reads streams and the CPU times of the others.
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,12 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Final
 
-import psutil
 import typer
 
 from ...proto import worker_pb2, worker_pb2_grpc
@@ -71,7 +73,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
     rounds: Annotated[int, typer.Option(help="Of each case; the best one counts.")] = 3,
     step_ms: Annotated[float, typer.Option(help="How long the worker takes for a token of all streams.")] = 0.0,
-    metrics: Annotated[bool, typer.Option(help="Whether the router counts; what that costs is the difference.")] = True,
+    metrics: Annotated[bool, typer.Option(help="Whether the router counts.")] = True,
     with_keys: Annotated[bool, typer.Option("--keys", help="Let in callers with an API key alone.")] = False,
     with_tls: Annotated[bool, typer.Option("--tls", help="TLS at the API servers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -80,10 +82,9 @@ def main(
     identity = PeerIdentity.generate()
     with tempfile.TemporaryDirectory() as scratch:
         access = _Access.make(Path(scratch), keys=with_keys, tls=with_tls)
-        flag = "--metrics" if metrics else "--no-metrics"
         with (
             child_process(identity, "serve-worker", str(step_ms)) as worker,
-            child_process(identity, "serve-router", worker[1], scratch, flag) as router,
+            child_process(identity, "serve-router", worker[1], scratch, _flag(metrics)) as router,
         ):
             costs = [
                 max(
@@ -102,6 +103,69 @@ def main(
         api, num_streams, per_second, *others = cost.values()
         table.add_row(api, str(num_streams), f"{per_second:,.0f}", *(f"{number:.1f}" for number in others))
     table_console().print(table)
+
+
+class Feature(StrEnum):
+    """Names what a router can be measured with and without."""
+
+    METRICS = "metrics"
+    KEYS = "keys"
+    TLS = "tls"
+
+
+@app.command()
+def compare(
+    feature: Annotated[Feature, typer.Argument(help="Of which the cost is asked.")],
+    streams: Annotated[int, typer.Option(help="Streams at the same time.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.")] = 512,
+    rounds: Annotated[int, typer.Option(help="With and without by turns; the medians count.")] = 9,
+    step_ms: Annotated[float, typer.Option(help="How long the worker takes for a token of all streams.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure what metrics, keys or TLS cost a router: CPU time of a token in two of them, with and without, which one
+    worker serves by turns."""
+    identity = PeerIdentity.generate()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        tempfile.TemporaryDirectory() as empty,
+        child_process(identity, "serve-worker", str(step_ms)) as worker,
+    ):
+        access = _Access.make(Path(scratch), keys=feature == Feature.KEYS, tls=feature == Feature.TLS)
+        without_metrics = _flag(feature != Feature.METRICS)
+        with (
+            child_process(identity, "serve-router", worker[1], scratch) as one,
+            child_process(identity, "serve-router", worker[1], empty, without_metrics) as other,
+        ):
+            both = ((access, one), (_Access(Path(empty)), other))
+            costs = [_compare(api, both, worker, streams, tokens, rounds) for api in _APIS]
+    if as_json:
+        typer.echo(json.dumps(costs, indent=2))
+        return
+    table = make_table("API", numbers=("router us/token", f"without {feature}", "cost, %"), boxed=False)
+    for cost in costs:
+        api, *values = cost.values()
+        table.add_row(api, *(f"{value:.2f}" for value in values))
+    table_console().print(table)
+
+
+def _compare(
+    api: str,
+    both: "tuple[tuple[_Access, ChildProcess], tuple[_Access, ChildProcess]]",
+    worker: "ChildProcess",
+    streams: int,
+    tokens: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """Returns the CPU time of a token in both routers, and how much more the first takes than the other: the median of
+    the rounds, each of which has both, one after the other."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds):
+        for index in (0, 1) if turn % 2 else (1, 0):
+            access, router = both[index]
+            found = asyncio.run(_measure(api, access, router, worker, streams, tokens))
+            times[index].append(found["router_us"])
+    costs = [100 * (one / other - 1) for one, other in zip(*times, strict=True)]
+    return {"api": api, "with_us": median(times[0]), "without_us": median(times[1]), "cost_percent": median(costs)}
 
 
 @app.command(hidden=True)
@@ -155,8 +219,12 @@ class _Access:
         return ServerAddress(url=secure, model=_MODEL, api_key=self.api_key, tls_ca=self.tls.certificate)
 
 
-ChildProcess = tuple[psutil.Process, str]
-"""A process of the benchmark, and what it has printed: one address, or those of both API servers."""
+def _flag(metrics: bool) -> str:
+    return "--metrics" if metrics else "--no-metrics"
+
+
+ChildProcess = tuple[int, str]
+"""The id of a process of the benchmark, and what it has printed: one address, or those of both API servers."""
 
 
 @contextmanager
@@ -168,7 +236,7 @@ def child_process(identity: PeerIdentity, *command: str) -> Iterator[ChildProces
         assert process.stdout is not None
         print(identity.to_text(), file=process.stdin, flush=True)
         try:
-            yield psutil.Process(process.pid), process.stdout.readline().strip()
+            yield process.pid, process.stdout.readline().strip()
         finally:
             process.stdin.close()
             process.wait(_START_SECONDS)
@@ -232,7 +300,7 @@ async def _measure(
     wait for the client are merged into one message."""
     address = access.address(router[1].split()[_APIS.index(api)])
     prompt = BenchPrompt(prompt=_PROMPT, max_tokens=num_tokens)
-    processes = (router[0], worker[0], psutil.Process())
+    processes = (router[0], worker[0], os.getpid())
 
     async def read(stream_completion: StreamCompletion) -> int:
         chunk_times: list[float] = []
@@ -255,10 +323,9 @@ async def _measure(
     return {"api": api, "num_streams": num_streams} | rates | times
 
 
-def cpu_seconds(process: psutil.Process) -> float:
-    """Returns the CPU time that the process has taken until now."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU time that a process has taken until now."""
+    return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) has it: /proc counts in ticks of 10 ms
 
 
 if __name__ == "__main__":

@@ -1,15 +1,36 @@
-"""`python -m tandem.cluster.bench.router` measures the router with what callers need to be let in."""
+"""The commands that measure a router: `python -m tandem.cluster.bench.router` and `.console`."""
 
 import json
 import subprocess
 import sys
+from typing import Any
+
+
+def measured(*command: str) -> list[dict[str, Any]]:
+    """What a command prints as JSON."""
+    words = [sys.executable, "-m", *command, "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    costs: list[dict[str, Any]] = json.loads(done.stdout)
+    return costs
 
 
 def test_it_measures_callers_with_keys_over_tls() -> None:
-    command = [sys.executable, "-m", "tandem.cluster.bench.router", "run", "--keys", "--tls", "--json"]
-    sizes = ["--streams", "2", "--tokens", "8", "--rounds", "1"]
-    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    costs = json.loads(done.stdout)
+    sizes = ("--streams", "2", "--tokens", "8", "--rounds", "1")
+    costs = measured("tandem.cluster.bench.router", "run", "--keys", "--tls", *sizes)
     assert [(cost["api"], cost["num_streams"]) for cost in costs] == [("grpc", 2), ("http", 2)]
     assert all(cost["tokens_per_second"] > 0 for cost in costs)
+
+
+def test_it_compares_routers_with_and_without() -> None:
+    sizes = ("--streams", "2", "--tokens", "8", "--rounds", "2", "--step-ms", "0")
+    costs = measured("tandem.cluster.bench.router", "compare", "metrics", *sizes)
+    assert [cost["api"] for cost in costs] == ["grpc", "http"]
+    assert all(cost["with_us"] > 0 and cost["without_us"] > 0 for cost in costs)
+
+
+def test_it_measures_pages_that_poll() -> None:
+    sizes = ("--streams", "2", "--pages", "2", "--seconds", "0.2", "--rounds", "1")
+    costs = measured("tandem.cluster.bench.console", *sizes)
+    assert [cost["pages"] for cost in costs] == [0, 2]
+    assert all(cost["percent"] > 0 for cost in costs)
