@@ -47,7 +47,7 @@ SHARING_PATHS: Final = (
         "test_extending.py",
     ),
     *("cluster/bench/test_bench.py", "cluster/cli/test_cli_client.py", "matrix"),
-    *("cluster/test_metrics.py", "cluster/test_runtime.py", "cluster/test_status.py"),
+    *(f"cluster/test_{name}.py" for name in ("counts", "metrics", "runtime", "status")),
     *("router/client", "router/scheduling/test_simulation.py"),
     *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "rehand")),
     *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
