@@ -57,6 +57,12 @@ def set_window(driver: Any, width: int, height: int = 900, *, theme: str = "ligh
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
+def paint_times(driver: Any) -> dict[str, float]:
+    """Returns the milliseconds from the start of the page's load to its first paint, and to that of its contents."""
+    script = "return performance.getEntriesByType('paint').map(entry => [entry.name, entry.startTime])"
+    return {name: float(time) for name, time in driver.execute_script(script)}
+
+
 def problems(driver: Any) -> list[str]:
     """Returns what the page has reported as wrong since the last call: errors of scripts, and what the policy of its
     contents has refused."""

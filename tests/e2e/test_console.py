@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tandem.router.auth.keys import create_key
 from tandem.router.client.client import Client
-from tandem.tests.browser import chromium, problems, set_window
+from tandem.tests.browser import chromium, paint_times, problems, set_window
 from tandem.tests.service import wait_until_idle
 from tandem.tests.tiny import make_tiny_model
 
@@ -117,6 +117,12 @@ def test_it_asks_for_a_key_and_keeps_it_in_the_tab(page: Any, keys: tuple[Path, 
     assert page.execute_script("return Object.values(localStorage).join()") == "system"
     refused = [each for each in problems(page) if "401" not in each]
     assert refused == []
+
+
+def test_the_first_paint_is_measured(page: Any) -> None:
+    """`pytest -s` shows it."""
+    wait(lambda: "first-contentful-paint" in paint_times(page))
+    print(paint_times(page))
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
