@@ -91,8 +91,8 @@ class Attempt:
 
     In a pair, the decode worker gets its submit as soon as there is a handle of the KV cache. Its tokens are taken once
     each choice has its first token from the prefill worker; a refusal is taken at once. As long as it has not received
-    the KV cache, the prefill worker holds that and `rehand` can give it to another decode worker. A suspect gets no
-    decode worker before `may_decode` says so.
+    the KV cache, the prefill worker holds that and `rehand` can give it to another decode worker. No decode worker gets
+    anything before `may_decode` says so.
     """
 
     def __init__(
@@ -104,12 +104,13 @@ class Attempt:
         send: Submitter,
         registry: WorkerRegistry,
         timer: RequestTimer,
-        may_decode: Callable[[], bool] = lambda: True,
+        may_decode: Callable[["Attempt"], bool] = lambda attempt: True,
         source: SuspendedChoice | None = None,
     ) -> None:
         """`part` is what the registry counts: the request itself, or what is left of one choice. `source` has its KV
         cache already: then the placement's prefill worker is the one that suspended it."""
         self.interruptions: list[Interruption] = []  # the caller removes them
+        self.is_proven = False  # the worker that decodes has survived a step with it
         self.part = part
         # A beam search of one step has nothing to hand over.
         is_whole = submit.HasField("beam_search") and submit.max_tokens == 1
@@ -117,6 +118,7 @@ class Attempt:
         self._choices = range(submit.first_choice, submit.first_choice + submit.num_choices)
         self._states = dict.fromkeys(self._choices, ChoiceState.OPENING)  # of choices neither ended nor interrupted
         self._submit = submit
+        self._number = submit.attempt
         self._send = send
         self._registry = registry
         self._timer = timer
@@ -142,9 +144,18 @@ class Attempt:
         return self._opener is not None and self._opener.failure is None
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the prompt has been computed."""
-        return self._begun
+    def is_computed(self) -> bool:
+        """Whether the prefill worker is done with the prompt, so that a decode worker can begin."""
+        return not self._needs_opener
+
+    @property
+    def tried_at(self) -> str | None:
+        """The worker that computes and has not shown yet that it survives that, if there is one."""
+        if self.is_proven or not self._states:
+            return None
+        if self._needs_opener:
+            return self.placement.prefill or self.placement.decode
+        return None if self._decoder is None else self.placement.decode
 
     @property
     def choices(self) -> Set[int]:
@@ -159,7 +170,7 @@ class Attempt:
             self._registry.dispatched(decode_id, self.part, 0)
             self._kv = self._opener.kv
             self._states = dict.fromkeys(self._states, ChoiceState.MOVING)
-            self._send_decode(self._submit.attempt)
+            self._waits_to_decode = True
             return
         if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_WHOLE
@@ -194,7 +205,7 @@ class Attempt:
                     return
             if stream.failure is not None and (stream is self._decoder or self._needs_opener):
                 self._failed(stream, stream.failure)
-        if self._waits_to_decode:
+        if self._waits_to_decode and self._states:
             self._go_on_to_decode()
 
     def drop(self, choice: int) -> None:
@@ -203,11 +214,10 @@ class Attempt:
             stream.cancel_choice(choice)
 
     def rehand(self, placement: Placement, number: int) -> None:
-        """Gives the KV cache to the decode worker of `placement`, as attempt `number`."""
+        """Gives the KV cache to the decode worker of `placement`, as attempt `number`, with the next `poll`."""
         self._registry.ended(self.placement.decode, self.part.request_id)
-        self.placement = placement
+        self.placement, self._number, self._waits_to_decode = placement, number, True
         self._registry.dispatched(placement.decode, self.part, 0)
-        self._send_decode(number)
 
     def abandon(self, choices: Set[int]) -> None:
         """Removes choices that go on in another attempt; without any left the attempt ends."""
@@ -243,10 +253,10 @@ class Attempt:
             if is_refused or not self._needs_opener:
                 yield decoder
 
-    def _send_decode(self, number: int) -> None:
+    def _send_decode(self) -> None:
         submit = worker_pb2.Submit()
         submit.CopyFrom(self._submit)
-        submit.attempt = number
+        submit.attempt = self._number
         submit.task = worker_pb2.TASK_DECODE
         submit.kv.CopyFrom(self._kv)
         self._decoder = self._send(self.placement.decode, submit)
@@ -268,6 +278,8 @@ class Attempt:
                     self._states[opened] = following
         if choice not in self._states:
             return None
+        # The first token may be one that the prefill worker drew.
+        self.is_proven |= tokens.first_index + len(tokens.ids) > self.first_index + 1
         finish_reason = tokens.finish_reason
         if finish_reason:
             del self._states[choice]
@@ -297,16 +309,14 @@ class Attempt:
             self._num_cached = output.admitted.cached_tokens
             if self.placement.prefill is not None and self._submit.max_tokens > 1:
                 self._kv = output.admitted.kv
-                self._waits_to_decode = not self._may_decode()
-                if not self._waits_to_decode:
-                    self._send_decode(self._submit.attempt)
+                self._waits_to_decode = True
 
     def _go_on_to_decode(self) -> None:
         """Gives the KV cache to the decode worker once the request may decode."""
         if self.holds_kv:
-            if self._may_decode():
+            if self._may_decode(self):
                 self._waits_to_decode = False
-                self._send_decode(self._submit.attempt)
+                self._send_decode()
         elif self._opener is not None and not self._needs_opener:
             self._waits_to_decode = False
             self._interrupt(Cause.GONE, self._opener.worker, "KV cache lost")

@@ -20,6 +20,9 @@ from .request_timer import RequestTimer
 from .unread import Wake
 from .worker_client import WorkerClient, WorkerKey, WorkerStream
 
+PROBE_SECONDS: Final = 0.5
+"""How often a worker whose session has broken is connected to, until that succeeds or it has left."""
+
 _STOPPING: Final = "the service is stopping"
 
 
@@ -56,7 +59,7 @@ class Dispatcher:
         self, request: TokenRequest, timeline: inference_pb2.Timeline, ended: Collection[int] = ()
     ) -> AsyncGenerator[TokenDelta, None]:
         """See TokenSource. Raises Unavailable without a worker, Overloaded when all are full, InternalError when the
-        request has cost MAX_WORKERS_LOST workers."""
+        request has crashed workers, see Quarantine."""
         wake, timer = Wake(), RequestTimer(request, timeline, self._metrics)
         send = partial(self._send, wake)
         execution = RequestExecution(
@@ -93,25 +96,42 @@ class Dispatcher:
 
     def _send(self, wake: asyncio.Event, worker_id: str, submit: worker_pb2.Submit) -> WorkerStream | None:
         """Submits over the session with the worker, opening one if there is none. Returns None if the worker has left
-        the registry. Raises Unavailable after `close`."""
+        the registry or is lost. Raises Unavailable after `close`."""
         if self._closed:
             raise Unavailable(_STOPPING)
         info = self._registry.get(worker_id)
-        if info is None:
+        if info is None or self._registry.is_lost(worker_id, info.epoch):
             return None
-        key = (worker_id, info.epoch)
-        client = self._clients.get(key)
+        client = self._clients.get((worker_id, info.epoch))
         if client is None or client.broken:
-            self._clients = {other: client for other, client in self._clients.items() if not client.broken}
-            client = self._clients[key] = WorkerClient(
-                key,
-                info.address,
-                self._identity,
-                on_message=partial(self._received, key),
-                on_break=partial(self._registry.session_lost, *key),
-                can_move=partial(self._registry.has_other, worker_id),
-            )
+            client = self._connect(info)
         return client.submit(submit, wake)
+
+    def _connect(self, info: worker_pb2.WorkerInfo) -> WorkerClient:
+        """Opens a session with a worker."""
+        key = (info.worker_id, info.epoch)
+        self._clients = {other: client for other, client in self._clients.items() if not client.broken}
+        client = self._clients[key] = WorkerClient(
+            key,
+            info.address,
+            self._identity,
+            on_message=partial(self._received, key),
+            on_break=partial(self._lost, key),
+            can_move=partial(self._registry.has_other, info.worker_id),
+        )
+        return client
+
+    def _lost(self, worker: WorkerKey) -> None:
+        """Has no request placed on a worker whose session has broken before another session brings its first message.
+        The directory lists a dead worker for seconds, in which every request placed there would lose time."""
+        self._registry.session_lost(*worker)
+        if not self._closed:
+            asyncio.get_running_loop().call_later(PROBE_SECONDS, self._probe, worker)
+
+    def _probe(self, worker: WorkerKey) -> None:
+        info = self._registry.get(worker[0])
+        if info is not None and not self._closed and self._registry.is_lost(*worker):
+            self._connect(info)
 
     def _received(self, worker: WorkerKey, message: worker_pb2.SessionResponse) -> None:
         self._registry.report(*worker, message)

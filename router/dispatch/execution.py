@@ -28,12 +28,9 @@ from .quarantine import Quarantine
 from .request_timer import RequestTimer
 from .submit import make_submit, refusal, rest_of
 from .unread import Backlog, Wake
-from .worker_client import SuspendedChoice, WorkerKey
+from .worker_client import SuspendedChoice
 
 logger = logging.getLogger(__name__)
-
-MAX_WORKERS_LOST: Final = 2
-"""A choice that so many workers had begun when they crashed, one after the other without a token, is given up."""
 
 MAX_TRANSFERS_LOST: Final = 2
 """Of one choice; after so many a single worker prefills and decodes it."""
@@ -86,7 +83,6 @@ class RequestExecution:
         self._error: Exception | None = None  # for the caller
         self._backlog = Backlog()
         self._avoided: dict[str, float] = {}  # worker ids, until when
-        self._crashes: dict[int, set[WorkerKey]] = {}  # by choice, since its last token
         self._give_up: dict[int, float] = {}  # by choice that was interrupted since its last token, when
         self._num_transfers_lost = [0] * request.num_choices
 
@@ -175,8 +171,8 @@ class RequestExecution:
                     elif fresh := self._fresh(delta):
                         self._emitted[fresh.choice] += fresh.ids
                         self._timer.tokens(len(fresh.ids), fresh.choice)
-                        if self._give_up:
-                            self._clear(fresh, attempt)
+                        if self._give_up and (attempt.is_proven or fresh.finish_reason):
+                            self._give_up.pop(fresh.choice, None)
                         yield fresh
                 if not attempt.interruptions:
                     break
@@ -187,6 +183,8 @@ class RequestExecution:
             if not attempt.choices:
                 attempt.end()
         self._attempts = [attempt for attempt in self._attempts if attempt.choices]
+        if self in self._quarantine:
+            self._end_trials()
 
     def end(self) -> None:
         """Lets the workers free whatever they still hold for the request. Idempotent."""
@@ -205,7 +203,7 @@ class RequestExecution:
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
         placement = self._registry.place(part, self._avoid(), whole=lost >= MAX_TRANSFERS_LOST)
-        if placement is None or (placement.prefill is None and not self._quarantine.may_decode(self)):
+        if placement is None or not self._quarantine.may_try(self, placement.prefill or placement.decode):
             return False
         self._begin_attempt(part, choice or 0, len(emitted), placement)
         return True
@@ -230,7 +228,7 @@ class RequestExecution:
             send=self._send,
             registry=self._registry,
             timer=self._timer,
-            may_decode=partial(self._quarantine.may_decode, self),
+            may_decode=self._may_decode,
             source=source,
         )
         self._attempts.append(attempt)
@@ -259,16 +257,18 @@ class RequestExecution:
             logprobs=delta.logprobs[num_known:],
         )
 
-    def _clear(self, delta: TokenDelta, attempt: Attempt) -> None:
-        """Forgets what interrupted a choice before this delta, if it shows that its worker decodes it; once no crash is
-        left, the request has left the quarantine. The first token shows that the prompt is computed."""
-        if delta.finish_reason or delta.first_index + len(delta.ids) > attempt.first_index + 1:
-            self._give_up.pop(delta.choice, None)
-            self._crashes.pop(delta.choice, None)
-            if not self._crashes.keys() - set(self._ended):
-                self._quarantine.leave(self)
-        elif not self._parked and all(each.placement.prefill and each.has_begun for each in self._attempts):
-            self._quarantine.prefilled(self)
+    def _may_decode(self, attempt: Attempt) -> bool:
+        """Returns whether the attempt's decode worker may get the KV cache: usually at once, while the prompt is still
+        computed; of a suspect only then, as it would keep others waiting."""
+        if self not in self._quarantine:
+            return True
+        return attempt.is_computed and self._quarantine.may_try(self, attempt.placement.decode)
+
+    def _end_trials(self) -> None:
+        """Ends the trial of a suspect that has proved itself at a worker; once it decodes everywhere, it is none."""
+        self._quarantine.keep(self, {worker for each in self._attempts if (worker := each.tried_at) is not None})
+        if not self._parked and all(attempt.is_proven for attempt in self._attempts):
+            self._quarantine.leave(self)
 
     def _park(self, interruption: Interruption, attempt: Attempt) -> None:
         """Lets interrupted choices wait until they can continue, which may be at once. Raises the request's error if it
@@ -283,7 +283,8 @@ class RequestExecution:
         for choice in choices:
             self._num_transfers_lost[choice] += cause is Cause.TRANSFER
         if cause.blames_request:
-            self._blame(interruption)
+            self._blame(interruption, attempt)
+        self._quarantine.look_elsewhere(self)
         until = min([self._give_up.setdefault(choice, self._clock() + self._park_seconds) for choice in choices])
         for each in self._parked:
             each.choices -= choices  # whose prefill worker is lost now, too
@@ -293,16 +294,14 @@ class RequestExecution:
             attempt.abandon(choices)
         self._watch_workers()
 
-    def _blame(self, interruption: Interruption) -> None:
-        """Counts a crash against the choices that the worker had. Raises InternalError, and has the request refused for
-        a while, if one of them has cost too many workers."""
-        for choice in interruption.choices - set(self._ended):
-            crashed = self._crashes.setdefault(choice, set())
-            crashed.add(interruption.worker)
-            if len(crashed) >= MAX_WORKERS_LOST:
-                self._quarantine.convictions.convict(self._request.prompt)
-                raise InternalError(_GIVEN_UP)
-        self._quarantine.enter(self, self._wake)
+    def _blame(self, interruption: Interruption, attempt: Attempt) -> None:
+        """Suspects the request of a crash. Raises InternalError, and has it refused for a while, if nothing else can be
+        at fault."""
+        if interruption.choices - set(self._ended) and self._quarantine.blame(
+            self, interruption.worker, self._wake, is_proven=attempt.is_proven
+        ):
+            self._quarantine.convictions.convict(self._request.prompt)
+            raise InternalError(_GIVEN_UP)
 
     def _check_quarantine(self) -> None:
         if self._quarantine.convictions.is_convicted(self._request.prompt):
@@ -314,17 +313,17 @@ class RequestExecution:
         if not self._parked:
             return
         self._avoid()  # forgets those whose time is over, at which `wake_at` may have been
-        may_start, may_decode = self._quarantine.may_start(self), self._quarantine.may_decode(self)
+        may_ask = self._quarantine.may_ask(self)
         parked, self._parked = self._parked, []
         for each in parked:
-            if may_decode or (may_start and each.attempt is None and each.suspended is None):
+            if may_ask or each.attempt is not None or each.suspended is not None:
                 each.choices = self._continue(each)
             if not each.choices:
                 continue
             if each.cause is Cause.FULL and not any(self._emitted):
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
             if self._clock() >= each.until:
-                if may_decode or self._registry.place(self._request, self._avoid()) is None:
+                if self not in self._quarantine or self._registry.place(self._request, self._avoid()) is None:
                     raise Unavailable("no worker is ready")
                 each.until = self._clock() + self._park_seconds  # it waits for its turn, not for a worker
                 self._give_up |= dict.fromkeys(each.choices, each.until)

@@ -76,14 +76,20 @@ class WorkerRegistry:
             return
         if message.HasField("load"):
             worker.report(message.load)
+        if message.HasField("load") or worker.is_lost:
+            worker.is_lost = False
             self._recount(worker)
         if message.stored_blocks or message.evicted_blocks:
             self._prefixes.report(worker_id, message.stored_blocks, message.evicted_blocks)
 
     def session_lost(self, worker_id: str, epoch: int) -> None:
-        """Empties the worker's prefix cache, which no session reports now; the next one begins with the whole of it."""
+        """Places nothing on the worker until a session reports something again, or it comes back in another epoch. Its
+        heartbeats count for nothing: the last of a dead worker arrive after its end. Empties its prefix cache; the next
+        session begins with the whole of it."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.info.epoch == epoch:
+            worker.is_lost = True
+            self._recount(worker)
             self._prefixes.add(worker_id, max(worker.info.block_size, 1), worker.info.load.total_blocks)
 
     def record_prefill(self, worker_id: str, num_tokens: int, seconds: float) -> None:
@@ -111,10 +117,15 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         return worker.info if worker else None
 
+    def is_lost(self, worker_id: str, epoch: int) -> bool:
+        """Returns whether that worker is listed, and its last session has broken; see `session_lost`."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.info.epoch == epoch and worker.is_lost
+
     def has_other(self, worker_id: str) -> bool:
         """Returns whether a decode worker other than this one takes requests."""
         return any(
-            worker.info.role == _DECODE and not worker.drains and other_id != worker_id
+            worker.info.role == _DECODE and worker.takes_requests and other_id != worker_id
             for other_id, worker in self._workers.items()
         )
 
@@ -212,7 +223,7 @@ class WorkerRegistry:
         token of this router's prompts more. Of these as much is taken to be cached as of those before, and other
         routers to have as many for each of theirs as of the sequences at workers."""
         role = _PREFILL if self._free[_PREFILL].workers else _DECODE
-        pool = [worker for worker in self._workers.values() if worker.info.role == role and not worker.drains]
+        pool = [worker for worker in self._workers.values() if worker.info.role == role and worker.takes_requests]
         if not pool:
             return LinearCost(fixed=0.0, each=0.0)
         token_seconds = 1 / sum(1 / self._token_seconds(worker) for worker in pool)
@@ -263,7 +274,7 @@ class WorkerRegistry:
         found = [
             worker
             for worker_id, worker in self._workers.items()
-            if worker.info.role == role and not worker.drains and worker_id not in avoid
+            if worker.info.role == role and worker.takes_requests and worker_id not in avoid
         ]
         steps = [worker.load.step_seconds for worker in found if worker.load.step_seconds]
         step_seconds = min(steps, default=NEUTRAL_STEP_SECONDS)

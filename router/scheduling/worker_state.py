@@ -34,6 +34,7 @@ class WorkerState:
     uncached_rate: float = 1.0  # of the prompts dispatched here, the part that was not cached; a moving mean
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)  # as last reported
     free: Capacity = NO_CAPACITY
+    is_lost: bool = False  # the session with it has broken, and no later one has brought anything
 
     def report(self, load: worker_pb2.WorkerLoad) -> None:
         """Takes over the worker's report of its load, unless a newer one is known."""
@@ -77,6 +78,11 @@ class WorkerState:
         return self.info.draining or self.load.draining
 
     @property
+    def takes_requests(self) -> bool:
+        """Whether requests may be placed on it."""
+        return not self.drains and not self.is_lost
+
+    @property
     def pending_tokens(self) -> int:
         """Prompt tokens to compute. Of others' prompts as much is taken to be cached as of this router's."""
         return self.own.uncached_tokens + int(self.others.prompt_tokens * self.uncached_rate)
@@ -97,7 +103,7 @@ class WorkerState:
     def measure_free(self, token_seconds: float) -> Capacity:
         """Returns what the worker has free if it computes one prompt token after the other, each in
         `token_seconds`."""
-        if self.drains:
+        if not self.takes_requests:
             return NO_CAPACITY
         bounds = (_MIN_LOOK_AHEAD_TOKENS, int(_LOOK_AHEAD_SECONDS / token_seconds), _MAX_LOOK_AHEAD_TOKENS)
         look_ahead = sorted(bounds)[1]

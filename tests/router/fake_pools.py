@@ -143,6 +143,7 @@ class FakePools:
     chance: random.Random
     pairs: bool
     decode: tuple[str, ...] = ("d1", "d2", "d3", "d4")
+    prefill: tuple[str, ...] = ("p1", "p2", "p3", "p4")
     clients: dict[str, FakeClient] = field(default_factory=dict)
     epochs: Counter[str] = field(default_factory=Counter)
     running: list[Submitted] = field(default_factory=list)
@@ -175,7 +176,7 @@ class FakePools:
         self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
     ) -> Placement | None:
         free = [name for name in self.decode if name not in avoid]
-        sources = [name for name in ("p1", "p2", "p3", "p4") if name not in avoid]
+        sources = [name for name in self.prefill if name not in avoid]
         if not free:
             return None
         if self.pairs and prefill is None and not whole:

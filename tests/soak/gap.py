@@ -52,6 +52,7 @@ class Event:
     kind: str  # submit, admitted, token, kv, lost
     is_decode: bool  # of a worker that fetches the KV cache
     worker_id: str
+    num_tokens: int = 0  # of a submit; of an admission those that were cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Gap:
 
     stages: dict[str, float]
     handed_over: float  # from the first to the second token after it
+    num_computed: int  # tokens, for the first one after it
 
     @property
     def seconds(self) -> float:
@@ -91,6 +93,7 @@ class Measured:
             if seconds := [gap.stages[stage] for gap in self.gaps if stage in gap.stages]:
                 rows.append(f"{_row('  ' + stage, seconds)}  {sum(seconds) / total:.0%} ({len(seconds)})")
         rows.append(_row("handed over", [gap.handed_over for gap in self.gaps]))
+        rows.append(_row("computed", [gap.num_computed for gap in self.gaps]))  # tokens
         rows.append(_row("every stream", self.longest))  # interrupted or not, and all its gaps
         lines = [f"{len(self.longest)} streams, {self.num_tokens} tokens, {len(self.gaps)} interruptions", *rows]
         lines += [f"failed {len(self.failed)}, altered {self.num_altered}", *self.failed[:8]]
@@ -102,18 +105,19 @@ def recording(events: dict[str, list[Event]]) -> Iterator[None]:
     """Has each event of a request appended, as the router sees it."""
     submit, put, fail = WorkerClient.submit, WorkerStream.put, WorkerStream.fail
 
-    def note(stream: WorkerStream, kind: str) -> None:
-        event = Event(time.monotonic(), kind, not stream._computes_prompt, stream.worker[0])
+    def note(stream: WorkerStream, kind: str, num_tokens: int = 0) -> None:
+        event = Event(time.monotonic(), kind, not stream._computes_prompt, stream.worker[0], num_tokens)
         events[stream._key[0]].append(event)
 
     def noted_submit(self: WorkerClient, message: worker_pb2.Submit, wake: asyncio.Event) -> WorkerStream:
         stream = submit(self, message, wake)
-        note(stream, "submit")
+        note(stream, "submit", len(message.token_ids))
         return stream
 
     def noted_put(self: WorkerStream, output: worker_pb2.Output) -> bool:
         kind = output.WhichOneof("event")
-        note(self, {"tokens": "token", "kv_received": "kv", "failure": "lost"}.get(str(kind), str(kind)))
+        name = {"tokens": "token", "kv_received": "kv", "failure": "lost"}.get(str(kind), str(kind))
+        note(self, name, output.admitted.cached_tokens)
         return put(self, output)
 
     def noted_fail(self: WorkerStream, *args: Any) -> None:
@@ -159,7 +163,10 @@ def _gap(events: Sequence[Event], last: float) -> Gap | None:
         stages[stage] += event.at - last
         last = event.at
     after = events[tokens[1]].at - last if len(tokens) > 1 else 0.0
-    return Gap(dict(stages), after)
+    computing = [event for event in until if not event.is_decode]
+    num_sent = sum(event.num_tokens for event in computing if event.kind == "submit")
+    num_cached = sum(event.num_tokens for event in computing if event.kind == "admitted")
+    return Gap(dict(stages), after, num_sent - num_cached)
 
 
 class Pools:

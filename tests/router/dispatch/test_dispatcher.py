@@ -1,21 +1,24 @@
 """Requests through real workers, sessions and KV transfers, with an executor that checks every byte of KV cache."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
+import grpc.aio
 import pytest
 
-from tandem.proto import inference_pb2
+from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
-from tandem.tests.fleet import VOCAB, Fleet, fake_rank, fleet
+from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
+from tandem.tests.router.fake_worker import FakeWorker, token
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_logprobs, expected_tokens
 
@@ -276,3 +279,64 @@ def add_router(running: Fleet) -> Fleet:
     registry = WorkerRegistry()
     registry.update(worker.info() for worker in running.workers)
     return replace(running, registry=registry, dispatcher=Dispatcher(registry, Admission(registry), identity=IDENTITY))
+
+
+class AnsweringWorker(FakeWorker):
+    """Answers each submit with one token, the last; a silent one says nothing by itself."""
+
+    is_silent = False
+    num_sessions = 0
+    num_submits = 0
+
+    async def Session(
+        self,
+        requests: AsyncIterator[worker_pb2.SessionRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
+    ) -> None:
+        self.num_sessions += 1
+        if not self.is_silent:
+            self.send()
+        await super().Session(requests, context)
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            if request.HasField("submit"):
+                self.num_submits += 1
+                self.send(token(request.submit.request_id, 0, attempt=request.submit.attempt, last=True))
+
+
+async def test_a_worker_whose_session_has_broken_gets_no_request_before_it_answers_a_probe() -> None:
+    """The directory lists it all the time."""
+    dead, alive = AnsweringWorker(), AnsweringWorker()
+    registry = WorkerRegistry()
+    registry.update(
+        worker_pb2.WorkerInfo(worker_id=name, epoch=1, role=worker_pb2.ROLE_DECODE, address=each.address)
+        for name, each in (("dead", dead), ("alive", alive))
+    )
+    router = Dispatcher(registry, Unlimited(registry), identity=IDENTITY)
+
+    prompts = ([number] for number in itertools.count())  # of which nothing is cached
+
+    async def ask_until(is_enough: Callable[[], bool], least: int = 1) -> None:
+        while not is_enough() or least > 0:
+            least -= 1
+            request = token_request(next(prompts), 1)
+            assert [delta.ids async for delta in router.generate(request, inference_pb2.Timeline())] == [(7,)]
+
+    await asyncio.gather(dead.server.start(), alive.server.start())
+    try:
+        async with asyncio.timeout(30):
+            await ask_until(lambda: dead.num_submits > 0 < alive.num_submits)
+            dead.is_silent = True
+            dead.answers.put_nowait(None)
+            while not registry.is_lost("dead", 1):
+                await asyncio.sleep(0.001)
+            counted = dead.num_submits
+            await ask_until(lambda: dead.num_sessions > 1, least=20)
+            await ask_until(lambda: True, least=20)
+            assert dead.num_submits == counted
+            dead.send()  # to the probe
+            await ask_until(lambda: dead.num_submits > counted)
+    finally:
+        await router.close()
+        await asyncio.gather(dead.server.stop(0), alive.server.stop(0))

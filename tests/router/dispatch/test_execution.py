@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InternalError, InvalidArgument, Overloaded, Unavailable
 from tandem.router.dispatch.execution import AVOID_SECONDS, MAX_TRANSFERS_LOST, PARK_SECONDS, RequestExecution
-from tandem.router.dispatch.quarantine import TURN_SECONDS, Quarantine
+from tandem.router.dispatch.quarantine import TRIAL_SECONDS, Quarantine
 from tandem.router.dispatch.request_timer import RequestTimer
 from tandem.router.dispatch.unread import Wake
 from tandem.router.scheduling.policy import Placement
@@ -143,6 +143,7 @@ def test_after_a_lost_worker_each_choice_has_an_attempt_of_its_own() -> None:
     execution, timeline = start(pools, choices_request(4), set())
     caller.read_until(pools, execution, 1)
     pools.clients[pools.running[0].worker].kill()
+    pools.decode = ("d9",)
     caller.read(execution)
     first, *alone = pools.submits
     open_choices = [choice for choice in range(4) if choice not in caller.finished]
@@ -219,9 +220,10 @@ def test_a_beam_search_restarts_and_repeats_no_token(num_said: int) -> None:
     for attempt in (1, 2):
         prefill = pools.running[-1]
         prefill.client.receive(next(prefill.outputs))
-        list(execution.deltas())
         opened = worker_pb2.Tokens(prefill_seconds=0.5)
         prefill.client.receive(worker_pb2.Output(request_id="r", attempt=attempt, tokens=opened))
+        for _ in range(attempt):  # after the crash it first ends its trial at the prefill worker
+            list(execution.deltas())
         decode = pools.running[-1]
         assert decode.submit.task == worker_pb2.TASK_DECODE
         pools.step(decode, 2)  # admitted, KV cache received
@@ -298,7 +300,7 @@ def test_one_crash_counts_once_for_all_its_choices(monkeypatch: pytest.MonkeyPat
     assert len(alone) > 1
     for one in alone:
         one.client.receive(next(one.outputs))
-    monkeypatch.undo()
+    monkeypatch.setattr(pools, "place", lambda *_, **__: Placement(prefill=None, decode="d3"))
     pools.clients["d2"].kill()
     list(execution.deltas())
     assert len(pools.submits) == 1 + 2 * len(alone)
@@ -359,6 +361,9 @@ def test_the_registry_gets_what_was_measured() -> None:
     assert timeline.kv_transfer_bytes == 10
 
 
+Run = tuple[FakePools, Caller, RequestExecution]
+
+
 class Clock:
     """A clock that stands."""
 
@@ -380,7 +385,7 @@ def test_choices_wait_for_a_worker_and_then_go_on() -> None:
     clock.now += PARK_SECONDS / 2
     caller.read(execution)
     assert execution.wake_at == clock.now + PARK_SECONDS / 2
-    pools.decode = ("d9",)
+    pools.decode, pools.prefill = ("d9",), ("p1",)
     for on_free in pools.subscribers:
         on_free()
     assert woken
@@ -420,50 +425,51 @@ def test_refusals_do_not_prolong_the_wait() -> None:
     execution.end()
 
 
-def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
-    clock, callers = Clock(), [Caller(1) for _ in range(2)]
-    quarantine = Quarantine(clock)
-    all_pools = [FakePools(random.Random(number), pairs=False) for number in range(2)]
-    runs = [
-        start(pools, choices_request(1), quarantine=quarantine, clock=clock, park_seconds=2.0)[0] for pools in all_pools
-    ]
-    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
+def crash_together(clock: Clock, quarantine: Quarantine, count: int, **options: Any) -> list[Run]:
+    """Returns requests that were all at the worker d1, which has crashed, and now can go to d2 only."""
+    runs: list[Run] = []
+    for number in range(count):
+        pools, caller = FakePools(random.Random(number), pairs=False, decode=("d1",)), Caller(1)
+        execution, _ = start(pools, choices_request(1), quarantine=quarantine, clock=clock, **options)
         caller.read_until(pools, execution, 2)
+        runs.append((pools, caller, execution))
+    for pools, caller, execution in runs:
         pools.running[-1].client.kill()
+        pools.decode = ("d2",)
         caller.read(execution)
+    return runs
+
+
+def test_a_suspect_that_waits_for_its_turn_is_given_up_only_without_a_worker() -> None:
+    clock = Clock()
+    (_, _, first), (pools, caller, second) = crash_together(clock, Quarantine(clock), 2, park_seconds=2.0)
     for _ in range(3):  # the first has a worker, but shows no token for long
         clock.now += 2.0
-        callers[1].read(runs[1])
-        assert runs[1].wake_at == clock.now + 2.0
-    all_pools[1].decode = ()
+        caller.read(second)
+        assert second.wake_at == clock.now + 2.0
+    pools.decode = ()
     clock.now += 2.0
     with pytest.raises(Unavailable, match="no worker is ready"):
-        callers[1].read(runs[1])
-    for execution in runs:
+        caller.read(second)
+    for execution in (first, second):
         execution.end()
 
 
 def test_a_suspect_that_shows_nothing_keeps_its_turn_for_a_while_only() -> None:
-    """As one whose client reads nothing: its tokens are not taken."""
     clock = Clock()
-    quarantine, callers = Quarantine(clock), [Caller(1) for _ in range(3)]
-    all_pools = [FakePools(random.Random(number), pairs=False) for number in range(3)]
-    runs = [start(pools, choices_request(1), quarantine=quarantine, clock=clock)[0] for pools in all_pools]
-    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
-        caller.read_until(pools, execution, 2)
-        pools.running[-1].client.kill()
-        caller.read(execution)
     started = clock.now
+    runs = crash_together(clock, Quarantine(clock), 3)
     clock.now += AVOID_SECONDS
-    callers[1].read(runs[1])
-    assert runs[1].wake_at == started + TURN_SECONDS
-    clock.now = started + TURN_SECONDS
-    callers[2].read(runs[2])
-    callers[1].read(runs[1])
-    assert [len(pools.submits) for pools in all_pools] == [2, 2, 1]
-    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
+    _, caller, second = runs[1]
+    caller.read(second)
+    assert second.wake_at == started + TRIAL_SECONDS
+    clock.now = started + TRIAL_SECONDS
+    for _, caller, execution in (runs[2], runs[1]):
+        caller.read(execution)
+    assert [len(pools.submits) for pools, _, _ in runs] == [2, 1, 2]
+    for pools, caller, execution in (runs[0], runs[2], runs[1]):
         caller.read_until(pools, execution, 30)
-    assert all(caller.ids == [completion((5, 6, 7, 8), SEED, 30)] for caller in callers)
+    assert all(caller.ids == [completion((5, 6, 7, 8), SEED, 30)] for _, caller, _ in runs)
 
 
 def test_a_worker_that_was_full_is_asked_again() -> None:
@@ -493,31 +499,30 @@ def test_crashes_with_tokens_between_them_are_not_the_request_s() -> None:
 
 
 def test_suspects_start_one_at_a_time_and_the_guilty_one_is_refused() -> None:
-    quarantine, callers = Quarantine(), [Caller(1) for _ in range(4)]
-    all_pools = [FakePools(random.Random(number), pairs=False) for number in range(4)]
-    runs = [start(pools, choices_request(1), quarantine=quarantine)[0] for pools in all_pools]
-    for pools, caller, execution in zip(all_pools, callers, runs, strict=True):
-        caller.read_until(pools, execution, 2)
-        pools.running[-1].client.kill()
+    quarantine = Quarantine()
+    runs = crash_together(Clock(), quarantine, 4)
+    assert [len(pools.submits) for pools, _, _ in runs] == [2, 1, 1, 1]
+    for num_outputs, may_ask in ((2, False), (1, True)):  # the first token may be one that the prefill worker drew
+        pools, caller, execution = runs[0]
+        pools.step(pools.running[-1], num_outputs)
         caller.read(execution)
-    assert [len(pools.submits) for pools in all_pools] == [2, 1, 1, 1]
-    for num_outputs, may_start in ((2, False), (1, True)):  # the first token may be one that the prefill worker drew
-        all_pools[0].step(all_pools[0].running[-1], num_outputs)
-        callers[0].read(runs[0])
-        assert quarantine.may_start(runs[1]) == may_start
-    callers[1].read(runs[1])
-    assert [len(pools.submits) for pools in all_pools] == [2, 2, 1, 1]
-    all_pools[1].step(all_pools[1].running[-1])  # admitted
-    all_pools[1].running[-1].client.kill()
+        assert quarantine.may_ask(runs[1][2]) == may_ask
+    pools, caller, execution = runs[1]
+    caller.read(execution)
+    assert [len(pools.submits) for pools, _, _ in runs] == [2, 2, 1, 1]
+    pools.step(pools.running[-1])  # admitted
+    pools.running[-1].client.kill()
     with pytest.raises(InternalError, match="two workers"):
-        callers[1].read(runs[1])
-    runs[1].end()
+        caller.read(execution)
+    execution.end()
     assert quarantine.convictions.is_convicted((5, 6, 7, 8))
     assert not quarantine.convictions.is_convicted((5, 6, 7))
-    callers[2].read(runs[2])
-    runs[2].end()  # the client has gone
-    callers[3].read(runs[3])
-    assert [len(pools.submits) for pools in all_pools] == [2, 2, 2, 2]
+    _, caller, execution = runs[2]
+    caller.read(execution)
+    execution.end()  # the client has gone
+    _, caller, execution = runs[3]
+    caller.read(execution)
+    assert [len(pools.submits) for pools, _, _ in runs] == [2, 2, 2, 2]
 
 
 class _Slot:

@@ -1,15 +1,31 @@
-"""Suspects of a crash: no two are at one worker, and one computes its prompt while those before it decode."""
+"""Suspects of a crash: no two are at one worker, all workers compute for one at once, and only one on trial is
+convicted."""
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tandem.proto import worker_pb2
 from tandem.proto.errors import InternalError
 from tandem.proto.worker_pb2 import TASK_DECODE, TASK_PREFILL, TASK_WHOLE
-from tandem.router.dispatch.execution import RequestExecution
-from tandem.router.dispatch.quarantine import TURN_SECONDS, Quarantine
-from tandem.tests.router.fake_pools import SEED, Caller, FakePools, Submitted, choices_request, completion, start
+from tandem.router.dispatch.execution import AVOID_SECONDS, RequestExecution
+from tandem.router.dispatch.quarantine import TRIAL_SECONDS, Quarantine
+from tandem.router.dispatch.worker_client import WorkerStream
+from tandem.tests.router.fake_pools import (
+    SEED,
+    Caller,
+    FakeClient,
+    FakePools,
+    Submitted,
+    choices_request,
+    completion,
+    start,
+)
 from tandem.tests.router.pools import Clock
 
 EXPECTED = completion((5, 6, 7, 8), SEED, 30)
@@ -26,12 +42,14 @@ class Suspect:
 
     def read(self) -> list[int]:
         """Takes what has come; returns the tasks that were submitted since the crash."""
-        self.caller.read(self.execution)
+        for _ in range(2):  # the end of its trial wakes it
+            self.caller.read(self.execution)
         return [int(submit.task) for submit in self.pools.submits[self.num_before :]]
 
     def say(self, task: int, count: int) -> None:
-        """Has the newest worker with this task send its next outputs."""
+        """Has the newest worker with this task send its next outputs, and takes them."""
         self.pools.step(self.at(task), count)
+        self.read()
 
     def at(self, task: int) -> Submitted:
         return next(one for one in reversed(self.pools.running) if one.submit.task == task)
@@ -41,104 +59,235 @@ class Suspect:
         assert self.caller.ids == [EXPECTED]
 
 
-def make_suspects(count: int, clock: Clock) -> list[Suspect]:
-    """Returns requests whose decode worker has crashed after some tokens; each sees workers of its own."""
-    quarantine, suspects = Quarantine(clock), []
-    for number in range(count):
-        pools = FakePools(random.Random(number), pairs=True)
+def make_suspects(*prefill: str, clock: Clock | None = None, quarantine: Quarantine | None = None) -> list[Suspect]:
+    """Returns requests whose decode worker d1 has crashed after some tokens. For each the prefill worker that it will
+    be sent to, then to the decode worker d2."""
+    clock = clock or Clock()
+    quarantine, suspects = quarantine or Quarantine(clock), []
+    for number, worker in enumerate(prefill):
+        pools = FakePools(random.Random(number), pairs=True, decode=("d1",), prefill=(worker,))
         execution, _ = start(pools, choices_request(1), quarantine=quarantine, clock=clock)
         suspects.append(Suspect(pools, execution))
         suspects[-1].caller.read_until(pools, execution, 3)
     for each in suspects:
         each.at(TASK_DECODE).client.kill()
+        each.pools.decode = ("d2",)
         each.num_before = len(each.pools.submits)
         each.read()
     return suspects
 
 
-def test_a_suspect_computes_its_prompt_while_those_before_it_decode() -> None:
-    first, second, third = suspects = make_suspects(3, Clock())
-    assert [each.read() for each in suspects] == [[TASK_PREFILL], [], []]
+def tasks(suspects: Sequence[Suspect]) -> str:
+    """Returns what each has sent since the crash: w a whole request, p a prefill, d a decode."""
+    return " ".join("".join(".wpd"[task] for task in each.read()) or "-" for each in suspects)
+
+
+def test_every_prefill_worker_computes_for_one_suspect_and_every_decode_worker_decodes_one() -> None:
+    first, second, third = suspects = make_suspects("p1", "p1", "p2")
+    assert tasks(suspects) == "p - p"
     first.say(TASK_PREFILL, 1)  # admitted
-    assert [each.read() for each in suspects] == [[TASK_PREFILL, TASK_DECODE], [], []]
+    assert tasks(suspects) == "p - p", "nobody waits at a decode worker for a prompt"
     first.say(TASK_PREFILL, 1)
-    assert [each.read() for each in suspects] == [[TASK_PREFILL, TASK_DECODE], [TASK_PREFILL], []]
-    second.say(TASK_PREFILL, 2)
+    assert tasks(suspects) == "pd p p"
     before = len(second.caller.ids[0])
-    assert [each.read() for each in suspects[1:]] == [[TASK_PREFILL], [TASK_PREFILL]]
-    assert len(second.caller.ids[0]) == before + 1, "the token of its prefill worker does not wait"
+    second.say(TASK_PREFILL, 2)
     third.say(TASK_PREFILL, 2)
-    assert third.read() == [TASK_PREFILL]
-    first.say(TASK_DECODE, 3)  # admitted, the KV cache is there, a token
-    first.read()
-    assert [each.read() for each in suspects[1:]] == [[TASK_PREFILL, TASK_DECODE], [TASK_PREFILL]]
+    assert tasks(suspects) == "pd p p"
+    assert len(second.caller.ids[0]) == before + 1, "the token of its prefill worker does not wait"
+    first.say(TASK_DECODE, 2)  # admitted, the KV cache is there
+    assert tasks(suspects) == "pd p p"
+    first.say(TASK_DECODE, 1)
+    assert tasks(suspects) == "pd pd p"
     second.say(TASK_DECODE, 3)
-    second.read()
-    assert third.read() == [TASK_PREFILL, TASK_DECODE]
+    assert tasks(suspects) == "pd pd pd"
     for each in suspects:
         each.finish()
 
 
-def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_for() -> None:
-    first, second, third = make_suspects(3, Clock())
-    first.say(TASK_PREFILL, 2)
-    first.read()
-    second.read()
-    second.say(TASK_PREFILL, 2)
-    second.read()
-    assert third.read() == [TASK_PREFILL]
-    third.say(TASK_PREFILL, 1)
-    for each in (first, second, third):
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_prefill_worker_that_crashes_is_the_fault_of_the_one_that_it_computed_for(is_first: bool) -> None:
+    quarantine = Quarantine()
+    first, second, third = make_suspects("p1", "p1", "p2", quarantine=quarantine)
+    fresh = Suspect(
+        pools := FakePools(random.Random(9), pairs=True, decode=("d2",), prefill=("p1",)),
+        start(pools, choices_request(1), quarantine=quarantine)[0],
+    )
+    first.say(TASK_PREFILL, 1)
+    fresh.say(TASK_PREFILL, 1)
+    for number, each in enumerate((second, third, fresh), 3):
+        each.pools.prefill = (f"p{number}",)
+    for each in (first, fresh):
         each.at(TASK_PREFILL).client.kill()
-    with pytest.raises(InternalError, match="two workers"):
-        third.read()
-    third.execution.end()
-    assert second.read() == [TASK_PREFILL, TASK_PREFILL], "its KV cache is lost, and it is not blamed"
-    first.finish()
-    second.finish()
-
-
-def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_that_was_sent_there() -> None:
-    first, second = make_suspects(2, Clock())
-    first.say(TASK_PREFILL, 2)
-    first.read()
-    second.read()
-    second.say(TASK_PREFILL, 2)
-    first.say(TASK_DECODE, 1)
-    first.at(TASK_DECODE).client.kill()
+    if is_first:
+        fresh.read()
     with pytest.raises(InternalError, match="two workers"):
         first.read()
-    assert second.read() == [TASK_PREFILL]
     first.execution.end()
-    assert second.read() == [TASK_PREFILL, TASK_DECODE]
+    fresh.read()
+    assert fresh.execution in quarantine, "it had not begun there before, so it may be at fault as well"
+    for each in (second, third, fresh):
+        each.finish()
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_decode_worker_that_crashes_is_the_fault_of_the_one_on_trial_there(is_first: bool) -> None:
+    quarantine = Quarantine()
+    beside = Suspect(
+        pools := FakePools(random.Random(9), pairs=True, decode=("d2",)),
+        start(pools, choices_request(1), quarantine=quarantine)[0],
+    )
+    beside.caller.read_until(pools, beside.execution, 4)
+    beside.pools.decode = ("d3",)
+    first, second = make_suspects("p1", "p2", quarantine=quarantine)
+    first.say(TASK_PREFILL, 2)
+    first.say(TASK_DECODE, 1)
+    for each in (first, beside):
+        each.at(TASK_DECODE).client.kill()
+    if is_first:
+        beside.read()
+    with pytest.raises(InternalError, match="two workers"):
+        first.read()
+    beside.read()
+    assert beside.execution not in quarantine
+    first.execution.end()
+    second.pools.decode = ("d3",)
     second.finish()
+    beside.finish()
+
+
+def test_a_suspect_that_waits_is_not_blamed_for_what_happens_elsewhere() -> None:
+    first, second = make_suspects("p1", "p2")
+    first.say(TASK_PREFILL, 2)
+    second.say(TASK_PREFILL, 2)
+    assert tasks([first, second]) == "pd p"
+    second.at(TASK_PREFILL).client.kill()
+    second.pools.prefill = ("p3",)
+    assert tasks([second]) == "pp", "its KV cache is lost, and it is not blamed"
+    for each in (first, second):
+        each.finish()
+
+
+def test_crashes_after_its_trial_convict_nobody() -> None:
+    (only,) = make_suspects("p1")
+    for number in range(3, 6):
+        only.say(TASK_PREFILL, 2)
+        only.say(TASK_DECODE, 3)
+        only.pools.decode = (f"d{number}",)
+        only.at(TASK_DECODE).client.kill()
+    only.finish()
 
 
 def test_a_suspect_whose_worker_would_do_all_waits_until_it_is_alone() -> None:
-    first, second = make_suspects(2, Clock())
-    second.pools.pairs = False
+    first, second = make_suspects("p1", "p2")
     first.say(TASK_PREFILL, 2)
-    first.read()
-    assert second.read() == []
-    first.say(TASK_DECODE, 3)
-    first.read()
-    assert second.read() == [TASK_WHOLE]
-    first.finish()
-    second.finish()
-
-
-def test_one_that_waits_to_decode_is_woken_when_the_turn_of_the_one_before_has_passed() -> None:
-    clock = Clock()
-    first, second = make_suspects(2, clock)
-    first.say(TASK_PREFILL, 2)
-    first.read()
-    second.read()
     second.say(TASK_PREFILL, 2)
-    assert second.read() == [TASK_PREFILL]
-    assert not second.execution._parked
-    assert second.execution.wake_at == TURN_SECONDS
-    clock.now = TURN_SECONDS
-    assert second.execution.wake_at is None, "it is its turn"
-    assert second.read() == [TASK_PREFILL, TASK_DECODE]
-    second.finish()
+    second.pools.pairs = False
+    second.at(TASK_PREFILL).client.kill()
+    assert tasks([first, second]) == "pd p"
+    first.say(TASK_DECODE, 3)
+    assert tasks([second]) == "pw"
     first.finish()
+    second.finish()
+
+
+def test_one_that_waits_is_woken_when_the_one_before_takes_too_long() -> None:
+    clock = Clock()
+    first, second, third = make_suspects("p1", "p2", "p1", clock=clock)
+    first.say(TASK_PREFILL, 2)
+    second.say(TASK_PREFILL, 2)
+    assert tasks([first, second, third]) == "pd p p"
+    assert not second.execution._parked
+    assert second.execution.wake_at == TRIAL_SECONDS
+    clock.now = TRIAL_SECONDS
+    assert second.execution.wake_at is None
+    assert tasks([second]) == "pd"
+    for each in (first, second, third):
+        each.finish()
+
+
+def test_the_choices_of_a_suspect_are_at_one_worker_at_a_time() -> None:
+    quarantine, caller = Quarantine(), Caller(4)
+    pools = FakePools(random.Random(3), pairs=True, decode=("d1",), prefill=("p1", "p2", "p3"))
+    execution, _ = start(pools, choices_request(4), quarantine=quarantine)
+    caller.read_until(pools, execution, 2)
+    pools.decode = ("d2", "d3", "d4")
+    pools.running[-1].client.kill()
+    num_before = len(pools.submits)
+    while not execution.done:
+        pools.advance()
+        caller.read(execution)
+        if execution in quarantine:
+            unproven = {each.tried_at for each in execution._attempts} - {None}
+            assert len(unproven) <= 1
+    assert len(pools.submits) > num_before
+    assert caller.ids == [completion((5, 6, 7, 8), SEED + choice, 30) for choice in range(4)]
+
+
+@dataclass
+class SharedPools(FakePools):
+    """Workers as one request sees them, which die for all requests at once."""
+
+    deaths: Counter[str] = field(default_factory=Counter)
+
+    def send(self, worker_id: str, submit: worker_pb2.Submit) -> WorkerStream | None:
+        client = self.clients.get(worker_id)
+        if client is None or client.broken:
+            self.clients[worker_id] = FakeClient(worker_id, self.deaths[worker_id])
+            self.clients[worker_id].greet()
+        return super().send(worker_id, submit)
+
+
+def has_begun(one: Submitted) -> bool:
+    """Returns whether the worker computes: at once, or with the KV cache."""
+    return one.begun or one.submit.task != TASK_DECODE
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 2**32),
+    num_others=st.integers(0, 6),
+    pairs=st.booleans(),
+    kills=st.sampled_from([(TASK_PREFILL, TASK_WHOLE), (TASK_DECODE, TASK_WHOLE)]),
+)
+def test_a_request_that_kills_its_workers_costs_two_and_no_other_request_anything(
+    seed: int, num_others: int, pairs: bool, kills: tuple[int, int]
+) -> None:
+    """It kills those that compute its prompt, or those that decode it."""
+    chance, clock, deaths = random.Random(seed), Clock(), Counter[str]()
+    quarantine = Quarantine(clock)
+    runs: list[tuple[SharedPools, Caller, RequestExecution]] = []
+    for number in range(1 + num_others):
+        pools = SharedPools(random.Random(seed + number), pairs=pairs, deaths=deaths)
+        execution, _ = start(pools, choices_request(1), quarantine=quarantine, clock=clock)
+        runs.append((pools, Caller(1), execution))
+    poison, _, guilty = runs[0]
+
+    def crash(worker: str) -> None:
+        deaths[worker] += 1
+        clock.now += AVOID_SECONDS / 2
+        for pools, _, _ in runs:
+            if worker in pools.clients and not pools.clients[worker].broken:
+                pools.clients[worker].kill()
+
+    refused = False
+    while not (refused and all(execution.done for _, _, execution in runs[1:])):
+        pools, caller, execution = chance.choice(runs)
+        if not execution.done:
+            alive = [one for one in pools.running if not one.client.broken]
+            one = chance.choice(alive) if alive else None
+            if one is not None and pools is poison and one.submit.task in kills and has_begun(one):
+                crash(one.worker)
+            elif one is not None:
+                pools.step(one)
+        try:
+            if not (refused and execution is guilty):
+                caller.read(execution)
+        except InternalError:
+            assert execution is guilty
+            refused = True
+            execution.end()
+        if execution.done:
+            execution.end()
+    assert deaths.total() == 2
+    assert all(caller.ids == [EXPECTED] for _, caller, _ in runs[1:])
+    assert not any(pools.held for pools, _, _ in runs)

@@ -160,7 +160,42 @@ def test_a_cache_is_unknown_without_a_session() -> None:
     registry.session_lost("d1", 2)
     assert {registry.place(asked) for _ in range(20)} == {dispatch_of("p0", "d1")}
     registry.session_lost("d1", 1)
+    report(registry, "d1", epoch=1)
     assert len({registry.place(asked) for _ in range(60)}) == 3
+
+
+def test_nothing_is_placed_on_a_worker_whose_session_has_broken_until_another_session_reports() -> None:
+    registry = registry_of(1, 2)
+    asked, (d0, d1) = request(prompt(1), "1"), (registry.get("d0"), registry.get("d1"))
+    assert d0 is not None
+    assert d1 is not None
+    both = registry.free()
+    woken: list[bool] = []
+    registry.subscribe(lambda: woken.append(True))
+
+    def places() -> set[str]:
+        return {placed.decode for _ in range(20) if (placed := registry.place(asked)) is not None}
+
+    assert places() == {"d0", "d1"}
+    registry.session_lost("d1", 1)
+    assert places() == {"d0"}
+    assert registry.is_lost("d1", 1)
+    assert not registry.has_other("d0")
+    free = registry.free()
+    assert free is not None
+    assert free.workers == 1
+    heartbeat = info("d1", ROLE_DECODE, num_blocks=4096)
+    heartbeat.load.version = 9  # sent before its end
+    registry.update([info("p0", ROLE_PREFILL), d0, heartbeat])
+    assert places() == {"d0"}
+    woken.clear()
+    report(registry, "d1", epoch=1)
+    assert woken
+    assert places() == {"d0", "d1"}
+    assert registry.free() == both
+    registry.session_lost("d1", 1)
+    registry.update([info("p0", ROLE_PREFILL), d0, info("d1", ROLE_DECODE, epoch=2)])
+    assert places() == {"d0", "d1"}
 
 
 def dispatch_of(prefill: str | None, decode: str) -> Placement:
