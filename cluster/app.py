@@ -23,14 +23,14 @@ from ..proto.identity import PeerIdentity
 from ..proto.metrics import NULL_METRICS
 from ..router.api.browsers import BrowserRules
 from ..router.dispatch.convictions import Convictions
-from ..workers.engine.config import Budgets
 from ..workers.threads import go_first
-from ..workers.tp.rank import RankConfig
-from ..workers.worker import Worker, WorkerConfig
+from ..workers.worker import Worker
 from .config import NodeOffer, PoolConfig, PoolRole, RouterConfig, TandemConfig, ranks_per_node
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
+from .local.environment import compute_environment
+from .local.worker import rank_threads, worker_config
 from .members import Continuity, Members
-from .ranks import node_host, rank_threads, ray_dashboard_url, start_ranks
+from .ranks import node_host, ray_dashboard_url, start_ranks
 from .status import WorkerStatuses, describe_routers, drain_workers
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
@@ -44,10 +44,6 @@ STOP_MARGIN_SECONDS: Final = 2.0
 _LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
 
 _LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
-
-# Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not, nor may the threads
-# that communicate.
-_PREFILL_NICE: Final = 10
 
 
 class Replica:
@@ -111,20 +107,20 @@ class WorkerPool(Replica):
         super().__init__(config, role)
         pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
-        worker_config = _worker_config(config, role, folder, threads(), identity)
+        own = worker_config(config, role, folder, threads(), identity, host=node_host(config.host))
         self._ranks = start_ranks(
-            worker_config.rank,
+            own.rank,
             pool.tp,
             host=config.host,
             label=repr(self),
             worker_id=self._member_id,
             threads=threads,
-            environment=_environment(pool),
+            environment=compute_environment(pool),
             gpu=config.device == "cuda",
         )
         addresses = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
         self._worker = worker = await Worker.start(
-            worker_config,
+            own,
             worker_id=self._member_id,
             role=role,
             ranks=addresses,
@@ -320,7 +316,7 @@ def _bind_pool(
     role: PoolRole, config: TandemConfig, folder: str, nodes: Sequence[NodeOffer], identity: PeerIdentity
 ) -> serve.Application:
     pool = config.pools[role]
-    options = _options(config, pool.replicas, pool, _environment(pool))
+    options = _options(config, pool.replicas, pool, compute_environment(pool))
     gpus = {"GPU": 1.0} if config.device == "cuda" else {}
     if gpus:
         options["ray_actor_options"]["num_gpus"] = 1
@@ -332,47 +328,6 @@ def _bind_pool(
             options["placement_group_bundle_label_selector"] = [labels] * pool.tp
     deployment: Any = serve.deployment(WorkerPool, name=f"{role.title()}Pool", **options)
     return cast(serve.Application, deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity))
-
-
-def _worker_config(
-    config: TandemConfig, role: PoolRole, folder: str, num_threads: int, identity: PeerIdentity
-) -> WorkerConfig:
-    pool = config.pools[role]
-    rank = RankConfig(
-        model=folder,
-        identity=identity,
-        dtype=config.dtype,
-        device=config.device,
-        batch_invariant=config.numerics == "exact",
-        block_size=pool.block_size,
-        kv_cache_bytes=pool.kv_cache_bytes,
-        context_tokens=config.context_tokens,
-        num_threads=num_threads,
-        transports=config.transports,
-        nice=_PREFILL_NICE if role == "prefill" else 0,
-        host=node_host(config.host),
-        start_seconds=config.start_seconds,
-        silence_seconds=config.silence_seconds,
-    )
-    budgets = Budgets(
-        chunk_tokens=config.chunk_tokens(pool),
-        mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
-        max_sequences=pool.max_sequences,
-        prefix_caching=config.prefix_caching,
-    )
-    return WorkerConfig(
-        rank=rank, budgets=budgets, lease_seconds=config.lease_seconds, hang_seconds=config.hang_seconds
-    )
-
-
-def _environment(pool: PoolConfig) -> dict[str, str]:
-    """Returns the environment of a process that computes on CPUs.
-
-    Between the kernels of a step OpenMP's threads spin for some microseconds, not longer: threads that spin on while
-    another process wants the core cost it up to a factor of 10, those that sleep at once wake too late."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(pool.num_threads)) if pool.num_threads else {}
-    # A replica serves a folder that is present; it must not ask the Hugging Face hub.
-    return threads | {"GOMP_SPINCOUNT": "3000", "HF_HUB_OFFLINE": "1"}
 
 
 def _options(

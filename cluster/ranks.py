@@ -11,7 +11,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..workers.threads import available_cores, go_first
+from ..workers.threads import go_first
 from ..workers.tp.rank import RankConfig
 from ..workers.tp.rank_server import RankServer
 
@@ -27,15 +27,6 @@ def ray_dashboard_url() -> str:
         return ""
     found = str(ray.init(ignore_reinit_error=True, configure_logging=False).dashboard_url or "")
     return found if "://" in found or not found else f"http://{found}"
-
-
-def rank_threads(num_threads: int | None, ranks_per_node: int, num_cpus: float) -> int:
-    """Returns how many threads a rank in this process computes with: `num_threads` if it is given, else its share of
-    the cores that this process may use, at most the `num_cpus` that it has reserved in Ray (below 1: no bound).
-
-    More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way."""
-    share = max(1, available_cores() // ranks_per_node)
-    return num_threads or (min(share, int(num_cpus)) if num_cpus >= 1 else share)
 
 
 class RankActor:

@@ -1,10 +1,12 @@
-"""Makes the tables that commands print, and the console for them."""
+"""Makes the tables that commands print, the console for them, and progress bars."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 _CHARACTERS: Final = 150  # of a line where there is no terminal to fit into
@@ -26,3 +28,14 @@ def table_console(*, stderr: bool = False) -> Console:
     """Returns a console that is wide enough for tables."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, highlight=False, width=None if is_terminal else _CHARACTERS)
+
+
+@contextmanager
+def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[Progress]:
+    """Shows a progress bar on stderr, if that is a terminal or a notebook, and removes it at the end."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    disabled = not (shown and (console.is_terminal or console.is_jupyter))
+    with Progress(*columns, console=console, transient=True, disable=disabled) as bar:
+        bar.add_task(what, total=total)
+        yield bar

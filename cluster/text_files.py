@@ -1,5 +1,6 @@
 """Reads and writes the text files that commands name, and parses lines of JSON. Files and lines are named in errors."""
 
+import ssl
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -32,15 +33,31 @@ def write_text(path: Path, text: str, option: str, mode: Literal["w", "a"] = "w"
 def parse_lines(text: str, path: Path, line_type: type[_Line]) -> list[_Line]:
     """Returns the lines of a file of JSON objects, without the empty ones. Raises InvalidArgument, which names the line
     of `path`, also for a file without lines."""
+    return [line for _, line in number_lines(text, path, line_type)]
+
+
+def number_lines(text: str, path: Path, line_type: type[_Line]) -> list[tuple[int, _Line]]:
+    """Returns what `parse_lines` does, each line with its number in the file, from 1 on."""
     parsed = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # strings in JSON may have other line separators
         if not line.strip():
             continue
         try:
-            parsed.append(line_type.model_validate_json(line))
+            parsed.append((number, line_type.model_validate_json(line)))
         except ValidationError as error:
             found = [": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors()]
             raise InvalidArgument("; ".join(found), f"{path}:{number}") from None
     if not parsed:
         raise InvalidArgument("has no lines", str(path))
     return parsed
+
+
+def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
+    """Returns the certificates that a client takes, as aiohttp wants them: those under the CA that an option names, or
+    else those of the system. Raises InvalidArgument."""
+    if path is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=str(path))
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror or 'not a certificate'}", option) from None

@@ -30,6 +30,8 @@ SHARING_PATHS: Final = (
         "cluster/cli/test_plan.py",
         "cluster/cli/test_status_page.py",
         "cluster/eval",
+        "cluster/local/test_batch_runs.py",
+        "cluster/local/test_llm.py",
         "cluster/store",
         "cluster/test_ranks.py",
         "cluster/test_redeploy.py",

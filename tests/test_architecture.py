@@ -74,7 +74,8 @@ ARROWS: dict[str, set[str]] = {
         "router.telemetry",
     },
     "router": {"router.frontend", "router.request", "router.deadline"},
-    "": {"proto", "router.client"},
+    "": {"proto", "router.client", "cluster.local"},
+    "cluster.config": {"router.auth", "router.scheduling", "workers.engine"},
     "cluster.store": {"workers.model.footprint", "workers.model.loader"},
     "cluster.telemetry": {"router.api", "router.dispatch", "router.scheduling", "router.telemetry"},
     "cluster.tables": set(),
@@ -98,9 +99,14 @@ FOLDERS = {
 }
 ARROWS["workers"] = {*FOLDERS["workers"]}
 ARROWS["workers.bench"] = {*FOLDERS["workers"], "workers"}
-ARROWS["cluster"] = {*FOLDERS["workers"], "workers", *FOLDERS["router"], *FOLDERS["cluster"]}
+ARROWS["cluster"] = {*FOLDERS["workers"], "workers", *FOLDERS["router"], *FOLDERS["cluster"], "cluster.local"}
 ARROWS["cluster.bench.router"] = {*ARROWS["cluster"], "cluster"}
 ARROWS["cluster.bench.console"] = {"cluster.bench", "cluster.bench.router", "cluster.tables"}
+# The rest of cluster/ knows of Ray; what runs the engine without it knows nothing of the rest.
+ARROWS["cluster.local"] = {
+    *(*FOLDERS["workers"], "workers", *FOLDERS["router"], "cluster.config", "cluster.store"),
+    *("cluster.eval", "cluster.tables", "cluster.text_files"),
+}
 ARROWS["cluster.cli"] = {*ARROWS["cluster"], "cluster"}
 for folder, targets in ARROWS.items():
     if folder != "proto":

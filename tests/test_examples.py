@@ -1,4 +1,5 @@
-"""Runs the examples of README.md and docs/clients.md, against a service with scripted completions."""
+"""Runs the examples of README.md, docs/clients.md and docs/offline.md, against a service with scripted completions, or
+with a tiny model in their own process."""
 
 import asyncio
 import os
@@ -21,9 +22,10 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.tiny import make_tiny_model
 
 ROOT: Final = Path(__file__).parents[1]
-PAGES: Final = ("README.md", "docs/clients.md")
+PAGES: Final = ("README.md", "docs/clients.md", "docs/offline.md")
 _BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 _TEMPLATE = (
@@ -104,22 +106,29 @@ def addresses() -> Iterator[dict[str, str]]:
     loop.close()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in place of the one that the pages run in their own process."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
 def test_the_pages_have_their_examples() -> None:
     pages = [each.page for each in examples() if each.language == "python"]
     assert pages.count("README.md") >= 1
     assert pages.count("docs/clients.md") >= 15
+    assert pages.count("docs/offline.md") >= 2
 
 
 @pytest.mark.parametrize("example", examples(), ids=str)
-def test_example(example: Example, addresses: dict[str, str], tmp_path: Path) -> None:
+def test_example(example: Example, addresses: dict[str, str], model: Path, tmp_path: Path) -> None:
     if example.language == "bash" and shutil.which("curl") is None:
         pytest.skip("no curl here")
     code = example.code
-    for written, real in addresses.items():
+    for written, real in (*addresses.items(), ('LLM("smollm2-135m-instruct"', f'LLM("{model}"')):
         code = code.replace(written, real)
     command = [sys.executable, "-W", "error", "-c", code] if example.language == "python" else ["bash", "-c", code]
     environment: dict[str, Any] = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
     if expected := _EXPECTED.get(next((text for text in _EXPECTED if text in code), "")):

@@ -79,9 +79,10 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join, timeout)
-        if self._thread.is_alive():
+        await asyncio.wait((self._ended,), timeout=timeout)  # by no other thread: at its end a process starts none
+        if not self._ended.done():
             raise TimeoutError("the engine's step does not end")
+        self._thread.join()
 
     def _run(self, emit: Callable[[list[Event]], object]) -> None:
         try:

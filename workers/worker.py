@@ -6,7 +6,7 @@ Runs in any process that has an event loop; needs no Ray. Knows nothing of text,
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
@@ -138,9 +138,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         role: str = "decode",
         ranks: Sequence[str] = (),
         metrics: Metrics = NULL_METRICS,
+        listens: bool = True,
     ) -> Self:
         """Loads the model, binds the port and serves, as the only worker of this process. `ranks` are the addresses of
-        the `RankServer`s of ranks 1, 2, ... of the group, which have the same RankConfig.
+        the `RankServer`s of ranks 1, 2, ... of the group, which have the same RankConfig. Without `listens` there is no
+        port: all requests come by `serve_session`.
 
         Raises what `TpCoordinator.load` raises, such as CheckpointError for a bad model folder, and OSError for a port
         that is taken."""
@@ -149,7 +151,13 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         coordinator, rank = await TpCoordinator.load(config.rank, ranks)
         try:
             worker = await cls.serve(
-                rank, config, worker_id=worker_id, role=role, coordinator=coordinator, metrics=metrics
+                rank,
+                config,
+                worker_id=worker_id,
+                role=role,
+                coordinator=coordinator,
+                metrics=metrics,
+                listens=listens,
             )
         except BaseException:
             await coordinator.close()
@@ -168,14 +176,16 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         frame_hook: FrameHook | None = None,
         coordinator: TpCoordinator | None = None,
         metrics: Metrics = NULL_METRICS,
+        listens: bool = True,
     ) -> Self:
         """Serves a loaded rank. `frame_hook` wraps the frames that the KV sender yields, for fault tests."""
         coordinator = coordinator or TpCoordinator()
         worker = cls(rank, config, coordinator, worker_id=worker_id, role=role, frame_hook=frame_hook, metrics=metrics)
-        worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
-        worker._endpoint.serve_on(worker._server)
-        worker.address = worker._server.bind(config.rank.host, config.rank.port)
-        await worker._server.start()
+        if listens:
+            worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
+            worker._endpoint.serve_on(worker._server)
+            worker.address = worker._server.bind(config.rank.host, config.rank.port)
+            await worker._server.start()
         worker._thread.start(worker._requests.deliver)
         coordinator.lost.add_done_callback(lambda lost: worker._fail(lost.result()))
         coordinator.start_heartbeats(worker._thread.post)
@@ -267,13 +277,25 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
     ) -> None:
         """Serves one router, see the proto."""
-        await self._requests.serve(request_iterator, context.write)
+        await self.serve_session(request_iterator, context.write)
+
+    async def serve_session(
+        self,
+        commands: AsyncIterator[worker_pb2.SessionRequest],
+        send: Callable[[worker_pb2.SessionResponse], Awaitable[None]],
+    ) -> None:
+        """Serves one router until its commands end."""
+        await self._requests.serve(commands, send)
 
     async def GetStatus(
         self,
         request: worker_pb2.GetStatusRequest,
         context: grpc.aio.ServicerContext[worker_pb2.GetStatusRequest, worker_pb2.GetStatusResponse],
     ) -> worker_pb2.GetStatusResponse:
+        """Answers `status`, see the proto."""
+        return await self.status()
+
+    async def status(self) -> worker_pb2.GetStatusResponse:
         """Counts everything that could leak, and says whether the engine was intact when that was last checked."""
         integrity_ok = await self._integrity.get()
         return worker_pb2.GetStatusResponse(

@@ -1,7 +1,6 @@
 """Sends requests to the servers that a benchmark measures, and notes when the chunks of each response arrive."""
 
 import json
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter
@@ -9,10 +8,11 @@ from typing import Any, Final
 
 import aiohttp
 
-from ...proto.errors import InvalidArgument, TandemError, Unavailable
+from ...proto.errors import TandemError, Unavailable
 from ...router.client.client import AsyncClient
 from ...router.client.types import Options
 from ...router.client.wire import ClientTls
+from ..text_files import read_trust
 from .metrics import RequestFailed
 from .options import ServerAddress
 from .workload import BenchPrompt
@@ -34,22 +34,12 @@ async def open_target(address: ServerAddress, *, ignore_eos: bool) -> AsyncItera
         async with AsyncClient(address.url, api_key=address.api_key, tls=tls, max_retries=0) as client:
             yield _stream_over_grpc(client, address.model, ignore_eos)
         return
-    connector = aiohttp.TCPConnector(limit=0, ssl=_trust(address))
+    connector = aiohttp.TCPConnector(limit=0, ssl=read_trust(address.tls_ca, "--tls-ca"))
     headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
     timeout = aiohttp.ClientTimeout()
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         model = address.model or await _first_model(session, address.url)
         yield _stream_over_http(session, f"{address.url}/v1/completions", model, ignore_eos)
-
-
-def _trust(address: ServerAddress) -> ssl.SSLContext | bool:
-    """Returns the certificates that are taken. Raises InvalidArgument."""
-    if address.tls_ca is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=str(address.tls_ca))
-    except OSError as error:
-        raise InvalidArgument(f"{address.tls_ca}: {error.strerror or 'not a certificate'}", "--tls-ca") from None
 
 
 def _stream_over_grpc(client: AsyncClient, model: str, ignore_eos: bool) -> StreamCompletion:

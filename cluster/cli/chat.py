@@ -19,8 +19,7 @@ from ..tables import table_console
 from ..text_files import write_text
 from . import options as o
 from .answers import print_timeline
-from .conversation import Conversation, read_question
-from .keyboard import open_keyboard
+from .conversation import Conversation, open_keyboard, read_question
 
 SETTABLE: Final = (
     *("model", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),

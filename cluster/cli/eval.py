@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ...router.client.client import AsyncClient
@@ -18,6 +15,7 @@ from ...router.client.types import Completion, Options
 from ..eval.generate import Case, complete_cases, write_completions
 from ..eval.perplexity import Perplexity, measure_perplexity
 from ..eval.scores import import_libraries, score_texts
+from ..tables import progress_bar
 from ..text_files import parse_lines, read_text
 from . import options as o
 
@@ -45,7 +43,7 @@ def perplexity(
     text = read_text(file, "file")
 
     async def measure() -> Perplexity:
-        with _progress("windows") as bar:
+        with progress_bar("windows") as bar:
             async with o.connect(AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key) as client:
                 return await measure_perplexity(
                     client,
@@ -88,7 +86,7 @@ def generate(
     options: Options = o.given_options(context.params)
 
     async def complete() -> list[Completion]:
-        with _progress("completions", len(cases)) as bar:
+        with progress_bar("completions", len(cases)) as bar:
             async with o.connect(AsyncClient, target, api_key_file, tls_ca, tls_certificate, tls_key) as client:
                 return await complete_cases(client, cases, options, concurrency, lambda: bar.advance(bar.task_ids[0]))
 
@@ -97,16 +95,6 @@ def generate(
         write_completions(output, cases, completions)
     scores = score_texts([each.text for each in completions], [each.all_references for each in cases])
     _print_figures({"cases": len(cases)} | asdict(scores), as_json)
-
-
-@contextmanager
-def _progress(what: str, total: int | None = None) -> Iterator[Progress]:
-    """Shows a progress bar on stderr, if that is a terminal, and removes it at the end."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        bar.add_task(what, total=total)
-        yield bar
 
 
 def _print_figures(figures: dict[str, Any], as_json: bool) -> None:

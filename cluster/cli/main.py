@@ -10,6 +10,7 @@ import typer
 
 from ...proto.errors import InvalidArgument, NotFound, TandemError
 from ...workers.model.config import CheckpointError
+from .batch import batch
 from .bench import DEFINITIONS, bench
 from .chat import chat
 from .client import dashboard, generate, status
@@ -31,7 +32,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
-for command in (generate, chat, status, dashboard, drain, serve, check_config):
+for command in (generate, chat, batch, status, dashboard, drain, serve, check_config):
     app.command()(command)
 app.command(epilog=DEFINITIONS)(bench)
 

@@ -3,14 +3,25 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Unpack
 
 from ...proto import limits
 from ...proto.errors import InternalError, InvalidArgument
-from ...router.client.client import AsyncClient
+from ...router.client.types import Completion, ModelInfo, Options
 from .gather import map_concurrently
 
 Window = tuple[int, int, int]
 """The tokens of one forward pass: where they begin and end in the text, and from which on they are scored."""
+
+
+class ScoringClient(Protocol):
+    """What is asked of a model to score a text, as of an AsyncClient."""
+
+    async def tokenize(self, prompt: str, *, model: str = "") -> list[int]: ...
+
+    async def list_models(self) -> list[ModelInfo]: ...
+
+    async def generate(self, prompt: Sequence[int], **options: Unpack[Options]) -> Completion: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +65,7 @@ def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
 
 
 async def measure_perplexity(
-    client: AsyncClient,
+    client: ScoringClient,
     text: str,
     *,
     window: int | None = None,
@@ -63,7 +74,7 @@ async def measure_perplexity(
     concurrency: int = 4,
     on_window: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
-    """Scores `text` through the service. `window`: tokens, at most and by default one less than the model's context,
+    """Scores `text` through a client. `window`: tokens, at most and by default one less than the model's context,
     since a prompt must leave one token to generate; `stride`: by default half a window. `on_window(windows done,
     windows in all)` is called after each. Raises a TandemError."""
     longest = await _context_tokens(client, model) - 1
@@ -93,7 +104,7 @@ async def measure_perplexity(
     )
 
 
-async def tokenize_long(client: AsyncClient, text: str, model: str) -> list[int]:
+async def tokenize_long(client: ScoringClient, text: str, model: str) -> list[int]:
     """Returns the token ids of a text of any length. A text longer than the service accepts is sent in pieces that end
     at line ends, where possible; special tokens that the tokenizer puts before a text are kept for the first only."""
     pieces = _pieces(text, limits.MAX_PROMPT_CHARACTERS)
@@ -115,14 +126,14 @@ def _pieces(text: str, most: int) -> list[str]:
     return [*pieces, text]
 
 
-async def _context_tokens(client: AsyncClient, model: str) -> int:
+async def _context_tokens(client: ScoringClient, model: str) -> int:
     for info in await client.list_models():
         if model in ("", info.id):
             return info.context_tokens
     raise InvalidArgument("is not served here", "model")
 
 
-async def _score(client: AsyncClient, ids: Sequence[int], window: Window, model: str) -> float:
+async def _score(client: ScoringClient, ids: Sequence[int], window: Window, model: str) -> float:
     """Returns the negative log likelihood of the window's scored tokens."""
     begin, end, score_from = window
     answer = await client.generate(ids[begin:end], max_tokens=0, prompt_logprobs=0, model=model)

@@ -7,6 +7,7 @@ from typing import Final
 from weakref import WeakSet
 
 from ...proto import inference_pb2, worker_pb2
+from ...proto.channel import PeerChannel
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
 from ...proto.metrics import ITERATION_TOKENS, NULL_METRICS, Metrics
@@ -18,7 +19,7 @@ from .execution import PARK_SECONDS, RequestExecution
 from .quarantine import Quarantine
 from .request_timer import RequestTimer
 from .unread import Wake
-from .worker_client import WorkerClient, WorkerKey, WorkerStream
+from .worker_client import Connect, WorkerClient, WorkerKey, WorkerStream
 
 PROBE_SECONDS: Final = 0.5
 """How often a worker whose session has broken is connected to, until that succeeds or it has left."""
@@ -42,14 +43,17 @@ class Dispatcher:
         park_seconds: float = PARK_SECONDS,
         metrics: Metrics = NULL_METRICS,
         convictions: Convictions | None = None,
+        connect: Connect = PeerChannel,
     ) -> None:
         """`admission` decides when a request may start; None: one with the default bounds. An interrupted request waits
-        `park_seconds` for a worker that can take it. `convictions`: of all routers; None: this one keeps its own."""
+        `park_seconds` for a worker that can take it. `convictions`: of all routers; None: this one keeps its own.
+        `connect` makes the channel to each worker."""
         self._metrics = metrics
         self._registry = registry
         self._admission = admission or Admission(registry)
         self._identity = identity
         self._park_seconds = park_seconds
+        self._open_channel = connect
         self._quarantine = Quarantine(convictions=convictions)
         self._running: WeakSet[RequestExecution] = WeakSet()
         self._clients: dict[WorkerKey, WorkerClient] = {}
@@ -118,6 +122,7 @@ class Dispatcher:
             on_message=partial(self._received, key),
             on_break=partial(self._lost, key),
             can_move=partial(self._registry.has_other, info.worker_id),
+            connect=self._open_channel,
         )
         return client
 

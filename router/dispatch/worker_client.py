@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 import grpc.aio
@@ -23,6 +23,17 @@ _REPLACED: Final = worker_pb2.Failure(kind=worker_pb2.FAILURE_KIND_GONE, message
 """Somebody else answers at its address, who has got nothing of any request."""
 
 _Call = PeerStream[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
+
+
+class SessionChannel(Protocol):
+    """A channel over which a stub opens the session with a worker."""
+
+    async def close(self) -> None:
+        """Ends the session. Idempotent."""
+
+
+Connect = Callable[[str, PeerIdentity], SessionChannel]
+"""Returns a channel to the worker at an address."""
 
 
 class WorkerStream:
@@ -163,6 +174,7 @@ class WorkerClient:
         on_message: Callable[[worker_pb2.SessionResponse], None],
         on_break: Callable[[], None] = lambda: None,
         can_move: Callable[[], bool] = lambda: False,
+        connect: Connect = PeerChannel,
     ) -> None:
         """`on_message` gets every message of the worker before the streams do; `on_break` is called once. `can_move`
         says whether another worker can take over sequences of this one, which drains."""
@@ -175,7 +187,7 @@ class WorkerClient:
         self._told: set[AttemptKey] = set()  # submits that the worker was told to suspend
         self._streams: dict[AttemptKey, WorkerStream] = {}
         self._commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
-        self._channel = PeerChannel(address, identity)
+        self._channel = connect(address, identity)
         self._task = asyncio.create_task(self._run())
 
     def submit(self, submit: worker_pb2.Submit, wake: asyncio.Event) -> WorkerStream:

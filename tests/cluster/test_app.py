@@ -15,6 +15,7 @@ from starlette.requests import Request
 from tandem.cluster import app, launch
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.directory import Directory
+from tandem.cluster.local.worker import worker_config
 from tandem.cluster.members import Continuity, Members
 from tandem.cluster.status import WorkerStatuses
 from tandem.proto import worker_pb2
@@ -125,7 +126,7 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
 
 def test_the_limits_of_liveness_reach_a_worker() -> None:
     config = load_config(None, {"model": "m", "host": "127.0.0.1", "silence_seconds": 7, "hang_seconds": 77})
-    made = app._worker_config(config, "decode", "/folder", 1, IDENTITY)
+    made = worker_config(config, "decode", "/folder", 1, IDENTITY, host="127.0.0.1")
     assert (made.rank.silence_seconds, made.hang_seconds) == (7, 77)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.cluster import ranks
+from tandem.cluster.local import worker
 
 
 @pytest.mark.parametrize(
@@ -25,5 +25,5 @@ def test_a_rank_takes_its_share_of_the_cores_that_its_process_may_use(
     num_cpus: float,
     threads: int,
 ) -> None:
-    monkeypatch.setattr(ranks, "available_cores", lambda: cores)
-    assert ranks.rank_threads(num_threads, ranks_per_node, num_cpus) == threads
+    monkeypatch.setattr(worker, "available_cores", lambda: cores)
+    assert worker.rank_threads(num_threads, ranks_per_node, num_cpus) == threads

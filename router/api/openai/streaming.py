@@ -39,8 +39,21 @@ class GenerationResponse(Response):
         self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._stream(scope, receive, send) if self._request.body.stream else self._whole(scope, receive, send)
-        await _until_disconnect(receive, work)
+        respond = self._stream if self._request.body.stream else self._send_whole
+        await _until_disconnect(receive, respond(scope, receive, send))
+
+    async def whole(self) -> Response:
+        """Returns the response that is not streamed, once all is generated: the completions, or an error."""
+        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._request.prompts]
+        try:
+            with tandem_errors_only():
+                accepted = await self._accept()
+                async with aclosing(self._messages(accepted)) as messages:
+                    async for prompt, message in messages:
+                        answers[prompt].append(message)
+                return Response(await self._writer(accepted).whole(answers), media_type="application/json")
+        except TandemError as error:
+            return error_response(error, self._request.field)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started, last = False, b""
@@ -59,20 +72,8 @@ class GenerationResponse(Response):
             last = error_event(error, self._request.field)
         await send({"type": "http.response.body", "body": last})
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in self._request.prompts]
-        response: Response
-        try:
-            with tandem_errors_only():
-                accepted = await self._accept()
-                async with aclosing(self._messages(accepted)) as messages:
-                    async for prompt, message in messages:
-                        answers[prompt].append(message)
-                body = await self._writer(accepted).whole(answers)
-            response = Response(body, media_type="application/json")
-        except TandemError as error:
-            response = error_response(error, self._request.field)
-        await self._send_other(response, scope, receive, send)
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._send_other(await self.whole(), scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         usages = []

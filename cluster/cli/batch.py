@@ -1,0 +1,90 @@
+"""`tandem batch`: answers the requests of a file, in this process or by a service."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...proto.errors import InvalidArgument
+from ..local.batch import BatchCounts, BatchOutput, BatchRequest, answer_requests, read_requests
+from ..tables import progress_bar
+from . import options as o
+
+_CONCURRENCY = 32
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL in the format of OpenAI's batches.")],
+    output: Annotated[Path, typer.Argument(help="JSONL; what it has already is kept.")],
+    model: Annotated[str | None, typer.Option(help="Run this model here: what `tandem serve` takes.")] = None,
+    url: Annotated[str | None, typer.Option(help="Ask the service at http(s)://HOST:PORT instead.")] = None,
+    tp: Annotated[int, typer.Option(help="With --model: processes that share it.")] = 1,
+    dtype: Annotated[str, typer.Option(help="With --model: float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="With --model: cpu or cuda.")] = "cpu",
+    kv_cache_gb: Annotated[float, typer.Option(help="With --model: GiB of KV cache of each process.")] = 1.0,
+    context_tokens: Annotated[int | None, typer.Option(help="With --model: of a prompt and its completion.")] = None,
+    max_sequences: Annotated[int, typer.Option(help="With --model: sequences in one batch.")] = 64,
+    served_model_name: Annotated[str | None, typer.Option(help="With --model: its name in the requests.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --url: requests under way at once.")] = _CONCURRENCY,
+    patience: Annotated[float, typer.Option(min=0, help="With --url: seconds to wait for a busy service.")] = 600.0,
+    api_key_file: o.ApiKeyFile = None,
+    tls_ca: o.TlsCa = None,
+) -> None:
+    """Answer the requests of INPUT, each by a line of OUTPUT, in the order in which they end.
+
+    A line of INPUT: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}; the other url
+    is /v1/completions. A line of OUTPUT has the custom_id, and a response with status_code and body, also of a request
+    that is refused. A command that was interrupted or killed goes on when it is given again: no request is answered
+    twice, none is lost.
+    """
+    if (model is None) == (url is None):
+        raise InvalidArgument("give either --model or --url", "--model")
+    found = read_requests(requests)
+    with BatchOutput(output, [request.custom_id for request in found]) as answers:
+        if url is not None:
+            work = _ask(url.rstrip("/"), o.read_api_key(api_key_file), tls_ca, found, answers, concurrency, patience)
+            counts = asyncio.run(work)
+        else:
+            from ..local.llm import LLM
+
+            with LLM(
+                model or "",
+                tensor_parallel_size=tp,
+                dtype=dtype,
+                device=device,
+                kv_cache_gb=kv_cache_gb,
+                max_model_len=context_tokens,
+                max_num_seqs=max_sequences,
+                served_model_name=served_model_name,
+            ) as llm:
+                counts = llm.answer_batch(found, answers)
+    typer.echo(
+        f"{counts.total} requests: {counts.skipped} answered before, {counts.answered} now, "
+        f"{counts.failed} of these by an error",
+        err=True,
+    )
+
+
+async def _ask(
+    url: str,
+    api_key: str,
+    tls_ca: Path | None,
+    requests: list[BatchRequest],
+    answers: BatchOutput,
+    concurrency: int,
+    patience: float,
+) -> BatchCounts:
+    from ..local.batch_senders import service_sender
+
+    with progress_bar("requests", len(requests)) as bar:
+        bar.advance(bar.task_ids[0], len(answers.answered))
+        async with service_sender(url, api_key, tls_ca) as send:
+            return await answer_requests(
+                requests,
+                answers,
+                send,
+                concurrency=concurrency,
+                patience_seconds=patience,
+                on_answer=lambda: bar.advance(bar.task_ids[0]),
+            )

@@ -1,0 +1,80 @@
+"""Sends the requests of a batch: to an engine of this process, or to a service."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from ...proto.errors import PermissionDenied, TandemError, Unauthenticated, Unavailable
+from ...router.api.openai.openapi import REQUEST_ID
+from ...router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
+from ...router.api.openai.responses import error_response
+from ...router.api.openai.streaming import GenerationResponse
+from ...router.api.service import GenerationService
+from ...router.frontend.prepare import RequestContext
+from ..text_files import read_trust
+from .batch import BatchAnswer, BatchRequest, SendRequest
+
+_PARSERS: Final[Mapping[str, Callable[[bytes, str], OpenAIRequest]]] = {
+    "/v1/completions": parse_completion,
+    "/v1/chat/completions": parse_chat,
+}
+_CONNECT_SECONDS: Final = 10.0
+
+
+def engine_sender(service: GenerationService) -> SendRequest:
+    """Returns what has requests answered as the HTTP server of `service` would."""
+
+    async def send(request: BatchRequest) -> BatchAnswer:
+        request_id = uuid.uuid4().hex
+        try:
+            parsed = _PARSERS[request.url](json.dumps(request.body).encode(), request_id)
+        except TandemError as error:
+            response: Any = error_response(error)
+        else:
+            response = await GenerationResponse(service, parsed, RequestContext(arrived=time.monotonic())).whole()
+        return BatchAnswer(status=response.status_code, body=json.loads(response.body), request_id=request_id)
+
+    return send
+
+
+@asynccontextmanager
+async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIterator[SendRequest]:
+    """Yields what posts requests to the server at `url`. Raises InvalidArgument for a CA that cannot be read."""
+    timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connector = aiohttp.TCPConnector(limit=0, ssl=read_trust(tls_ca, "--tls-ca"))
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
+
+        async def send(request: BatchRequest) -> BatchAnswer:
+            try:
+                async with session.post(url + request.url, json=request.body) as response:
+                    text = await response.text()
+                    status, seconds = response.status, response.headers.get("Retry-After", "")
+                    request_id = response.headers.get(REQUEST_ID, "")
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                raise Unavailable(f"nobody answers at {url}") from None
+            if status == Unauthenticated.http_status:
+                raise Unauthenticated("the service needs an API key: TANDEM_API_KEY or --api-key-file")
+            if status == PermissionDenied.http_status:
+                raise PermissionDenied("the service does not take these requests")
+            return BatchAnswer(
+                status=status,
+                body=_parse(text, status),
+                request_id=request_id,
+                retry_after=float(seconds) if seconds.isdecimal() else None,
+            )
+
+        yield send
+
+
+def _parse(text: str, status: int) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise Unavailable(f"the server answers {status} with what is no JSON") from None

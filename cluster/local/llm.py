@@ -1,0 +1,361 @@
+"""Runs a model in the caller's own process: no Ray, no server, no port.
+
+    from tandem import LLM, SamplingParams
+
+    with LLM("smollm2-135m-instruct") as llm:
+        for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8, temperature=0)):
+            print(output.prompt, output.outputs[0].text)
+
+The engine, the parameters and their bounds are those of the service, and so are the tokens. Errors are those of
+`tandem.errors`. torch is imported when an LLM is made.
+"""
+
+import gc
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+
+from ...proto import inference_pb2
+from ...proto.errors import InvalidArgument, Unavailable
+from ...router.client.request import chat_prompt, generate_request, text_prompt
+from ...router.client.results import Collector
+from ...router.client.types import Completion, Delta, Message, Options, TemplateOptions
+from ..config import TandemConfig, load_config
+from ..eval.gather import map_concurrently
+from ..eval.perplexity import measure_perplexity
+from ..tables import progress_bar
+from .batch import BatchCounts, BatchOutput, BatchRequest, answer_requests
+from .environment import SPINNING
+from .loop_thread import CLOSED, LoopThread
+from .outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from ...router.frontend.prepare import PreparedRequest
+    from .engine import LocalEngine
+
+PromptText = str | Mapping[str, Any]
+"""A text, or as in vLLM {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Prompts = PromptText | Sequence[PromptText]
+TokenIds = Sequence[int] | Sequence[Sequence[int]]
+Parameters = Options | Sequence[Options] | None
+"""Sampling parameters: of all prompts, one for each, or the defaults."""
+
+_KEYS: Final = {
+    **{"tensor_parallel_size": "decode.tp", "max_model_len": "context_tokens", "max_num_seqs": "decode.max_sequences"},
+    **{"enable_prefix_caching": "prefix_caching", "kv_cache_gb": "decode.kv_cache_gb"},
+    **{"block_size": "decode.block_size", "num_threads": "decode.num_threads"},
+}
+"""The keys of the configuration that are not called as the arguments are."""
+
+_CHUNK_TOKENS: Final = 512
+"""Of prompts beside sequences that decode: here no one watches each token come."""
+
+for _name, _value in SPINNING.items():
+    os.environ.setdefault(_name, _value)  # before torch is imported, whose threads read it once
+
+_LOOK_AHEAD: Final = 2
+"""Requests that are under way at once, for each sequence that the engine runs."""
+
+
+class LLM:
+    """Generates with a model in this process. Thread-safe; close it, or use it as a context manager.
+
+    All prompts of a call share one batch, which sequences join and leave as they begin and end."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: str = "bfloat16",
+        quantization: str | None = None,
+        device: str = "cpu",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        kv_cache_gb: float = 1.0,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        num_threads: int | None = None,
+        numerics: str = "fast",
+        served_model_name: str | None = None,
+    ) -> None:
+        """Loads `model`: a built-in name, a folder or a hub id, as `tandem serve` takes it.
+
+        `tensor_parallel_size`: processes of this machine that share the model. `quantization`: what the checkpoint must
+        have been quantised by; None takes it as it is. `max_model_len`: the longest prompt plus completion; None is the
+        model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each process; None
+        shares the cores. `numerics`: fast or exact, as in the configuration of a service. `served_model_name`: what the
+        requests of a batch may call the model.
+
+        Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
+        that cannot be had."""
+        given: dict[str, object] = {"model": model, "dtype": dtype, "device": device, "numerics": numerics}
+        given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
+        given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}
+        given |= {"enable_prefix_caching": enable_prefix_caching, "served_model_name": served_model_name}
+        with _naming_arguments():
+            self._loop, engine = _start(_configure(given | {"num_threads": num_threads}), quantization)
+        self._running: LocalEngine | None = engine
+        self._stop = weakref.finalize(self, _stop, self._loop, engine)
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: Parameters = None,
+        *,
+        prompt_token_ids: TokenIds | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues texts, or token ids, in their order. `progress` shows a bar on a terminal and in notebooks.
+
+        Nothing runs before all prompts are checked: InvalidArgument names the one that is wrong, as `prompts[3]`."""
+        if (prompts is None) == (prompt_token_ids is None):
+            raise InvalidArgument("give either prompts or prompt_token_ids", "prompts")
+        given: Any = prompts if prompt_token_ids is None else prompt_token_ids
+        if isinstance(given, str | Mapping) or (len(given) > 0 and isinstance(given[0], int)):
+            given = [given]
+        name = "prompts" if prompt_token_ids is None else "prompt_token_ids"
+        texts, made = [], []
+        for i, each in enumerate(given):
+            with _naming_prompt(name, i):
+                text, prompt = _read_prompt(each)
+            texts.append(text)
+            made.append(prompt)
+        return self._complete(name, made, sampling_params, progress, texts)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Parameters = None,
+        *,
+        progress: bool = True,
+        **options: Unpack[TemplateOptions],
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several in their order; otherwise as `generate`. `options`: tools, tool_choice,
+        template_kwargs, continue_final_message, parse_special."""
+        if unknown := options.keys() - TemplateOptions.__annotations__.keys():
+            raise InvalidArgument("there is no such option here", min(unknown))
+        chats: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        made = []
+        for i, chat in enumerate(chats):
+            with _naming_prompt("messages", i):
+                made.append(chat_prompt(chat, options))
+        return self._complete("messages", made, sampling_params, progress)
+
+    def stream(self, prompt: str | Sequence[int], sampling_params: Options | None = None) -> "LocalStream":
+        """Continues a text or token ids piece by piece: iterate over the result, and close it to end earlier."""
+        request = generate_request(text_prompt(prompt), sampling_params or Options())
+        return LocalStream(self._loop, self._engine, self._loop.run(self._engine.prepare(request)))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: Options | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> "LocalStream":
+        """Answers a conversation piece by piece, as `stream`."""
+        request = generate_request(chat_prompt(messages, options), sampling_params or Options())
+        return LocalStream(self._loop, self._engine, self._loop.run(self._engine.prepare(request)))
+
+    def perplexity(
+        self, texts: str | Sequence[str], *, window: int | None = None, stride: int | None = None, progress: bool = True
+    ) -> list[float]:
+        """Returns the perplexity of each text, by the windows of `tandem eval perplexity`: `window` tokens, by default
+        the context less one, and `stride` tokens apart, by default half a window."""
+        listed, engine = [texts] if isinstance(texts, str) else texts, self._engine
+
+        async def measure(text: str) -> float:
+            found = await measure_perplexity(engine, text, window=window, stride=stride)
+            bar.advance(bar.task_ids[0])
+            return found.perplexity
+
+        with progress_bar("texts", len(listed), shown=progress) as bar:
+            return self._loop.run(map_concurrently(measure, listed, engine.max_sequences))
+
+    def answer_batch(
+        self, requests: Sequence[BatchRequest], output: BatchOutput, *, progress: bool = True
+    ) -> BatchCounts:
+        """Answers those requests of a batch that `output` has no answer of. `tandem batch` does this."""
+        from .batch_senders import engine_sender
+
+        with progress_bar("requests", len(requests), shown=progress) as bar:
+            bar.advance(bar.task_ids[0], len(output.answered))
+            work = answer_requests(
+                requests,
+                output,
+                engine_sender(self._engine.service),
+                concurrency=_LOOK_AHEAD * self._engine.max_sequences,
+                patience_seconds=0.0,
+                on_answer=lambda: bar.advance(bar.task_ids[0]),
+            )
+            return self._loop.run(work)
+
+    def close(self) -> None:
+        """Ends all requests and frees the model, its processes and its memory. Idempotent."""
+        self._running = None
+        self._stop()
+        gc.collect()  # the parts of an engine know each other
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @property
+    def _engine(self) -> "LocalEngine":
+        if self._running is None:
+            raise Unavailable(CLOSED)
+        return self._running
+
+    def _complete(
+        self,
+        name: str,
+        prompts: Sequence[inference_pb2.Prompt],
+        parameters: Parameters,
+        progress: bool,
+        texts: Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts, whose argument is called `name`."""
+        given = parameters if isinstance(parameters, Sequence) else [parameters or Options()] * len(prompts)
+        if len(given) != len(prompts):
+            raise InvalidArgument(f"has {len(given)} entries for {len(prompts)} prompts", "sampling_params")
+        with progress_bar(name, len(prompts), shown=progress) as bar:
+            work = _answer(self._engine, name, prompts, given, lambda: bar.advance(bar.task_ids[0]))
+            completed = self._loop.run(work)
+        return [
+            RequestOutput.from_completion(
+                completion,
+                None if texts is None else texts[i],
+                request.tokens.prompt,
+                has_logprobs=request.wants_logprobs,
+            )
+            for i, (request, completion) in enumerate(completed)
+        ]
+
+
+class LocalStream:
+    """Iterates over the deltas of a completion. Leaving the `with` block early cancels the request."""
+
+    def __init__(self, loop: LoopThread, engine: "LocalEngine", request: "PreparedRequest") -> None:
+        self._loop = loop
+        self._collector, self._timeline = Collector(), inference_pb2.Timeline()
+        self._messages = engine.messages(request, self._timeline)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        message = self._loop.run(self._next())
+        if message is None:
+            raise StopIteration
+        return self._collector.delta(message)
+
+    def completion(self) -> Completion:
+        """Reads the rest of the stream; returns the whole completion."""
+        for _ in self:
+            pass
+        self._collector.timeline = self._timeline
+        return self._collector.completion()
+
+    def close(self) -> None:
+        """Ends the request, unless it has ended. Idempotent."""
+        self._loop.run(self._messages.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    async def _next(self) -> inference_pb2.GenerateResponse | None:
+        return await anext(self._messages, None)
+
+
+def _configure(given: Mapping[str, object]) -> TandemConfig:
+    """Returns the configuration of a service with one worker that no other one fetches from. Raises InvalidArgument."""
+    values = {_KEYS.get(name, name): value for name, value in given.items()}
+    values |= {"prefill.replicas": 0, "kv_transports": (), "decode.mixed_chunk_tokens": _CHUNK_TOKENS}
+    return load_config(overrides=values)
+
+
+def _start(config: TandemConfig, quantization: str | None) -> "tuple[LoopThread, LocalEngine]":
+    from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
+    from ..store.checked import checked_folder
+    from .engine import LocalEngine
+
+    folder = checked_folder(config.model, {"decode": config.decode.tp})
+    found = check_checkpoint(folder).quantization.get("quant_method")
+    if quantization not in (None, found):
+        raise InvalidArgument(f"must be None or what the checkpoint has, which is {found!r}", "quantization")
+    loop = LoopThread("tandem-llm")
+    try:
+        return loop, loop.run(LocalEngine.start(config, folder))
+    except ValueError as error:
+        loop.stop()
+        raise InvalidArgument(str(error)) from None
+    except BaseException:
+        loop.stop()
+        raise
+
+
+def _stop(loop: LoopThread, engine: "LocalEngine") -> None:
+    loop.run(engine.close())
+    loop.stop()
+
+
+async def _answer(
+    engine: "LocalEngine",
+    name: str,
+    prompts: Sequence[inference_pb2.Prompt],
+    parameters: Sequence[Options],
+    on_done: Callable[[], None],
+) -> "list[tuple[PreparedRequest, Completion]]":
+    """Checks all prompts, then completes them; `name` is that of their argument."""
+    prepared = []
+    for i, prompt in enumerate(prompts):
+        with _naming_prompt(name, i):
+            prepared.append(await engine.prepare(generate_request(prompt, parameters[i])))
+
+    async def complete(numbered: "tuple[int, PreparedRequest]") -> "tuple[PreparedRequest, Completion]":
+        i, request = numbered
+        with _naming_prompt(name, i):
+            completion = await engine.complete(request)
+        on_done()
+        return request, completion
+
+    return await map_concurrently(complete, enumerate(prepared), _LOOK_AHEAD * engine.max_sequences)
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Has errors name the arguments in place of the configuration's keys."""
+    try:
+        yield
+    except InvalidArgument as error:
+        text = str(error)
+        for argument, key in _KEYS.items():
+            text = re.sub(rf"^{re.escape(key)}:", f"{argument}:", text, flags=re.MULTILINE)
+        field, _, message = text.partition(": ")
+        raise InvalidArgument(message, field) from None
+
+
+@contextmanager
+def _naming_prompt(name: str, index: int) -> Iterator[None]:
+    """Has an error name the prompt that it is about."""
+    try:
+        yield
+    except InvalidArgument as error:
+        field = f"{name}[{index}]" if error.field.startswith("prompt") else f"{name}[{index}], {error.field}"
+        raise InvalidArgument(error.message.removeprefix(f"{error.field}: "), field) from error
+
+
+def _read_prompt(given: Any) -> tuple[str | None, inference_pb2.Prompt]:
+    """Returns a prompt of any form, and its text if it has one."""
+    if isinstance(given, Mapping):
+        given = given.get("prompt") or given.get("prompt_token_ids")
+    return given if isinstance(given, str) else None, text_prompt(given)

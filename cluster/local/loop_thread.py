@@ -1,0 +1,75 @@
+"""Runs an event loop in a thread of its own, for callers that block."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from ...proto.errors import Unavailable
+
+T = TypeVar("T")
+
+CLOSED: Final = "the engine is closed"
+_END_SECONDS: Final = 30.0
+
+
+class LoopThread:
+    """Runs coroutines for threads that wait for them. Begins when it is made, ends with `stop` or the process."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of `work`, which runs in the loop. A caller that is interrupted while it waits, as by
+        KeyboardInterrupt, cancels the work, and goes on when that has ended. Raises Unavailable after `stop`."""
+        if self._loop.is_closed():
+            work.close()
+            raise Unavailable(CLOSED)
+        ended: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: _hand_over(task, ended))
+
+        self._loop.call_soon_threadsafe(start)
+        try:
+            return ended.result()
+        except BaseException:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            with suppress(BaseException):
+                ended.result(_END_SECONDS)
+            raise
+
+    def stop(self) -> None:
+        """Cancels what runs in the loop, and ends the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self.run(_cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_all() -> None:
+    """Cancels all other tasks, such as those that gRPC leaves behind, and waits for their ends."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_END_SECONDS)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _hand_over(task: "asyncio.Task[T]", ended: "Future[T]") -> None:
+    if task.cancelled():
+        ended.cancel()
+    elif error := task.exception():
+        ended.set_exception(error)
+    else:
+        ended.set_result(task.result())

@@ -1,0 +1,93 @@
+"""Runs the other ranks of a worker as processes of this machine, which end with it.
+
+python -m tandem.cluster.local.ranks     a rank; reads its configuration from standard input
+"""
+
+import asyncio
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
+from typing import Final
+
+from ...proto.errors import Unavailable
+from ...proto.identity import PeerIdentity
+from ...workers.tp.rank import RankConfig
+from ...workers.tp.rank_server import RankServer
+
+_START_SECONDS: Final = 120.0  # to import torch
+_END_SECONDS: Final = 5.0
+
+
+@asynccontextmanager
+async def local_ranks(config: RankConfig, count: int, environment: Mapping[str, str]) -> AsyncIterator[list[str]]:
+    """Yields the addresses of so many ranks, which wait for rank 0; they end with the context, and with this process
+    however that ends. Raises Unavailable if one does not start."""
+    processes = [await _start(config, environment) for _ in range(count)]
+    try:
+        yield list(await asyncio.gather(*map(_address, processes)))
+    finally:
+        await asyncio.gather(*map(_end, processes))
+
+
+async def _start(config: RankConfig, environment: Mapping[str, str]) -> Process:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", __name__),
+        stdin=PIPE,
+        stdout=PIPE,
+        env=os.environ | environment,
+        start_new_session=True,  # Ctrl-C in a terminal, or in a notebook, is rank 0's to handle
+    )
+    assert process.stdin is not None
+    process.stdin.write(_encode(config).encode() + b"\n")  # stays open: its end is that of this process
+    return process
+
+
+async def _address(process: Process) -> str:
+    assert process.stdout is not None
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_START_SECONDS):
+            if line := await process.stdout.readline():
+                return line.decode().strip()
+    raise Unavailable("a rank of the model did not start")
+
+
+async def _end(process: Process) -> None:
+    """Ends a process; by itself, as far as rank 0 has told it to."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _encode(config: RankConfig) -> str:
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    return json.dumps(values | {"identity": config.identity.to_text()})
+
+
+def _decode(line: str) -> RankConfig:
+    values = json.loads(line)
+    identity, transports = PeerIdentity.from_text(values.pop("identity")), tuple(values.pop("transports"))
+    return RankConfig(**values, identity=identity, transports=transports)
+
+
+async def _serve(config: RankConfig) -> None:
+    """Serves until rank 0 ends its stream, or the process that has started this one is gone."""
+    server = await RankServer.start(config)
+    sys.stdout.write(f"{server.address}\n")
+    sys.stdout.flush()
+    left = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    ended = asyncio.create_task(server.ended.wait())
+    await asyncio.wait((left, ended), return_when=asyncio.FIRST_COMPLETED)
+    os._exit(0)  # without rank 0 the engine might wait in a collective for half a minute
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(_decode(sys.stdin.readline())))

@@ -1,0 +1,55 @@
+"""Makes a worker's configuration from that of the service. Imports no Ray."""
+
+from typing import Final
+
+from ...proto.identity import PeerIdentity
+from ...workers.engine.config import Budgets
+from ...workers.threads import available_cores
+from ...workers.tp.rank import RankConfig
+from ...workers.worker import WorkerConfig
+from ..config import PoolRole, TandemConfig
+
+# Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not, nor may the threads
+# that communicate.
+_PREFILL_NICE: Final = 10
+
+
+def rank_threads(num_threads: int | None, ranks_per_node: int, num_cpus: float) -> int:
+    """Returns how many threads a rank in this process computes with: `num_threads` if it is given, else its share of
+    the cores that this process may use, at most the `num_cpus` that it has reserved in Ray (below 1: no bound).
+
+    More threads than cores would spin against each other: OpenMP loses factors of 5 to 50 that way."""
+    share = max(1, available_cores() // ranks_per_node)
+    return num_threads or (min(share, int(num_cpus)) if num_cpus >= 1 else share)
+
+
+def worker_config(
+    config: TandemConfig, role: PoolRole, folder: str, num_threads: int, identity: PeerIdentity, *, host: str
+) -> WorkerConfig:
+    """Returns the configuration of a worker of the pool `role` that serves the model in `folder` and binds `host`."""
+    pool = config.pools[role]
+    rank = RankConfig(
+        model=folder,
+        identity=identity,
+        dtype=config.dtype,
+        device=config.device,
+        batch_invariant=config.numerics == "exact",
+        block_size=pool.block_size,
+        kv_cache_bytes=pool.kv_cache_bytes,
+        context_tokens=config.context_tokens,
+        num_threads=num_threads,
+        transports=config.transports,
+        nice=_PREFILL_NICE if role == "prefill" else 0,
+        host=host,
+        start_seconds=config.start_seconds,
+        silence_seconds=config.silence_seconds,
+    )
+    budgets = Budgets(
+        chunk_tokens=config.chunk_tokens(pool),
+        mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
+        max_sequences=pool.max_sequences,
+        prefix_caching=config.prefix_caching,
+    )
+    return WorkerConfig(
+        rank=rank, budgets=budgets, lease_seconds=config.lease_seconds, hang_seconds=config.hang_seconds
+    )

@@ -1,0 +1,197 @@
+"""`tandem batch` as a command: in its own process and over a service, killed in the middle, and begun again."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem import LLM, SamplingParams
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
+from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
+from tandem.tests.tiny import make_tiny_model
+
+TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
+NUM_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def request_lines(model: str) -> list[dict[str, Any]]:
+    """Texts and chats of several lengths, and one that is refused."""
+    common = {"model": model, "temperature": 0, "ignore_eos": True}
+    lines = []
+    for i in range(NUM_REQUESTS):
+        body: dict[str, Any] = common | {"max_tokens": 40 + 10 * (i % 5)}
+        if i % 2:
+            url, body = "/v1/completions", body | {"prompt": f"dog {i}"}
+        else:
+            url, body = "/v1/chat/completions", body | {"messages": [{"role": "user", "content": f"fox {i}"}]}
+        if i == 5:
+            body["temperature"] = 9
+        lines.append({"custom_id": f"r{i}", "method": "POST", "url": url, "body": body})
+    return lines
+
+
+def write_requests(path: Path, model: str) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in request_lines(model)))
+    return path
+
+
+def read_answers(path: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({each["custom_id"] for each in lines}) == len(lines)
+    return {each["custom_id"]: each["response"] for each in lines}
+
+
+def command(source: Path, output: Path, *args: str) -> list[str]:
+    return [*TANDEM, "batch", str(source), str(output), *args]
+
+
+def run(*arguments: str, timeout: float = 120) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=timeout)
+
+
+def test_a_batch_that_is_killed_is_completed_by_the_same_command(folder: Path, tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in.jsonl", "tiny"), tmp_path / "out.jsonl"
+    here = command(source, output, "--model", str(folder), "--dtype", "float32", "--kv-cache-gb", "0.02")
+    here += ["--max-sequences", "2"]
+    killed = subprocess.Popen(here, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not output.exists() or output.read_bytes().count(b"\n") < 4:
+            assert time.monotonic() < deadline
+            assert killed.poll() is None
+            time.sleep(0.002)
+        children = psutil.Process(killed.pid).children(recursive=True)
+    finally:
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+    assert psutil.wait_procs(children, timeout=20)[1] == []
+    left = output.read_bytes()
+    num_left = left.count(b"\n")
+    assert 4 <= num_left < NUM_REQUESTS
+    done = run(*here)
+    assert done.returncode == 0, done.stderr
+    said = f"{NUM_REQUESTS} requests: {num_left} answered before, {NUM_REQUESTS - num_left} now"
+    assert said in done.stderr
+    assert output.read_bytes().startswith(left[: left.rfind(b"\n") + 1])
+    answers = read_answers(output)
+    assert set(answers) == {f"r{i}" for i in range(NUM_REQUESTS)}
+    refused = answers.pop("r5")
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
+    assert {each["status_code"] for each in answers.values()} == {200}
+    check_texts(folder, answers)
+
+
+def check_texts(folder: Path, answers: dict[str, Any]) -> None:
+    """The answers are those of `LLM` to the same requests."""
+    lines = {each["custom_id"]: each["body"] for each in request_lines("tiny") if each["custom_id"] in answers}
+    with LLM(str(folder), dtype="float32", kv_cache_gb=0.02) as llm:
+        for custom_id, body in lines.items():
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=body["max_tokens"])
+            choice = answers[custom_id]["body"]["choices"][0]
+            if "prompt" in body:
+                assert choice["text"] == llm.generate(body["prompt"], params)[0].outputs[0].text
+            else:
+                assert choice["message"]["content"] == llm.chat(body["messages"], params)[0].outputs[0].text
+
+
+class HttpService:
+    """A service with a fake model in a thread of its own."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.url = ""
+        self.source = FakeTokenSource()
+        self._port = port
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    def __enter__(self) -> "HttpService":
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=512)
+        service = GenerationService([model], self.source)
+        server = await ApiServers.start(service, http_address=f"127.0.0.1:{self._port}")
+        await server.set_serving(True)
+        self.url = f"http://{server.http_address}"
+        self._ready.set()
+        await self._stop.wait()
+        await server.stop(0)
+
+
+@pytest.fixture
+def service() -> Iterator[HttpService]:
+    with HttpService() as running:
+        yield running
+
+
+def test_a_batch_over_a_service(service: HttpService, tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in.jsonl", "tiny"), tmp_path / "out.jsonl"
+    done = run(*command(source, output, "--url", service.url, "--concurrency", "3"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"{NUM_REQUESTS} requests: 0 answered before, {NUM_REQUESTS} now, 1 of these by an error\n"
+    answers = read_answers(output)
+    assert set(answers) == {f"r{i}" for i in range(NUM_REQUESTS)}
+    assert answers.pop("r5")["status_code"] == 400
+    assert all(each["status_code"] == 200 and each["request_id"] for each in answers.values())
+    assert answers["r0"]["body"]["object"] == "chat.completion"
+    assert service.source.max_running <= 3
+
+
+def test_a_service_that_comes_back_is_waited_for(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in.jsonl", "tiny"), tmp_path / "out.jsonl"
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        port = closing.getsockname()[1]
+        waiting = subprocess.Popen(command(source, output, "--url", f"http://127.0.0.1:{port}"))
+        try:
+            closing.settimeout(60)
+            closing.accept()[0].close()  # it has asked
+        except BaseException:
+            waiting.kill()
+            raise
+    with HttpService(port):
+        assert waiting.wait(120) == 0
+    assert len(read_answers(output)) == NUM_REQUESTS
+
+
+def test_a_service_that_is_away_ends_the_command_in_one_line(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in.jsonl", "tiny"), tmp_path / "out.jsonl"
+    done = run(*command(source, output, "--url", "http://127.0.0.1:9", "--patience", "0"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: nobody answers at http://127.0.0.1:9; what is answered is kept, and the same command goes on from there"
+        "\n"
+    )
+
+
+def test_an_engine_or_a_service_must_be_named(tmp_path: Path) -> None:
+    source = write_requests(tmp_path / "in.jsonl", "tiny")
+    done = run(*command(source, tmp_path / "out.jsonl"))
+    assert (done.returncode, done.stderr) == (2, "error: --model: give either --model or --url\n")
+    assert not (tmp_path / "out.jsonl").exists()

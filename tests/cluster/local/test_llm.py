@@ -1,0 +1,341 @@
+"""`tandem.LLM`: the service's tokens and transformers', in the caller's process, with nothing left behind."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem import LLM, RequestOutput, SamplingParams
+from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.client.client import AsyncClient
+from tandem.router.client.types import Choice, Options
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.fleet import is_idle, split_fleet
+from tandem.tests.service import expected_tokens
+from tandem.tests.tiny import make_tiny_model
+
+NUM_TOKENS = 16
+PROMPTS = ["The capital of France is", "A cache holds", "What is the capital of France? " * 20, "dog", "no"]
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SMALL: dict[str, Any] = {"dtype": "float32", "kv_cache_gb": 0.02, "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), max_num_seqs=8, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(running: LLM) -> Iterator[LLM]:
+    """After each test nothing is held, and no block is lost."""
+    yield running
+    wait_idle(running)
+
+
+def wait_idle(llm: LLM, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_idle(status := llm._loop.run(llm._engine.status())):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.01)
+    assert status.integrity_ok
+
+
+def num_submitted(llm: LLM) -> int:
+    """Of sequences, since it was made."""
+    return llm._engine._worker._requests._next_id
+
+
+def ids_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_equals_transformers_together_alone_and_from_the_prefix_cache(llm: LLM, folder: Path) -> None:
+    together = llm.generate(PROMPTS, GREEDY)
+    assert [output.prompt for output in together] == PROMPTS
+    assert ids_of(together) == expected_tokens(folder, [each.prompt_token_ids for each in together], NUM_TOKENS)
+    assert [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS] == ids_of(together)
+    again = llm.generate(prompt_token_ids=[each.prompt_token_ids for each in together], sampling_params=GREEDY)
+    assert ids_of(again) == ids_of(together)
+    assert again[2].num_cached_tokens > 0
+    assert {each.outputs[0].finish_reason for each in again} == {"length"}
+    tokenizer = Tokenizer.load(folder)
+    assert [each.outputs[0].text for each in again] == [tokenizer.decode(ids) for ids in ids_of(again)]
+
+
+def test_prompts_of_every_form(llm: LLM) -> None:
+    (text,) = llm.generate("dog", GREEDY)
+    ids = text.prompt_token_ids
+    forms: list[Any] = [{"prompt": "dog"}, {"prompt_token_ids": ids}]
+    assert ids_of(llm.generate(forms, GREEDY)) == [text.outputs[0].token_ids] * 2
+    (alone,) = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)
+    assert (alone.prompt, alone.outputs[0].token_ids) == (None, text.outputs[0].token_ids)
+    assert llm.generate([], GREEDY) == []
+
+
+@asynccontextmanager
+async def service_client(folder: Path) -> AsyncIterator[AsyncClient]:
+    """A client of a service with a prefill and a decode worker."""
+    served = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2048)
+    async with split_fleet(folder, {"prefill": [1], "decode": [1]}) as fleet:
+        server = await ApiServers.start(GenerationService([served], fleet.dispatcher))
+        try:
+            async with AsyncClient(server.grpc_address) as client:
+                yield client
+        finally:
+            await server.stop(0)
+
+
+WAYS: list[Options] = [
+    Options(seed=3, temperature=1.3, top_p=0.9),
+    Options(seed=4, n=3, logprobs=2),
+    Options(seed=5, n=2, best_of=4, repetition_penalty=1.2),
+    Options(beam_width=3, n=2),
+    Options(seed=6, top_k=20, logit_bias={7: 5.0}, presence_penalty=0.5, bad_words=["the"]),
+    Options(temperature=0, stop=["e"], logprobs=1, prompt_logprobs=1),
+    Options(seed=7, json_schema={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}),
+    Options(seed=8, choice=["Paris", "Rome"]),
+    Options(max_tokens=0, prompt_logprobs=2),
+]
+
+
+async def test_every_way_to_sample_equals_the_service(llm: LLM, folder: Path) -> None:
+    common = Options(max_tokens=NUM_TOKENS)
+    ways: list[Options] = [{**common, **way} for way in WAYS]
+    found = llm.generate([PROMPTS[0]] * len(ways), ways)
+    async with service_client(folder) as client:
+        for way, output in zip(ways, found, strict=True):
+            expected = await client.generate(PROMPTS[0], **way)
+            assert [(each.text, tuple(each.token_ids), each.finish_reason) for each in output.outputs] == [
+                (choice.text, choice.token_ids, choice.finish_reason) for choice in expected.choices
+            ]
+            for one, choice in zip(output.outputs, expected.choices, strict=True):
+                assert_same_logprobs(one.logprobs, choice, asked="logprobs" in way)
+                assert one.score == pytest.approx(choice.score, abs=1e-4)
+            if "prompt_logprobs" in way:
+                assert output.prompt_logprobs is not None
+                assert output.prompt_logprobs[0] is None
+                assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def assert_same_logprobs(found: Any, expected: Choice, *, asked: bool) -> None:
+    if not asked:
+        assert found is None
+        return
+    assert len(found) == len(expected.logprobs)
+    for by_token, scores in zip(found, expected.logprobs, strict=True):
+        alternatives = {each.token_id: each.logprob for each in (*scores.top, scores.token)}
+        assert {token: each.logprob for token, each in by_token.items()} == pytest.approx(alternatives, abs=1e-4)
+        assert [by_token[each.token_id].rank for each in scores.top] == list(range(1, len(scores.top) + 1))
+
+
+async def test_a_chat_equals_the_service(llm: LLM, folder: Path) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "dog")]
+    found = llm.chat(chats, GREEDY)
+    (alone,) = llm.chat(chats[0], GREEDY)
+    assert alone.outputs == found[0].outputs
+    async with service_client(folder) as client:
+        expected = [await client.chat(chat, **GREEDY) for chat in chats]
+    assert [each.outputs[0].text for each in found] == [each.text for each in expected]
+    with llm.stream_chat(chats[0], GREEDY) as stream:
+        assert stream.completion().text == expected[0].text
+
+
+def test_a_stream_has_the_same_tokens_and_can_be_left(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPTS[0], GREEDY)
+    with llm.stream(PROMPTS[0], GREEDY) as stream:
+        deltas = list(stream)
+    assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
+    assert [token for delta in deltas for token in delta.token_ids] == whole.outputs[0].token_ids
+    assert stream.completion().usage.completion_tokens == NUM_TOKENS
+    with llm.stream(PROMPTS[0], SamplingParams(max_tokens=1500, ignore_eos=True)) as stream:
+        next(stream)
+    wait_idle(llm)
+    assert list(stream) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda llm: llm.generate(["a", "b" * 9000], GREEDY), "prompts[1]: "),
+        (lambda llm: llm.generate(["a", 3], GREEDY), "prompts[1]: "),
+        (lambda llm: llm.generate(prompt_token_ids=[[3], [4], []], sampling_params=GREEDY), "prompt_token_ids[2]: "),
+        (lambda llm: llm.generate(prompt_token_ids=[[3], [4096]], sampling_params=GREEDY), "prompt_token_ids[1]: "),
+        (lambda llm: llm.generate(["a", "b"], [{}, {"temperature": 9}]), "prompts[1], sampling.temperature: must be"),
+        (lambda llm: llm.generate(["a", "b"], [GREEDY]), "sampling_params: has 1 entries for 2 prompts"),
+        (lambda llm: llm.generate(["a"], {"temprature": 1}), "prompts[0], temprature: there is no such option"),
+        (lambda llm: llm.generate(), "prompts: give either"),
+        (lambda llm: llm.chat([[{"role": "user", "content": "a"}], []]), "messages[1]"),
+        (lambda llm: llm.stream("a", {"top_p": 0.0}), "sampling.top_p: must be"),
+    ],
+)
+def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[LLM], object], named: str) -> None:
+    before = num_submitted(llm)
+    with pytest.raises(InvalidArgument) as caught:
+        call(llm)
+    assert str(caught.value).startswith(named), str(caught.value)
+    assert num_submitted(llm) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: must be greater than or equal to 1"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: "),
+        ({"dtype": "int3"}, "dtype: must be"),
+        ({"quantization": "awq"}, "quantization: must be None or what the checkpoint has"),
+        ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
+        ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
+    ],
+)
+def test_a_wrong_argument_is_named(folder: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        LLM(str(folder), **arguments)
+    assert str(caught.value).startswith(words), str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(NotFound, match=r"there is no folder \./nothing"):
+        LLM("./nothing")
+
+
+def test_perplexity_equals_transformers(llm: LLM, folder: Path) -> None:
+    texts = [PROMPTS[2], PROMPTS[0]]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = llm.perplexity(texts)
+    for text, perplexity in zip(texts, found, strict=True):
+        ids = torch.tensor([llm.generate(text, GREEDY)[0].prompt_token_ids])
+        with torch.no_grad():
+            assert perplexity == pytest.approx(math.exp(model(ids, labels=ids).loss.item()), rel=1e-3)
+
+
+def test_an_interrupt_frees_everything_and_the_next_call_runs(llm: LLM) -> None:
+    def interrupt() -> None:
+        while not llm._loop.run(llm._engine.status()).info.load.num_running:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS * 8, SamplingParams(max_tokens=1500, ignore_eos=True))
+    thread.join()
+    wait_idle(llm)
+    assert len(llm.generate("dog", GREEDY)[0].outputs[0].token_ids) == NUM_TOKENS
+
+
+def test_more_prompts_than_blocks_for_them_end_with_the_same_tokens(llm: LLM, folder: Path) -> None:
+    expected = ids_of(llm.generate(PROMPTS * 2, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)))
+    with LLM(str(folder), max_num_seqs=8, max_model_len=600, **SMALL | {"kv_cache_gb": 0.001}) as small:
+        assert small._loop.run(small._engine.status()).info.load.total_blocks < 8 * 300 // 16
+        found = small.generate(PROMPTS * 2, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+        wait_idle(small)
+    assert ids_of(found) == expected
+
+
+def test_ranks_are_processes_that_end_with_it(folder: Path, llm: LLM) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with LLM(str(folder), tensor_parallel_size=2, **SMALL) as split:
+        ranks = set(psutil.Process().children(recursive=True)) - before
+        assert len(ranks) == 1
+        assert ids_of(split.generate(PROMPTS, GREEDY)) == ids_of(llm.generate(PROMPTS, GREEDY))
+        wait_idle(split)
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks)
+
+
+def test_a_lost_rank_ends_the_call_and_says_so(folder: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with LLM(str(folder), tensor_parallel_size=2, **SMALL) as split:
+        (rank,) = set(psutil.Process().children(recursive=True)) - before
+
+        def kill() -> None:
+            while not split._loop.run(split._engine.status()).info.load.num_running:
+                time.sleep(0.001)
+            rank.kill()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        with pytest.raises(InternalError, match="the engine has failed"):
+            split.generate(PROMPTS, SamplingParams(max_tokens=1900, ignore_eos=True))
+        thread.join()
+        with pytest.raises(InternalError, match="the engine has failed"):
+            split.generate("dog", GREEDY)
+
+
+PORTS = """
+import psutil
+from tandem import LLM, SamplingParams
+llm = LLM({folder!r}, dtype="float32", kv_cache_gb=0.02)
+llm.generate("dog", SamplingParams(max_tokens=8))
+print([each.laddr for each in psutil.Process().net_connections("inet")])
+"""
+
+
+def test_it_opens_no_port(folder: Path) -> None:
+    assert run_script(PORTS, folder) == "[]\n"
+
+
+def test_what_is_closed_is_gone_and_says_so(folder: Path) -> None:
+    closed = LLM(str(folder), **SMALL)
+    stream = closed.stream("dog", GREEDY)
+    next(stream)
+    engine = weakref.ref(closed._engine)
+    threads = {each.name for each in threading.enumerate()}
+    assert {"tandem-llm", "tandem-engine"} <= threads
+    del stream
+    closed.close()
+    closed.close()
+    assert engine() is None
+    for call in (lambda: closed.generate("dog"), lambda: closed.stream("dog")):
+        with pytest.raises(Unavailable, match="the engine is closed"):
+            call()
+
+
+SCRIPT = """
+from tandem import LLM, SamplingParams
+llm = LLM({folder!r}, dtype="float32", kv_cache_gb=0.02)
+params = SamplingParams(temperature=0, max_tokens=8)
+for output in llm.generate(["The capital of France is", "A cache holds"], params):
+    print(repr(output.outputs[0].text))
+"""
+
+
+def run_script(script: str, folder: Path) -> str:
+    code = script.format(folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_script_of_six_lines_that_closes_nothing_ends_in_order(llm: LLM, folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    expected = [repr(each.outputs[0].text) for each in llm.generate(PROMPTS[:2], params)]
+    assert run_script(SCRIPT, folder).splitlines() == expected
+
+
+@pytest.mark.parametrize("imported", ["import tandem", "from tandem import LLM, SamplingParams, RequestOutput"])
+def test_the_import_is_light(imported: str) -> None:
+    code = f"{imported}; import sys; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
