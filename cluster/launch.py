@@ -20,6 +20,7 @@ from typing import Any, Final
 import psutil
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview
 
@@ -46,6 +47,7 @@ ANSWER_SECONDS: Final = 2.0
 ORPHAN_SECONDS: Final = 40.0  # Ray ends all processes, this one too, 60 s after its GCS server has ended
 END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
+_ANY_HOST: Final = (None, "0.0.0.0", "::")
 _RETIRE_SECONDS: Final = 60.0
 
 RouterAddresses = tuple[list[str], list[str], list[str]]
@@ -262,7 +264,12 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     if local and config.status_port is None and not _is_free(host, port):
         port = _free_port(host)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-    return f"http://{host}:{port}"
+    client = _get_global_client()  # of a Serve that ran already, perhaps; its public functions do not tell the port
+    assert client is not None
+    found = client.http_config
+    if config.status_port not in (None, found.port):
+        log.warning("status_port: Ray Serve runs already, on port %d", found.port)
+    return f"http://{host if found.host in _ANY_HOST else found.host}:{found.port}"
 
 
 def _deploy(

@@ -92,6 +92,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have workers of their
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a tiny random model, which no test changes."""
+    from tandem.tests.tiny import make_tiny_model  # imports torch
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests without network, processes and models")
     parser.addoption("--sharing", action="store_true", help="only tests that may run beside others")

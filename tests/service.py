@@ -1,20 +1,39 @@
 """Helpers for tests of a whole service: its nodes, the expected tokens, the state of its workers."""
 
 import json
+import socket
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.cluster.config import TandemConfig, load_config
+
 NODES: Final = {"router": "127.0.0.2", "prefill": "127.0.0.3", "decode": "127.0.0.4"}
 """The nodes of the test cluster beside its head; each offers the custom resource of its name."""
 
 ACTIVITY: Final = ("num_requests", "num_jobs", "num_leases", "num_transfers")
 """Counts of a worker's status that are 0 when it is idle."""
+
+
+def small_config(model: Path, name: str, overrides: Mapping[str, object]) -> TandemConfig:
+    """Returns the configuration of a service beside others on this machine, whose cores are not its own."""
+    common: dict[str, object] = {"model": str(model), "dtype": "float32", "name": name, "status_port": free_port()}
+    common |= {"router.grpc_port": 0, "router.http_port": 0}
+    common |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
+    common |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
+    return load_config(None, common | dict(overrides))
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody has, for what cannot be told to take any."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def expected_tokens(model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:

@@ -80,6 +80,8 @@ def test_a_start_that_times_out_is_one_line(
         monkeypatch.setattr(name, lambda *args, **kwargs: None)
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr("ray.nodes", lambda: [])
+    options = SimpleNamespace(host="127.0.0.1", port=8000)
+    monkeypatch.setattr("tandem.cluster.launch._get_global_client", lambda: SimpleNamespace(http_config=options))
     monkeypatch.setattr("tandem.cluster.launch.close_directory", lambda name: None)
     monkeypatch.setattr("tandem.cluster.redeploy.open_checkpoint", lambda folder: Mock())
     monkeypatch.setattr(function, fail)

@@ -12,31 +12,19 @@ import grpc.aio
 import psutil
 import pytest
 
-from tandem.tests.service import NODES, expected_tokens, wait_until_idle, workers
-from tandem.tests.tiny import make_tiny_model
+from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
 
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def service(address: str, model: Path) -> Iterator[Any]:
-    from tandem.cluster.config import load_config
+def service(address: str, tiny_model: Path) -> Iterator[Any]:
     from tandem.cluster.launch import start_service
 
-    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "crossing", "status_port": 8123}
-    for name in NODES:
-        overrides[f"{name}.resources"] = {name: 1.0}
-    # All nodes are this machine: its cores are not theirs alone.
-    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
-    overrides |= {"prefill.replicas": 2, "decode.replicas": 2, "prefill.kv_cache_gb": 0.05, "decode.kv_cache_gb": 0.05}
-    overrides |= {"router.grpc_port": 0, "router.http_port": 0, "prefill.block_size": 8}
+    overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
+    overrides |= {"prefill.replicas": 2, "decode.replicas": 2, "prefill.block_size": 8}
     overrides["router.local_prefill_tokens"] = 0
-    with start_service(load_config(None, overrides), str(model), address=address) as running:
+    with start_service(small_config(tiny_model, "crossing", overrides), str(tiny_model), address=address) as running:
         yield running
 
 
@@ -48,13 +36,13 @@ def test_workers_are_on_the_nodes_they_were_meant_for(service: Any) -> None:
     assert service.grpc_address.startswith(NODES["router"] + ":")
 
 
-async def test_sixteen_mixed_requests_cross_the_nodes(service: Any, model: Path) -> None:
+async def test_sixteen_mixed_requests_cross_the_nodes(service: Any, tiny_model: Path) -> None:
     from tandem.router.client.client import AsyncClient
 
     prompts = [
         [(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 7, 8, 9, 40, 130, 300, 700])
     ]
-    expected = expected_tokens(model, prompts, NUM_TOKENS)
+    expected = expected_tokens(tiny_model, prompts, NUM_TOKENS)
     async with AsyncClient(service.grpc_address) as client:
         greedy = [
             client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=60)

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from tandem.router.auth.keys import create_key
 from tandem.router.client.client import Client
 from tandem.tests.browser import chromium, paint_times, problems, set_window
-from tandem.tests.service import wait_until_idle
-from tandem.tests.tiny import make_tiny_model
+from tandem.tests.service import small_config, wait_until_idle
 
 VIEWS = ("overview", "requests", "recoveries", "playground")
 WAIT = 30.0
@@ -32,17 +31,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def service(address: str, keys: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from tandem.cluster.config import load_config
+def service(address: str, keys: tuple[Path, str], tiny_model: Path) -> Iterator[Any]:
     from tandem.cluster.launch import start_service
 
-    model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "console", "status_port": 8123}
-    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
-    overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
-    overrides |= {"router.resources": {"router": 1.0}, "router.grpc_port": 0, "router.http_port": 0}
+    overrides: dict[str, object] = {"router.resources": {"router": 1.0}}
     overrides |= {"auth.keys_file": str(keys[0]), "router.local_prefill_tokens": 0}
-    with start_service(load_config(None, overrides), str(model), address=address) as running:
+    with start_service(small_config(tiny_model, "console", overrides), str(tiny_model), address=address) as running:
         yield running
 
 

@@ -13,17 +13,11 @@ import pytest
 
 from tandem.proto.errors import Unauthenticated
 from tandem.router.auth.keys import create_key, revoke_key
-from tandem.tests.service import expected_tokens
-from tandem.tests.tiny import make_tiny_model
+from tandem.tests.service import expected_tokens, small_config
 
 PROMPT = [(17 * i) % 400 + 3 for i in range(100)]
 NUM_TOKENS = 400
 NUM_STREAMS = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +31,11 @@ def keys(keys_file: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def service(address: str, model: Path, keys_file: Path, keys: dict[str, str]) -> Iterator[Any]:
-    from tandem.cluster.config import load_config
+def service(address: str, tiny_model: Path, keys_file: Path, keys: dict[str, str]) -> Iterator[Any]:
     from tandem.cluster.launch import start_service
 
-    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "keys", "status_port": 8123}
-    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
-    overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
-    overrides |= {"router.resources": {"router": 1.0}, "router.grpc_port": 0, "router.http_port": 0}
-    overrides["auth.keys_file"] = str(keys_file)
-    with start_service(load_config(None, overrides), str(model), address=address) as running:
+    overrides = {"router.resources": {"router": 1.0}, "auth.keys_file": str(keys_file)}
+    with start_service(small_config(tiny_model, "keys", overrides), str(tiny_model), address=address) as running:
         yield running
 
 
@@ -85,7 +74,7 @@ async def call_again_and_again(client: Any) -> None:
 
 
 async def test_a_revoked_key_is_refused_and_its_streams_go_on(
-    service: Any, model: Path, keys_file: Path, keys: dict[str, str]
+    service: Any, tiny_model: Path, keys_file: Path, keys: dict[str, str]
 ) -> None:
     from tandem.router.client.client import AsyncClient
 
@@ -98,7 +87,7 @@ async def test_a_revoked_key_is_refused_and_its_streams_go_on(
         with pytest.raises(Unauthenticated):
             await call_again_and_again(client)
         completions = await asyncio.gather(*(stream.completion() for stream in streams))
-    (expected,) = expected_tokens(model, [PROMPT], NUM_TOKENS)
+    (expected,) = expected_tokens(tiny_model, [PROMPT], NUM_TOKENS)
     assert [list(each.token_ids) for each in completions] == [expected] * NUM_STREAMS
     async with AsyncClient(service.grpc_address, api_key=keys["bob"]) as client:
         assert await client.list_models()

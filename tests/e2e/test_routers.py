@@ -14,8 +14,7 @@ import pytest
 
 from tandem.tests.metrics_page import scrape, scrape_until
 from tandem.tests.prometheus import VLLM_EXPRESSIONS, dashboard_expressions, prometheus
-from tandem.tests.service import expected_tokens, status, wait_until_idle
-from tandem.tests.tiny import make_tiny_model
+from tandem.tests.service import expected_tokens, small_config, status, wait_until_idle
 
 NUM_TOKENS = 100
 LONG = 1_200  # tokens of the streams during which a router is killed
@@ -23,22 +22,17 @@ PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 60 * n)] for n in rang
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def service(address: str, model: Path) -> Iterator[Any]:
+def service(address: str, tiny_model: Path) -> Iterator[Any]:
     """A service whose two routers are configured with the same ports."""
-    from tandem.cluster.config import load_config
     from tandem.cluster.launch import start_service
 
-    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "routers", "status_port": 8123}
-    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
-    overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
-    overrides |= {"router.replicas": 2, "router.resources": {"router": 1.0}, "router.local_prefill_tokens": 0}
+    overrides: dict[str, object] = {
+        "router.replicas": 2,
+        "router.resources": {"router": 1.0},
+        "router.local_prefill_tokens": 0,
+    }
     overrides |= {"router.grpc_port": 42_051, "router.http_port": 42_080}
-    with start_service(load_config(None, overrides), str(model), address=address) as running:
+    with start_service(small_config(tiny_model, "routers", overrides), str(tiny_model), address=address) as running:
         yield running
 
 
@@ -60,13 +54,13 @@ def routers(service: Any) -> dict[str, str]:
     return {router["id"]: router["grpc"] for router in status(service.status_url)["routers"]}
 
 
-async def test_both_routers_serve_on_ports_of_their_own(service: Any, model: Path) -> None:
+async def test_both_routers_serve_on_ports_of_their_own(service: Any, tiny_model: Path) -> None:
     assert len({*service.grpc_addresses, *service.http_addresses, *service.ops_addresses}) == 6
     assert "127.0.0.2:42051" in service.grpc_addresses
     grpc, http, ops = map(",".join, (service.grpc_addresses, service.http_addresses, service.ops_addresses))
     assert service.addresses == f"grpc={grpc} http={http} ops={ops}"
     assert sorted(routers(service).values()) == sorted(service.grpc_addresses)
-    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    expected = expected_tokens(tiny_model, PROMPTS, NUM_TOKENS)
     found = await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
     assert found == [expected, expected]
     wait_until_idle(service.status_url)
@@ -107,7 +101,7 @@ async def keep_busy(service: Any) -> None:
         await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
 
 
-async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, model: Path) -> None:
+async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, tiny_model: Path) -> None:
     addresses = [*service.grpc_addresses, *(worker["address"] for worker in status(service.status_url)["workers"])]
     before = {address: pid_listening_on(address) for address in addresses}
     streams = [asyncio.create_task(generate_all(address, LONG)) for address in service.grpc_addresses]
@@ -119,7 +113,7 @@ async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, 
     while await asyncio.to_thread(controller_pid) in (None, killed):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
-    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    expected = expected_tokens(tiny_model, PROMPTS, NUM_TOKENS)
     for found in await asyncio.gather(*streams):
         assert [len(tokens) for tokens in found] == [LONG] * len(PROMPTS)
         assert [tokens[:NUM_TOKENS] for tokens in found] == expected
@@ -133,11 +127,11 @@ async def test_a_killed_serve_controller_takes_no_replica_with_it(service: Any, 
 
 @pytest.mark.soak  # half a minute, of which 20 s are the absence
 async def test_streams_begin_and_end_while_the_gcs_is_away(
-    service: Any, model: Path, gcs_server: psutil.Process
+    service: Any, tiny_model: Path, gcs_server: psutil.Process
 ) -> None:
     """A GCS server that stands still for 20 s stops no stream, and the service is the same afterwards."""
     before = routers(service)
-    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    expected = expected_tokens(tiny_model, PROMPTS, NUM_TOKENS)
     began = time.monotonic()
     gcs_server.suspend()
     try:
@@ -181,7 +175,7 @@ def has_recovered(name: str) -> bool:
     )
 
 
-async def test_one_router_goes_on_when_the_other_is_killed(service: Any, model: Path) -> None:
+async def test_one_router_goes_on_when_the_other_is_killed(service: Any, tiny_model: Path) -> None:
     from tandem.proto.errors import TandemError
 
     before = routers(service)
@@ -193,7 +187,7 @@ async def test_one_router_goes_on_when_the_other_is_killed(service: Any, model: 
     os.kill(pid_listening_on(killed), signal.SIGKILL)
     with pytest.raises(TandemError):
         await lost
-    expected = expected_tokens(model, PROMPTS, NUM_TOKENS)
+    expected = expected_tokens(tiny_model, PROMPTS, NUM_TOKENS)
     for found in await asyncio.gather(kept, moved):
         assert [len(tokens) for tokens in found] == [LONG] * len(PROMPTS)
         assert [tokens[:NUM_TOKENS] for tokens in found] == expected

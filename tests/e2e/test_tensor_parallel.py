@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.tests.service import NODES, expected_tokens, wait_until_idle, workers
+from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
 from tandem.tests.tiny import make_tiny_model
 
 NUM_TOKENS = 200
@@ -32,17 +32,11 @@ def expected(model: Path) -> list[list[int]]:
 @pytest.fixture
 def service(request: pytest.FixtureRequest, address: str, model: Path) -> Iterator[Any]:
     """Runs a service with these settings of the pools; checks that all its processes end with it."""
-    from tandem.cluster.config import load_config
     from tandem.cluster.launch import start_service
 
-    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "split", "status_port": 8123}
-    for name in NODES:
-        overrides[f"{name}.resources"] = {name: 1.0}
-    # All nodes are this machine: its cores are not theirs alone.
-    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
-    overrides |= {"prefill.kv_cache_gb": 0.05, "decode.kv_cache_gb": 0.05}
-    overrides |= {"router.grpc_port": 0, "router.http_port": 0, "router.local_prefill_tokens": 0}
-    with start_service(load_config(None, overrides | request.param), str(model), address=address) as running:
+    overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
+    overrides |= {"router.local_prefill_tokens": 0} | request.param
+    with start_service(small_config(model, "split", overrides), str(model), address=address) as running:
         yield running
         processes = processes_of("RankActor") | processes_of("DecodePool") | processes_of("PrefillPool")
     assert processes

@@ -11,17 +11,11 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from tandem.tests.certificates import make_certificate
-from tandem.tests.service import NODES, expected_tokens, wait_until_idle, workers
-from tandem.tests.tiny import make_tiny_model
+from tandem.tests.service import NODES, expected_tokens, small_config, wait_until_idle, workers
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
 TEXT = "The quick brown fox"
 NUM_TOKENS = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +28,14 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(address: str, model: Path, certificates: Path) -> Iterator[Any]:
-    from tandem.cluster.config import load_config
+def service(address: str, tiny_model: Path, certificates: Path) -> Iterator[Any]:
     from tandem.cluster.launch import start_service
 
-    overrides: dict[str, object] = {"model": str(model), "dtype": "float32", "name": "tls", "status_port": 8123}
-    overrides |= {f"{role}.resources": {role: 1.0} for role in NODES}
-    overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}
-    overrides |= {f"{pool}.kv_cache_gb": 0.05 for pool in ("prefill", "decode")}
-    overrides |= {"router.grpc_port": 0, "router.http_port": 0, "peer_tls.mode": "cluster"}
+    overrides: dict[str, object] = {f"{role}.resources": {role: 1.0} for role in NODES}
+    overrides |= {"peer_tls.mode": "cluster"}
     overrides |= {"router.tls.certificate": str(certificates / "server.pem")}
     overrides |= {"router.tls.key": str(certificates / "server.key")}
-    with start_service(load_config(None, overrides), str(model), address=address) as running:
+    with start_service(small_config(tiny_model, "tls", overrides), str(tiny_model), address=address) as running:
         yield running
 
 
@@ -59,14 +49,14 @@ def command(*arguments: str) -> Any:
 
 
 def test_commands_ask_over_tls_and_workers_speak_it_with_each_other(
-    service: Any, model: Path, certificates: Path
+    service: Any, tiny_model: Path, certificates: Path
 ) -> None:
     from tandem.proto.errors import Unavailable
 
     ca = ("--tls-ca", str(certificates / "ca.pem"))
     asked = ("generate", TEXT, "--max-tokens", str(NUM_TOKENS), "--ignore-eos", "--json", "--target")
     answer = command(*asked, f"grpcs://{service.grpc_address}", *ca)
-    (expected,) = expected_tokens(model, [make_tokenizer()(TEXT).input_ids], NUM_TOKENS)
+    (expected,) = expected_tokens(tiny_model, [make_tokenizer()(TEXT).input_ids], NUM_TOKENS)
     assert answer["choices"][0]["token_ids"] == expected
     for target in (service.grpc_address, f"grpcs://{service.grpc_address}"):  # in plaintext, and of an unknown CA
         with pytest.raises(Unavailable):

@@ -1,6 +1,5 @@
 """The application that KubeRay deploys: by the REST API of Ray's dashboard, on a cluster whose nodes have labels."""
 
-import socket
 import urllib.request
 from collections.abc import Iterator
 from copy import deepcopy
@@ -16,18 +15,12 @@ from tandem.proto.identity import PeerIdentity
 from tandem.router.client.client import Client
 from tandem.tests.k8s.manifests import render
 from tandem.tests.k8s.serve_api import put_config, wait_for
-from tandem.tests.service import NODES, expected_tokens, status, wait_until_idle, workers
-from tandem.tests.tiny import make_tiny_model
+from tandem.tests.service import NODES, expected_tokens, free_port, status, wait_until_idle, workers
 
 pytestmark = pytest.mark.timeout(900)  # of waits that each have a deadline of their own
 
 PROMPT = [17, 5, 9, 400, 3]
 NUM_TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +31,13 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config(model: Path, identity: Path) -> dict[str, Any]:
+def config(tiny_model: Path, identity: Path) -> dict[str, Any]:
     """The Serve configuration of the overlay cpu-demo, for a small model and nodes that share this machine."""
     config = deepcopy(render("cpu-demo").serve_config)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        config["http_options"] = {"host": "127.0.0.1", "port": probe.getsockname()[1]}
+    config["http_options"] = {"host": "127.0.0.1", "port": free_port()}
     config["proxy_location"] = "HeadOnly"
     args = config["applications"][0]["args"]
-    args |= {"model": str(model), "dtype": "float32", "identity_file": str(identity), "grace_seconds": 3}
+    args |= {"model": str(tiny_model), "dtype": "float32", "identity_file": str(identity), "grace_seconds": 3}
     args["router"] |= {"grpc_port": 0, "http_port": 0, "ops_port": 0}
     for pool in ("prefill", "decode"):
         args[pool] |= {"num_cpus": 1, "num_threads": 1, "kv_cache_gb": 0.05}
@@ -76,7 +67,7 @@ def dashboard() -> Iterator[str]:
         cluster.shutdown()
 
 
-def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, Any], model: Path) -> None:
+def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, Any], tiny_model: Path) -> None:
     status_url = f"http://127.0.0.1:{config['http_options']['port']}/tandem"
     put_config(dashboard, config)
     wait_for(dashboard, "RUNNING")
@@ -87,7 +78,7 @@ def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, An
     (router,) = status(status_url)["routers"]
     host, _, port = router["grpc"].rpartition(":")
     assert host == NODES["router"]
-    (expected,) = expected_tokens(model, [PROMPT], NUM_TOKENS)
+    (expected,) = expected_tokens(tiny_model, [PROMPT], NUM_TOKENS)
     for address in (router["grpc"], f"127.0.0.1:{port}"):  # it binds more than it tells
         with Client(address) as client:
             answer = client.generate(PROMPT, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, timeout=60)

@@ -219,7 +219,9 @@ def make_configs(
     overrides |= {f"{pool}.replicas": num_workers for pool in ("prefill", "decode")}
     overrides |= {"router.replicas": num_routers, "router.grpc_port": 0, "router.http_port": 0}
     overrides |= {"grace_seconds": GRACE_SECONDS}
-    return load_config(None, overrides), load_config(None, overrides | {"decode.max_sequences": 80})
+    # The second need not know where the status page of the first is.
+    changes: dict[str, object] = {"decode.max_sequences": 80, "status_port": None}
+    return load_config(None, overrides), load_config(None, overrides | changes)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,7 +22,6 @@ from tandem.cluster.cli import main, serve
 from tandem.proto.errors import InvalidArgument
 from tandem.router.client.client import Client
 from tandem.tests.service import ACTIVITY
-from tandem.tests.tiny import make_tiny_model
 
 OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
 TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
@@ -36,11 +35,6 @@ def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     command = [*TANDEM, *args]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=WAIT, env=environment)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def test_the_command_line_loads_neither_ray_nor_torch() -> None:
@@ -93,8 +87,8 @@ def test_bad_input_ends_in_one_line_and_code_2(args: list[str], words: str) -> N
     assert done.stderr.count("\n") == 1
 
 
-def test_a_truncated_model_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
-    for file in model.iterdir():
+def test_a_truncated_model_is_refused_before_ray_starts(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -105,7 +99,7 @@ def test_a_truncated_model_is_refused_before_ray_starts(model: Path, tmp_path: P
     assert done.stderr.count("\n") == 1
 
 
-def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model: Path, tmp_path: Path) -> None:
+def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "split.yaml"
     file.write_text("model: ignored\nprefill: {tp: 3}\n")
     wrong = "tp: 3 does not divide the model's 4 query heads\n"
@@ -115,7 +109,7 @@ def test_a_split_that_the_heads_do_not_allow_is_refused_before_ray_starts(model:
         (["--tp", "3"], f"prefill.{wrong}decode.{wrong}"),
         (["--config", str(file), "--decode-tp", "4"], f"prefill.{wrong}"),
     ):
-        done = run("serve", str(model), *args)
+        done = run("serve", str(tiny_model), *args)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {lines}"), args
 
 
@@ -190,11 +184,11 @@ class Serving:
 
 
 @pytest.fixture
-def serving(model: Path) -> Iterator[Callable[..., Serving]]:
+def serving(tiny_model: Path) -> Iterator[Callable[..., Serving]]:
     started: list[Serving] = []
 
     def start(*args: str) -> Serving:
-        started.append(Serving(str(model), "--dtype", "float32", *args))
+        started.append(Serving(str(tiny_model), "--dtype", "float32", *args))
         return started[-1]
 
     yield start
@@ -316,8 +310,8 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Se
     assert (service.process.returncode, out) == (0, "")
 
 
-def test_an_address_where_nobody_listens_is_named(model: Path) -> None:
-    done = run("serve", str(model), "--address", "127.0.0.1:1")
+def test_an_address_where_nobody_listens_is_named(tiny_model: Path) -> None:
+    done = run("serve", str(tiny_model), "--address", "127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "")
     assert "error: address: no Ray cluster answers at 127.0.0.1:1" in done.stderr
 

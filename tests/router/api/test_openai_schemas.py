@@ -17,22 +17,15 @@ from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.fleet import split_fleet
 from tandem.tests.router.api.test_openai import ASK, TOOLS
 from tandem.tests.schemas import random_schema
-from tandem.tests.tiny import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
-
 
 NUM_SCHEMAS = 200
 
 
 @pytest.fixture
-async def real_client(folder: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+async def real_client(tiny_model: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     """Of a prefill and a decode worker whose model has random weights."""
-    tiny = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2_048)
-    async with split_fleet(folder, {"prefill": [1], "decode": [1]}) as workers:
+    tiny = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
+    async with split_fleet(tiny_model, {"prefill": [1], "decode": [1]}) as workers:
         servers = await ApiServers.start(GenerationService([tiny], workers.dispatcher))
         async with openai.AsyncOpenAI(
             base_url=f"http://{servers.http_address}/v1", api_key="x", max_retries=0

@@ -13,17 +13,11 @@ from tandem.proto.channel import PeerChannel
 from tandem.tests.fleet import Fleet, split_fleet
 from tandem.tests.peers import IDENTITY, STRANGER
 from tandem.tests.service import expected_tokens
-from tandem.tests.tiny import make_tiny_model
 from tandem.tests.token_request import token_request
 
 PROMPT = [(17 * i) % 400 + 3 for i in range(40)]
 CONTROL = "/tandem.v1.Rank/Control"
 RawCall = grpc.aio.StreamStreamCall[bytes, bytes]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 async def check_whole(fleet: Fleet, expected: Sequence[int]) -> None:
@@ -34,9 +28,9 @@ async def check_whole(fleet: Fleet, expected: Sequence[int]) -> None:
     assert not any(rank.ended.is_set() for rank in fleet.ranks)
 
 
-async def test_one_control_stream_opened_and_cancelled_by_a_stranger_kills_no_split_worker(folder: Path) -> None:
-    (expected,) = expected_tokens(folder, [PROMPT], 8)
-    async with split_fleet(folder, {"decode": [2]}) as fleet:
+async def test_one_control_stream_opened_and_cancelled_by_a_stranger_kills_no_split_worker(tiny_model: Path) -> None:
+    (expected,) = expected_tokens(tiny_model, [PROMPT], 8)
+    async with split_fleet(tiny_model, {"decode": [2]}) as fleet:
         await check_whole(fleet, expected)
         (rank,) = fleet.ranks
         async with grpc.aio.insecure_channel(rank.address) as channel:
@@ -54,10 +48,10 @@ async def test_one_control_stream_opened_and_cancelled_by_a_stranger_kills_no_sp
         await check_whole(fleet, expected)
 
 
-async def test_a_second_leader_is_refused_and_changes_nothing(folder: Path) -> None:
+async def test_a_second_leader_is_refused_and_changes_nothing(tiny_model: Path) -> None:
     """Also one of the service, such as a worker that has got a wrong address."""
-    (expected,) = expected_tokens(folder, [PROMPT], 8)
-    async with split_fleet(folder, {"decode": [2]}) as fleet:
+    (expected,) = expected_tokens(tiny_model, [PROMPT], 8)
+    async with split_fleet(tiny_model, {"decode": [2]}) as fleet:
         (rank,) = fleet.ranks
         async with PeerChannel(rank.address, IDENTITY) as channel:
             for _ in range(3):
