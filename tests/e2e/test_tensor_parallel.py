@@ -62,6 +62,12 @@ def names_of_actors() -> set[str]:
     return {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
 
 
+def names_of_placement_groups() -> set[str]:
+    import ray
+
+    return {each["name"] for each in ray.util.placement_group_table().values()}
+
+
 async def answers(address: str, timeout: float = 120) -> list[Any]:
     from tandem.router.client.client import AsyncClient
 
@@ -83,7 +89,9 @@ async def test_prefill_in_two_ranks_on_two_nodes_decode_in_one(service: Any, exp
     assert {worker["role"]: worker["tp"] for worker in workers(service.status_url)} == {"prefill": 2, "decode": 1}
     assert len(processes_of("RankActor")) == 1
     (prefill,) = (worker["id"] for worker in workers(service.status_url) if worker["role"] == "prefill")
-    assert f"{prefill} rank 1 of 2" in names_of_actors()
+    replica = f"SERVE_REPLICA::{service.application}#PrefillPool#{prefill.removeprefix('prefill-')}"
+    assert {replica, f"{prefill} rank 1 of 2"} <= names_of_actors()
+    assert replica in names_of_placement_groups()
     found = await answers(service.grpc_address)
     assert [list(answer.token_ids) for answer in found] == expected
     assert all(answer.timeline.kv_transfer_bytes > 0 for answer in found)
