@@ -56,6 +56,9 @@ Each of these architectures (`architectures` of config.json) has a file of its o
 transformers does: linear, dynamic, yarn, llama3 and longrope. A model with LongRoPE whose context is longer than its
 original one takes the long factors for all sequences, as vLLM does: transformers takes them for long ones only.
 
+Families with experts compute kernel by kernel: their steps are neither recorded on CPUs nor captured on GPUs. The
+weights of gpt-oss in MXFP4 are turned into the model's dtype when they are loaded; `tandem plan memory` counts them so.
+
 `tests/workers/model/test_families.py` compares logits and tokens of each with transformers: whole prompts and chunks,
 alone and beside others, through a transfer, split over ranks.
 

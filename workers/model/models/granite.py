@@ -1,4 +1,4 @@
-"""Granite 3 (arXiv 2408.07666): Llama's tree with factors of embeddings, scores, residuals and logits."""
+"""Granite 3: Llama's tree with factors of embeddings, scores, residuals and logits."""
 
 from dataclasses import replace
 
