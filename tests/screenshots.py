@@ -41,7 +41,8 @@ def main(folder: Path) -> None:
     from tandem.cluster.launch import start_service  # imports Ray, which reads the environment
 
     overrides: dict[str, object] = {"model": MODEL, "name": "demo", "router.grpc_port": 0, "router.http_port": 0}
-    config = load_config(None, overrides | {"router.local_prefill_tokens": 0, "decode.replicas": 2})
+    overrides |= {"router.local_prefill_tokens": 0, "prefill.replicas": 1, "decode.replicas": 2}
+    config = load_config(None, overrides)
     with (
         start_service(config, str(resolve_model(MODEL))) as service,
         _load(service.grpc_address),
