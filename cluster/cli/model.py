@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Column
 
-from ...proto.errors import TandemError
 from ..store.store import get_model, list_models
 from ..tables import make_table
 
@@ -17,12 +16,7 @@ model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_h
 @model_app.command("get")
 def get_command(name: Annotated[str, typer.Argument(help="A name that `tandem model list` shows.")]) -> None:
     """Fetch a built-in model unless it is here already, and print its folder."""
-    try:
-        folder = get_model(name, progress=True)
-    except TandemError as error:
-        typer.echo(f"error: {error.message}", err=True)
-        raise typer.Exit(2) from error
-    typer.echo(folder)
+    typer.echo(get_model(name, progress=True))
 
 
 @model_app.command("list")

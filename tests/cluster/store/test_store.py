@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from tandem.cluster.cli.main import main
 from tandem.cluster.cli.model import model_app
 from tandem.cluster.store import store
 from tandem.cluster.store.store import BuiltIn, get_model, list_models, models_home, resolve_model
@@ -288,9 +289,30 @@ def test_the_command_line_gets_and_lists(tiny: BuiltIn, home: Path, monkeypatch:
     ]
 
 
-def test_the_command_line_fails_in_one_line_with_status_2(home: Path) -> None:
-    result = CliRunner().invoke(model_app, ["get", "nonsense"])
-    assert result.exit_code == 2
-    assert result.stderr == f"error: no built-in model is called 'nonsense'; there are: {DEMO}\n"
-    assert result.stdout == ""
-    assert not os.path.exists(home)
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("nonsense", 2, f"no built-in model is called 'nonsense'; there are: {DEMO}, tiny"),
+        ("tiny", 1, "tandem_tiny-1.0-py3-none-any.whl is not the published file: its SHA-256 is "),
+    ],
+)
+def test_model_get_fails_like_every_command(
+    tiny: BuiltIn,
+    home: Path,
+    name: str,
+    code: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one line, with exit code 2 for what it cannot mean and 1 for what it cannot do."""
+    monkeypatch.setitem(store.BUILT_IN, "tiny", replace(tiny, sha256="0" * 64))
+    monkeypatch.setattr(sys, "argv", ["tandem", "model", "get", name])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: {text}")
+    assert not list_models()[home / "tiny"]
