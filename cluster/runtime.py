@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 import grpc
 
 from ..proto import worker_pb2
+from ..proto.errors import Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.metrics import Metrics
 from ..router.api.browsers import ANY as ANY_HOST
@@ -98,6 +99,9 @@ class RouterRuntime:
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         monitor = _monitor(config, browsers := _browser_rules(config, host))
         service, dispatcher = _service(config, folder, registry, monitor, identity, resume_key, convictions)
+        for model in service.models:
+            with suppress(Unavailable):  # each chat then says so, and other requests are answered
+                await model.tokenizer.wait_for_chats()
         console = ConsoleFeed(service.telemetry, describe, registry.workers)
         start_servers = partial(
             ApiServers.start,

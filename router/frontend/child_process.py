@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Lock
@@ -35,38 +36,55 @@ class ChildProcess:
         self._module = module
         self._lock = Lock()
         self._connection: Connection | None = None
-        self._is_ready = False  # to answer; the process begins with imports that take a second
+        self.is_ready = False  # to answer; the process begins with imports that take a second
+        self._end: Callable[[], object] = lambda: None
 
     def start(self) -> None:
-        """Starts the process, so that no request waits for it. Idempotent."""
+        """Starts the process. Idempotent."""
         with self._lock:
             if self._connection is None:
                 self._start()
 
+    def wait(self) -> None:
+        """Waits until the process can answer, so that no request does; starts it if it is not there. Raises
+        ChildProcessError or EOFError if it does not come so far."""
+        with self._lock, self._dropped_on_error():
+            self._ready()
+
     def ask(self, request: bytes, seconds: float) -> bytes:
         """Returns the reply. Raises TimeoutError if it takes longer, ChildProcessError if the process does not start,
         and EOFError if the request ends it."""
-        with self._lock:
-            connection = self._connection or self._start()
-            try:
-                if not self._is_ready:
-                    if not connection.poll(_START_SECONDS):
-                        raise ChildProcessError("it does not start")
-                    connection.recv_bytes()
-                    self._is_ready = True
-                connection.send_bytes(request)
-                if not connection.poll(seconds):
-                    raise TimeoutError
-                return connection.recv_bytes()
-            except ConnectionError:
-                self._drop()
-                raise EOFError from None
-            except BaseException:
-                self._drop()
-                raise
+        with self._lock, self._dropped_on_error():
+            connection = self._ready()
+            connection.send_bytes(request)
+            if not connection.poll(seconds):
+                raise TimeoutError
+            return connection.recv_bytes()
+
+    def _ready(self) -> Connection:
+        """Returns the connection to a process that can answer."""
+        connection = self._connection or self._start()
+        if not self.is_ready:
+            if not connection.poll(_START_SECONDS):
+                raise ChildProcessError("it does not start")
+            connection.recv_bytes()
+            self.is_ready = True
+        return connection
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        """Ends the process if what is done with it fails."""
+        try:
+            yield
+        except ConnectionError:
+            self._drop()
+            raise EOFError from None
+        except BaseException:
+            self._drop()
+            raise
 
     def _drop(self) -> None:
-        self._connection, self._is_ready = None, False
+        self._connection, self.is_ready = None, False
         self._end()
 
     def _start(self) -> Connection:

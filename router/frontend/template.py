@@ -6,10 +6,12 @@ messages, it stops nobody's tokens and takes no memory of the router's. Knows no
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from ...proto.errors import InvalidArgument, Unavailable
 from .child_process import ChildProcess
+
+_NO_PROCESS: Final = "chat templates cannot be rendered now"
 
 
 class TemplateRenderer:
@@ -32,11 +34,23 @@ class TemplateRenderer:
         except EOFError:  # such as by a recursion that ends the process
             reply["reason"] = "refuses these messages"
         except ChildProcessError:
-            raise Unavailable("chat templates cannot be rendered now") from None
+            raise Unavailable(_NO_PROCESS) from None
         if "text" not in reply:
             raise InvalidArgument(f"the model's chat template {reply['reason']}", reply.get("field", "prompt.chat"))
         return reply["text"]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process can render at once."""
+        return self._child.is_ready
+
     def start(self) -> None:
-        """Starts the process, so that no chat waits for it. Idempotent."""
+        """Starts the process. Idempotent."""
         self._child.start()
+
+    def wait(self) -> None:
+        """Waits until the process can render, so that no chat does. Raises Unavailable."""
+        try:
+            self._child.wait()
+        except (ChildProcessError, EOFError):
+            raise Unavailable(_NO_PROCESS) from None

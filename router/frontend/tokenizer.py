@@ -82,8 +82,14 @@ class Tokenizer:
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {reason}") from error
-        _RENDERER.start()
+        if tokenizer.chat_template is not None:
+            _RENDERER.start()
         return cls(tokenizer, _vocab_size(folder / "config.json"))
+
+    async def wait_for_chats(self) -> None:
+        """Waits until chats can be rendered at once, if the model has a template for them. Raises Unavailable."""
+        if self._template.chat_template is not None:
+            await asyncio.to_thread(_RENDERER.wait)
 
     def chat_template(self, tools: bool) -> str:
         """Returns the source of the chat template, of that for tools where the model has a separate one; "" if none."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tandem.cluster.config import AuthConfig, TandemConfig, load_config
@@ -14,6 +15,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.router.auth.keys import create_key
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import ClientTls
+from tandem.router.frontend.template import TemplateRenderer
 from tandem.tests.certificates import make_certificate
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -49,6 +51,21 @@ async def start(config: TandemConfig, folder: Path, num_routers: int, **options:
     return await RouterRuntime.start(
         config, folder, HOST, identity=IDENTITY, resume_key=b"k" * 32, num_routers=num_routers, **options
     )
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
+    config: TandemConfig, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, has_template: bool
+) -> None:
+    """A router that listens can render a chat; where the model has no template it needs no process."""
+    renderer = TemplateRenderer()
+    monkeypatch.setattr("tandem.router.frontend.tokenizer._RENDERER", renderer)
+    if not has_template:
+        (tmp_path / "chat_template.jinja").unlink()
+    before = set(psutil.Process().children())
+    router = await start(config, folder, 1)
+    assert (len(set(psutil.Process().children()) - before), renderer.is_ready) == (has_template, has_template)
+    await router.stop(0)
 
 
 async def test_a_router_in_place_of_another_has_its_addresses(config: TandemConfig, folder: Path) -> None:
