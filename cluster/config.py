@@ -155,7 +155,7 @@ class RouterConfig(BaseModel):
     # After how long without progress a client that does not read its stream is cut.
     stall_seconds: float = Field(default=STALL_SECONDS, ge=0.1, le=3600)
     # Of each API server. When there are too many, HTTP ends one without a request for a new one; gRPC refuses new ones,
-    # and knows no bound by address. Clients behind a proxy have one address.
+    # and by address it bounds calls instead. Clients behind a proxy have one address.
     max_connections: int = Field(default=MAX_CONNECTIONS, ge=1, le=1_048_576)
     max_connections_per_address: int = Field(default=MAX_CONNECTIONS_PER_ADDRESS, ge=1, le=1_048_576)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)

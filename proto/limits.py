@@ -55,7 +55,7 @@ MAX_CONNECTIONS: Final = 4_096
 """Of one HTTP server, and of one gRPC server, also of those between the processes of a service."""
 
 MAX_CONNECTIONS_PER_ADDRESS: Final = 1_024
-"""Of one HTTP server."""
+"""Of one HTTP server; of one gRPC server, calls at a time."""
 
 MAX_STREAMS_PER_CONNECTION: Final = 1_024
 """Of gRPC; a client's further calls wait in the client."""

@@ -19,7 +19,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 
 PROMPT: Final = """
 router.api.grpc_server:GrpcServer._generate
-router.api.grpc_server:_parse
+router.api.grpc_server:GrpcServer._read
 router.api.service:GenerationService.accept < GrpcServer._generate
 router.frontend.prepare:prepare
 router.frontend.prepare:encode_prompt

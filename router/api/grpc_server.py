@@ -1,8 +1,10 @@
 """Serves tandem.v1.Inference, grpc.health.v1 and optionally reflection over gRPC."""
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from operator import methodcaller
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
@@ -16,9 +18,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
-from ...proto.errors import InvalidArgument, TandemError, Unauthenticated
+from ...proto.errors import DeadlineExceeded, InvalidArgument, Overloaded, TandemError, Unauthenticated
 from ...proto.limits import (
     MAX_CONNECTIONS,
+    MAX_CONNECTIONS_PER_ADDRESS,
     MAX_MESSAGE_BYTES,
     MAX_METADATA_BYTES,
     MAX_STREAMS_PER_CONNECTION,
@@ -71,18 +74,24 @@ class GrpcServer:
         audit: AuditLog | None = None,
         stall_seconds: float = STALL_SECONDS,
         head_seconds: float = 10.0,
+        message_seconds: float = 70.0,
         idle_seconds: float = 300.0,
         max_connections: int = MAX_CONNECTIONS,
+        max_calls_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
         authenticator: Authenticator | None = None,
         tls: ServerTls | None = None,
         shares_port: bool = False,
     ) -> None:
         """`compression`: of responses, to clients that accept it. Requests may come in any compression of gRPC; their
-        size is that of the unpacked message. Without an `authenticator` everyone is let in, without `tls` all is in
-        plaintext. Unless `shares_port`, a second server on the port fails instead of receiving half of the requests."""
+        size is that of the unpacked message, for which a call has `message_seconds`. Without an `authenticator`
+        everyone is let in, without `tls` all is in plaintext. Unless `shares_port`, a second server on the port fails
+        instead of receiving half of the requests."""
         self._service = service
         self._audit = audit or AuditLog()
         self._stall_seconds = stall_seconds
+        self._message_seconds = message_seconds
+        self._max_calls_per_address = max_calls_per_address
+        self._calls: Counter[str] = Counter()  # under way, by address
         self._tls = tls
         self._health = health.aio.HealthServicer()
         self._authenticator = authenticator or Authenticator()
@@ -90,8 +99,8 @@ class GrpcServer:
             interceptors=[_KeyInterceptor(self._authenticator, self._audit)],
             options=[
                 *_OPTIONS,
-                # A client has so long for the begin of HTTP/2. gRPC knows no bound by address, and refuses new
-                # connections when there are too many.
+                # A client has so long for the begin of HTTP/2. gRPC tells nobody of a connection, so the bound by
+                # address is one of calls; it refuses new connections when there are too many.
                 ("grpc.server_handshake_timeout_ms", round(1_000 * head_seconds)),
                 ("grpc.max_connection_idle_ms", round(1_000 * idle_seconds)),
                 ("grpc.max_allowed_incoming_connections", max_connections),
@@ -134,27 +143,28 @@ class GrpcServer:
         await self._server.stop(grace)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT.
+        # No deserializer: grpc answers UNKNOWN to bytes that are no message, we INVALID_ARGUMENT. All take streams of
+        # messages: for a single one grpc waits without end, before any code of ours knows of the call.
         service, unary = self._service, self._unary
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "Generate": grpc.unary_stream_rpc_method_handler(self._generate, None, _serialize),
+                "Generate": grpc.stream_stream_rpc_method_handler(self._generate, None, _serialize),
                 "Detokenize": unary(inference_pb2.DetokenizeRequest, service.detokenize),
                 "Tokenize": unary(inference_pb2.TokenizeRequest, service.tokenize),
                 "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
             },
         )
 
-    async def _generate(self, body: bytes, context: _Context) -> None:
-        arrived = time.monotonic()
-        remaining = context.time_remaining()
-        deadline = None if remaining is None else arrived + remaining
+    async def _generate(self, _messages: object, context: _Context) -> None:
         timeline = inference_pb2.Timeline()
         try:
-            with tandem_errors_only(), (caller := self._caller(context)).quota.call():
+            with tandem_errors_only(), self._call(context) as caller:
+                message = await self._read(inference_pb2.GenerateRequest, context)
+                arrived, remaining = time.monotonic(), context.time_remaining()
+                deadline = None if remaining is None else arrived + remaining
                 request = await self._service.accept(
-                    _parse(inference_pb2.GenerateRequest, body),
+                    message,
                     RequestContext(
                         arrived=arrived,
                         deadline=deadline,
@@ -165,9 +175,9 @@ class GrpcServer:
                 )
                 # grpc cancels this task when the client goes; the scope then closes the generator at once.
                 with StallTimer(self._stall_seconds) as writes:
-                    async with aclosing(self._service.run(request, timeline)) as messages:
-                        async for message in messages:
-                            for part in _split_prompt_logprobs(message):
+                    async with aclosing(self._service.run(request, timeline)) as answers:
+                        async for answer in answers:
+                            for part in _split_prompt_logprobs(answer):
                                 writes.begin()
                                 await context.write(part)
                                 writes.end()
@@ -177,17 +187,48 @@ class GrpcServer:
 
     def _unary(
         self, kind: type[_M], method: Callable[[_M], Awaitable[Message]]
-    ) -> "grpc.RpcMethodHandler[bytes, Message]":
+    ) -> "grpc.RpcMethodHandler[Any, Message]":
         """Makes the handler of an RPC with one request of this kind and one response."""
 
-        async def respond(body: bytes, context: _Context) -> Message:
+        async def respond(_messages: object, context: _Context) -> Message:
             try:
-                with tandem_errors_only(), self._caller(context).quota.call():
-                    return await method(_parse(kind, body))
+                with tandem_errors_only(), self._call(context):
+                    return await method(await self._read(kind, context))
             except TandemError as error:
                 await _abort(context, error, inference_pb2.Timeline(), self._audit, self._key_name(context))
 
-        return grpc.unary_unary_rpc_method_handler(respond, None, _serialize)
+        return grpc.stream_unary_rpc_method_handler(respond, None, _serialize)
+
+    @contextmanager
+    def _call(self, context: _Context) -> Iterator[Caller]:
+        """Counts a call among those of its address and of its key, from before its message is read to its end; returns
+        who calls. Raises Unauthenticated, and Overloaded if it is one too many."""
+        address, most = _peer_address(context), self._max_calls_per_address
+        if self._calls[address] >= most:
+            raise Overloaded(f"the limit of {most} calls at a time of one address is reached")
+        self._calls[address] += 1
+        try:
+            caller = self._caller(context)
+            with caller.quota.call():
+                yield caller
+        finally:
+            self._calls[address] -= 1
+            if not self._calls[address]:
+                del self._calls[address]
+
+    async def _read(self, kind: type[_M], context: _Context) -> _M:
+        """Reads the message of a call. Raises InvalidArgument, and DeadlineExceeded if it does not come."""
+        try:
+            async with asyncio.timeout(self._message_seconds):
+                body: Any = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the message did not arrive within {self._message_seconds:g} seconds") from None
+        if body is grpc.aio.EOF:
+            raise InvalidArgument("the call has no message")
+        try:
+            return kind.FromString(body)
+        except DecodeError:
+            raise InvalidArgument(f"the body is not a {kind.DESCRIPTOR.full_name}") from None
 
     def _caller(self, context: _Context) -> Caller:
         return self._authenticator.caller(_authorization(context.invocation_metadata()), context.peer())
@@ -289,10 +330,3 @@ def _timeline_metadata(timeline: inference_pb2.Timeline) -> tuple[tuple[str, str
     if not timeline.request_id:  # refused before it was accepted
         return ()
     return ((TIMELINE_KEY, timeline.SerializeToString()),)
-
-
-def _parse(kind: type[_M], body: bytes) -> _M:
-    try:
-        return kind.FromString(body)
-    except DecodeError:
-        raise InvalidArgument(f"the body is not a {kind.DESCRIPTOR.full_name}") from None

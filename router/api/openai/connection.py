@@ -28,7 +28,7 @@ class ConnectionBounds:
     request_seconds: float = 70.0  # for a whole request; the app answers one whose body takes a minute
     idle_seconds: float = 300.0  # of a gRPC connection without a call; its client connects anew
     max_connections: int = MAX_CONNECTIONS
-    max_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
+    max_per_address: int = MAX_CONNECTIONS_PER_ADDRESS  # HTTP connections, gRPC calls
     per_address: Counter[str] = field(default_factory=Counter)
     # Without a whole request: of all addresses (under ""), and of each; the one that has been so for longest first.
     idle: "defaultdict[str, OrderedDict[HttpConnection, None]]" = field(

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import grpc.aio
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.proto.limits import MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
@@ -155,6 +156,58 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(model
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_MESSAGE_BYTES + 1}\r\n\r\n"
         writer.write(head.encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+
+
+def silent_call(channel: grpc.aio.Channel, method: str = "Generate") -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    """Begins a call, and sends no message."""
+    call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/tandem.v1.Inference/{method}")()
+    return call
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_a_grpc_call_whose_message_does_not_come_is_ended(model: ServedModel, method: str) -> None:
+    bounds = ConnectionBounds(request_seconds=0.3)
+    async with serving(model, bounds) as (servers, _), grpc.aio.insecure_channel(servers.grpc_address) as channel:
+        assert await silent_call(channel, method).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_a_grpc_call_without_a_message_is_refused(model: ServedModel, method: str) -> None:
+    bounds = ConnectionBounds()
+    async with serving(model, bounds) as (servers, _), grpc.aio.insecure_channel(servers.grpc_address) as channel:
+        call = silent_call(channel, method)
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("says_something", [False, True])
+async def test_grpc_calls_of_one_address_are_bounded(model: ServedModel, says_something: bool) -> None:
+    """Over whatever connections, whether or not they have sent their message; health checks are none of them."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with serving(model, ConnectionBounds(max_per_address=4)) as (servers, source), AsyncExitStack() as scope:
+        source.stall_after = 1
+
+        async def channel() -> grpc.aio.Channel:
+            return await scope.enter_async_context(grpc.aio.insecure_channel(servers.grpc_address, options=options))
+
+        calls = [silent_call(await channel()) for _ in range(4)]
+        if says_something:
+            for call in calls:
+                await call.write(inference_pb2.GenerateRequest(prompt={"text": "hi"}).SerializeToString())
+            await source.wait_running(4)
+        other = inference_pb2_grpc.InferenceStub(await channel())  # type: ignore[no-untyped-call]
+        await until_code(other, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        health = await health_pb2_grpc.HealthStub(await channel()).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        for call in calls:
+            call.cancel()
+        await until_code(other, grpc.StatusCode.OK)
+
+
+async def until_code(stub: inference_pb2_grpc.InferenceStub, wanted: grpc.StatusCode) -> None:
+    """Asks until the answer has this code."""
+    while await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT).code() is not wanted:
+        await asyncio.sleep(0.01)
 
 
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
