@@ -202,7 +202,8 @@ class RequestExecution:
         emitted = [] if choice is None else self._emitted[choice]
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
-        placement = self._registry.place(part, self._avoid(), whole=lost >= MAX_TRANSFERS_LOST)
+        whole = lost >= MAX_TRANSFERS_LOST
+        placement = self._registry.place(part, self._avoid(), whole=whole, goes_ahead=bool(emitted))
         if placement is None or not self._quarantine.may_try(self, placement.prefill or placement.decode):
             return False
         self._begin_attempt(part, choice or 0, len(emitted), placement)

@@ -4,6 +4,7 @@ what this router has dispatched since. Other routers are known only by what the 
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -130,11 +131,19 @@ class WorkerRegistry:
         )
 
     def place(
-        self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
+        self,
+        request: TokenRequest,
+        avoid: Collection[str] = (),
+        *,
+        prefill: str | None = None,
+        whole: bool = False,
+        goes_ahead: bool = False,
     ) -> Placement | None:
         """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the worker that holds
         the KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker does
-        all. None if there is neither, or if no decode worker can take over from `prefill`."""
+        all. `goes_ahead`: no prompt at a worker is computed before it, as of a stream that was interrupted; so a queue
+        does not keep it from the worker that has most of it cached. None if there is neither, or if no decode worker
+        can take over from `prefill`."""
         _, _, matched = self._look_up(request)
         decode = self._candidates(_DECODE, avoid, matched)
         if prefill is None and (whole or not decode):
@@ -144,6 +153,9 @@ class WorkerRegistry:
             sources, local_tokens = self._candidates(_PREFILL, avoid, matched), self._local_prefill_tokens
         else:  # it may have left the directory already, and still hold the KV cache
             sources, local_tokens = [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)], 0
+        if goes_ahead:
+            sources = [replace(each, pending_tokens=0, num_pending=0) for each in sources]
+            decode = [replace(each, pending_tokens=0, num_pending=0) for each in decode]
         return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
 
     def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int, *, decodes: bool = False) -> None:

@@ -126,14 +126,18 @@ class Cluster:
         self.dispatcher = self.router()
 
     async def node(self, worker_id: str, **fields: Any) -> Node:
-        """Returns a node that runs, started if it does not."""
+        """Returns a node that runs, started if it does not, and that the router would place requests on."""
         if worker_id not in self.nodes:
             tp = 2 if worker_id.endswith("split") else 1
             fields = {"tp": tp} | fields
             self.nodes[worker_id] = await make_node(self.launcher, self.model, self.folder, worker_id, **fields)
         elif self.nodes[worker_id].is_spent:
             await self.nodes[worker_id].restart()
-        return self.nodes[worker_id]
+        node = self.nodes[worker_id]
+        async with asyncio.timeout(IDLE_SECONDS):
+            while self.registry.is_lost(worker_id, node.info.epoch):  # it was cut off or stopped before
+                await asyncio.sleep(0.01)
+        return node
 
     async def layout(self, layout: str) -> list[Node]:
         """Returns the running nodes of a layout, in order."""

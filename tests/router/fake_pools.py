@@ -173,7 +173,13 @@ class FakePools:
         return client.submit(submit, asyncio.Event())
 
     def place(
-        self, request: TokenRequest, avoid: Collection[str] = (), *, prefill: str | None = None, whole: bool = False
+        self,
+        request: TokenRequest,
+        avoid: Collection[str] = (),
+        *,
+        prefill: str | None = None,
+        whole: bool = False,
+        goes_ahead: bool = False,
     ) -> Placement | None:
         free = [name for name in self.decode if name not in avoid]
         sources = [name for name in self.prefill if name not in avoid]

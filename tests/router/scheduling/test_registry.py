@@ -153,6 +153,20 @@ def test_reported_blocks_attract_requests_until_they_are_evicted() -> None:
     assert len({registry.place(asked) for _ in range(60)}) == 3
 
 
+def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> None:
+    registry = registry_of(2, 1)
+    first = request(prompt(1, 1_000), "1")
+    cached, _ = dispatch(registry, first)
+    registry.prefilled(cached, "1")
+    for name in map(str, range(2, 10)):
+        worker, _ = dispatch(registry, request(prompt(int(name), 3_000), name))
+        if worker != cached:
+            registry.prefilled(worker, name)
+    again = request([*first.prompt, 7], "1#0")
+    placed = [registry.place(again, goes_ahead=ahead) for ahead in (False, True) for _ in range(5)]
+    assert [each is not None and each.prefill == cached for each in placed] == [False] * 5 + [True] * 5
+
+
 def test_a_cache_is_unknown_without_a_session() -> None:
     registry = registry_of(1, 3)
     asked = request(prompt(1), "1")
