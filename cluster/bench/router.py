@@ -5,13 +5,14 @@ one, which reads streams and the CPU times of the others.
 """
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +23,7 @@ from statistics import median
 from typing import Annotated, Any, Final
 
 import typer
+import uvloop
 
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.certificate import make_peer_tls
@@ -123,7 +125,10 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what metrics, keys or TLS cost a router: CPU time of a token in two of them, with and without, which one
-    worker serves by turns."""
+    worker serves by turns.
+
+    Tokens that wait for the client are merged into one message, so the cost is that of the feature only where both have
+    as many in a message: give a step more time (--step-ms) until that is 1."""
     identity = PeerIdentity.generate()
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -141,7 +146,8 @@ def compare(
     if as_json:
         typer.echo(json.dumps(costs, indent=2))
         return
-    table = make_table("API", numbers=("router us/token", f"without {feature}", "cost, %"), boxed=False)
+    numbers = ("router us/token", f"without {feature}", "cost, %", "tokens/message", "without")
+    table = make_table("API", numbers=numbers, boxed=False)
     for cost in costs:
         api, *values = cost.values()
         table.add_row(api, *(f"{value:.2f}" for value in values))
@@ -159,26 +165,41 @@ def _compare(
     """Returns the CPU time of a token in both routers, and how much more the first takes than the other: the median of
     the rounds, each of which has both, one after the other."""
     times: tuple[list[float], list[float]] = ([], [])
+    merged: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds):
         for index in (0, 1) if turn % 2 else (1, 0):
             access, router = both[index]
             found = asyncio.run(_measure(api, access, router, worker, streams, tokens))
             times[index].append(found["router_us"])
+            merged[index].append(found["tokens_per_message"])
     costs = [100 * (one / other - 1) for one, other in zip(*times, strict=True)]
-    return {"api": api, "with_us": median(times[0]), "without_us": median(times[1]), "cost_percent": median(costs)}
+    return {
+        "api": api,
+        "with_us": median(times[0]),
+        "without_us": median(times[1]),
+        "cost_percent": median(costs),
+        "tokens_per_message_with": median(merged[0]),
+        "tokens_per_message_without": median(merged[1]),
+    }
 
 
 @app.command(hidden=True)
 def serve_worker(step_ms: float) -> None:
     """Runs the worker: reads its identity from stdin, prints its address, ends with its stdin."""
-    asyncio.run(_serve_worker(step_ms / 1e3))
+    _run_as_replica(_serve_worker(step_ms / 1e3))
 
 
 @app.command(hidden=True)
 def serve_router(worker: str, scratch: Path, metrics: bool = True) -> None:
     """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with its stdin."""
     counts = PrometheusMetrics(_MODEL) if metrics else NULL_METRICS
-    asyncio.run(_serve_router(worker, _Access(scratch), counts))
+    _run_as_replica(_serve_router(worker, _Access(scratch), counts))
+
+
+def _run_as_replica(work: Coroutine[Any, Any, None]) -> None:
+    """Runs what a replica of Ray Serve runs, on the event loop that Ray takes: its TLS is not written in Python."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +298,8 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     server = await ApiServers.start(service, authenticator=access.authenticator(), tls=tls, console=console)
     await server.set_serving(True)
     sampling = asyncio.create_task(console.run())
+    gc.collect()
+    gc.freeze()  # as replicas do
     await _until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
     sampling.cancel()
     await server.stop(0)

@@ -141,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--other-key", type=Path, required=True, help="of another tenant")
     parser.add_argument("--calls", type=int, default=1_000, help="with each kind of key")
     parser.add_argument("--trials", type=int, default=200, help="prompts of each kind")
-    parser.add_argument("--length", type=int, default=512, help="of the prompts, in tokens")
+    parser.add_argument("--length", type=int, default=256, help="of the prompts, in tokens")
     options = parser.parse_args(arguments)
     key, other_key = (path.read_text().strip() for path in (options.key, options.other_key))
     wrong = "wrong in the last character", "wrong everywhere"
