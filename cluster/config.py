@@ -203,6 +203,7 @@ class TandemConfig(BaseModel):
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     name: str = Field(default="tandem", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    quantization: Literal["int8", "int4"] | None = None  # of plain weights, when they are loaded
     device: Literal["cpu", "cuda"] = "cpu"
     # exact: a token's logits do not depend on batch and chunks, so that a stream which is computed again after a fault
     # goes on with the same tokens. CPUs always compute so where our kernels run; on GPUs it takes slower kernels.
@@ -218,9 +219,8 @@ class TandemConfig(BaseModel):
     # After how long without a heartbeat a rank is lost, and its worker with it. One that dies breaks its connection
     # and is noticed at once; one that is only paused, as with its virtual machine, should not cost a reload.
     silence_seconds: float = Field(default=5.0, ge=0.5, le=3600)
-    # After how long without progress the engine of a worker is taken to hang, and the worker is replaced. Progress is a
-    # quarter of the model's layers in a step on CPUs, where a chunk may so take four times as long, and a whole step on
-    # GPUs. Compilation and warm-up come before.
+    # After how long without progress an engine is taken to hang, and its worker is replaced. Progress is a quarter of
+    # the model's layers in a step on CPUs, and a whole step on GPUs. Compilation and warm-up come before.
     hang_seconds: float = Field(default=10.0, ge=1, le=3600)
     # The interface that all servers bind. None: loopback on a local Ray, the node's address on a cluster.
     host: Host | None = None

@@ -82,7 +82,7 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
 
 
 def _layout(config: TandemConfig, folder: str) -> bytes:
-    return open_checkpoint(Path(folder)).kv_layout(config.dtype).digest
+    return open_checkpoint(Path(folder), config.quantization).kv_layout(config.dtype).digest
 
 
 def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
@@ -90,7 +90,7 @@ def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
     if running.ends_with_launcher:
         raise Unavailable(f"name: the service {service!r} ends with the command that started its Ray; stop it first")
     if running.layout != layout:
-        raise Unavailable(f"name: the service {service!r} serves another model or dtype; stop it first")
+        raise Unavailable(f"name: the service {service!r} serves another model, dtype or quantization; stop it first")
 
 
 def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> None:

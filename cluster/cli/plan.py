@@ -15,6 +15,7 @@ from ..store.store import resolve_model
 from ..tables import make_table, table_console
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
+QUANTIZATIONS: Final = ("int8", "int4")
 GIB: Final = 1024**3
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
@@ -56,6 +57,9 @@ def memory_command(
     model: Annotated[str, typer.Argument(help="What `tandem serve` takes.")],
     tp: Annotated[list[int] | None, typer.Option(help="Ranks; several times for several rows.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quantization: Annotated[
+        str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
+    ] = None,
     gpu_memory_gb: Annotated[float | None, typer.Option(help="GiB of memory of each rank's device.")] = None,
     utilization: Annotated[float, typer.Option(help="The part of it for weights and KV cache.")] = 0.9,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
@@ -68,20 +72,22 @@ def memory_command(
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
+    if quantization not in (None, *QUANTIZATIONS):
+        raise InvalidArgument(f"must be one of {', '.join(QUANTIZATIONS)}", "--quantization")
     _check("--gpu-memory-gb", gpu_memory_gb, 0.001, 4096)
     _check("--utilization", utilization, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
     _check("--context-tokens", context_tokens, 2, 1_048_576)
     folder = resolve_model(model, progress=True)
-    from ...workers.model.loader import check_checkpoint
+    from ...workers.model.loader import open_checkpoint
 
-    config = check_checkpoint(folder)
+    config = open_checkpoint(folder, quantization).config
     rows = [rank_memory(config, each, dtype) for each in tp or (n for n in DEFAULT_TPS if _divides(n, config))]
     budget = None
     if gpu_memory_gb is not None:
         context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)
         budget = int(gpu_memory_gb * GIB * utilization), block_size, context
-    typer.echo(f"{model}, {dtype}: {_heads(config)}; on each rank:")
+    typer.echo(f"{model}, {quantization or dtype}: {_heads(config)}; on each rank:")
     table_console().print(memory_table(rows, budget))
     for row in rows:
         if budget and row.weights > budget[0]:

@@ -40,6 +40,9 @@ def serve(
     prefill_tp: Annotated[int | None, typer.Option(help="The same for prefill workers; wins over --tp.")] = None,
     decode_tp: Annotated[int | None, typer.Option(help="The same for decode workers; wins over --tp.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name under which the model is served.")] = None,

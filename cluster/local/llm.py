@@ -85,20 +85,21 @@ class LLM:
     ) -> None:
         """Loads `model`: a built-in name, a folder or a hub id, as `tandem serve` takes it.
 
-        `tensor_parallel_size`: processes of this machine that share the model. `quantization`: what the checkpoint must
-        have been quantised by; None takes it as it is. `max_model_len`: the longest prompt plus completion; None is the
-        model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each process; None
-        shares the cores. `numerics`: fast or exact, as in the configuration of a service. `served_model_name`: what the
-        requests of a batch may call the model.
+        `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of the weights, when
+        they are loaded: int8 or int4; None takes them as they are. `max_model_len`: the longest prompt plus completion;
+        None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each
+        process; None shares the cores. `numerics`: fast or exact, as in the configuration of a service.
+        `served_model_name`: what the requests of a batch may call the model.
 
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
         given: dict[str, object] = {"model": model, "dtype": dtype, "device": device, "numerics": numerics}
+        given |= {"quantization": quantization}
         given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
         given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}
         given |= {"enable_prefix_caching": enable_prefix_caching, "served_model_name": served_model_name}
         with _naming_arguments():
-            self._loop, engine = _start(_configure(given | {"num_threads": num_threads}), quantization)
+            self._loop, engine = _start(_configure(given | {"num_threads": num_threads}))
         self._running: LocalEngine | None = engine
         self._stop = weakref.finalize(self, _stop, self._loop, engine)
 
@@ -283,15 +284,11 @@ def _configure(given: Mapping[str, object]) -> TandemConfig:
     return load_config(overrides=values)
 
 
-def _start(config: TandemConfig, quantization: str | None) -> "tuple[LoopThread, LocalEngine]":
-    from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
+def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
     from ..store.checked import checked_folder
-    from .engine import LocalEngine
+    from .engine import LocalEngine  # with torch, which takes a second
 
     folder = checked_folder(config.model, {"decode": config.decode.tp})
-    found = check_checkpoint(folder).quantization.get("quant_method")
-    if quantization not in (None, found):
-        raise InvalidArgument(f"must be None or what the checkpoint has, which is {found!r}", "quantization")
     loop = LoopThread("tandem-llm")
     try:
         return loop, loop.run(LocalEngine.start(config, folder))

@@ -32,6 +32,7 @@ def worker_config(
         model=folder,
         identity=identity,
         dtype=config.dtype,
+        quantization=config.quantization,
         device=config.device,
         batch_invariant=config.numerics == "exact",
         block_size=pool.block_size,

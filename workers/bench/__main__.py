@@ -50,6 +50,8 @@ def measure(options: EngineBenchOptions) -> Report:
         config = SHAPES[options.shape or ""]
     else:
         config = load_model_config(options.model) if options.random_weights else check_checkpoint(options.model)
+    if options.quantization:
+        config = replace(config, quantization={"quant_method": options.quantization})
     num_blocks = _check(options, config)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -81,7 +83,7 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
     sweeps = options.plot is not None
     return Report(
         shape=options.name,
-        dtype=options.dtype,
+        dtype=f"{options.quantization or ''} {options.dtype}".strip(),
         device=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu",
         threads=torch.get_num_threads(),
         torch=torch.__version__,

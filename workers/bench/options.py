@@ -11,6 +11,7 @@ import torch
 
 from ..engine.config import default_chunk_tokens
 from ..model.device import DTYPES
+from ..model.quant.integer import BITS
 from .floor import BUFFER_BYTES
 from .shapes import SHAPES
 
@@ -39,6 +40,7 @@ class EngineBenchOptions:
     random_weights: bool
     device: torch.device
     dtype: str
+    quantization: str | None
     batches: tuple[int, ...]
     context: int
     prompts: tuple[int, ...]
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--random-weights", action="store_true", help="of --model only config.json is read")
     add("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
     add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--quantization", choices=BITS, help="of plain weights, when they are loaded")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")

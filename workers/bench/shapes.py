@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ import torch
 
 from ..kv_cache.layout import ITEM_BYTES
 from ..model.config import Fields, ModelConfig
-from ..model.loader import weight_shapes
+from ..model.loader import weight_bytes, weight_shapes
 from ..model.module import WeightSlice
 from ..model.registry import parse_model_config
 
@@ -73,7 +74,8 @@ def decode_cost(config: ModelConfig, dtype: str, batch: int, context: float) -> 
     keys = sum(2 * layer.num_kv_heads * layer.head_dim * positions for layer, positions in visible)
     attention = sum(4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible)
     params = _linear_params(config) + _head_params(config)
-    return int((params + batch * keys) * ITEM_BYTES[dtype]), int(batch * (2 * params + attention))
+    saved = weight_bytes(replace(config, quantization={}), 1, dtype) - weight_bytes(config, 1, dtype)
+    return int((params + batch * keys) * ITEM_BYTES[dtype]) - saved, int(batch * (2 * params + attention))
 
 
 def prefill_flops(config: ModelConfig, prompt: int) -> int:

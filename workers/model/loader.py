@@ -3,6 +3,7 @@
 import math
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -44,12 +45,17 @@ def build_model(
     return find_model(config.architecture).build(config, options)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Path, quantization: str | None = None) -> Checkpoint:
     """Checks that the folder holds a model that can be served, and reads the headers of its weights, but no weights.
+    `quantization` is the linear method by which plain weights are kept.
 
     Raises CheckpointError, one line naming file and tensor or field, if something is missing, truncated or does not
     fit config.json."""
     config = load_model_config(folder)
+    if quantization is not None:
+        if config.quantization:
+            raise CheckpointError(f"config.json: has a quantization_config, so {quantization} cannot be asked for")
+        config = replace(config, quantization={"quant_method": quantization})
     stored = read_tensors(folder)
     tensors: dict[str, StoredTensor] = {}
     for parameter in all_parameters(build_model(config, DTYPES[config.dtype])):
@@ -78,7 +84,8 @@ def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> in
 
     Not in it: that in bfloat16 on CPUs a head tied to the embedding is packed for its kernel beside it."""
     tree = build_model(config, DTYPES[dtype], TensorParallel(rank=rank, size=tp))
-    return sum(parameter.num_bytes for parameter in all_parameters(tree))
+    saved = sum(module.saved_bytes() for module in tree.modules())
+    return sum(parameter.num_bytes for parameter in all_parameters(tree)) - saved
 
 
 def weight_bytes(config: ModelConfig, tp: int, dtype: str) -> int:

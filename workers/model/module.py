@@ -57,6 +57,10 @@ class Module:
         """Called once when the parameters of this module and of those below are loaded; may replace its own by another
         form of them."""
 
+    def saved_bytes(self) -> int:
+        """Returns how many bytes fewer this module keeps than its own parameters have when they are loaded."""
+        return 0
+
 
 def all_parameters(tree: Module) -> list[Parameter]:
     """Returns the parameters of a whole tree, each once however many modules share it."""

@@ -29,6 +29,7 @@ from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
 from .quant.base import LinearMethod, LinearMethodOf
+from .quant.integer import BITS, IntegerLinearMethod
 from .quant.unquantized import UnquantizedLinearMethod
 
 MODELS: Final[dict[str, ModelFamily]] = {
@@ -46,7 +47,7 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
     "GptOssForCausalLM": ModelFamily(parse_gpt_oss_config, GptOssForCausalLM),
 }
-LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {}
+LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = dict.fromkeys(BITS, IntegerLinearMethod)
 """By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
 _PAGE: Final = """# Models
 

@@ -30,6 +30,7 @@ class RankConfig:
     model: str  # folder
     identity: PeerIdentity  # of the service
     dtype: str = "bfloat16"
+    quantization: str | None = None  # see `open_checkpoint`
     device: str = "cpu"
     batch_invariant: bool = False  # see `ModelRunner.load`
     block_size: int = 16
@@ -81,7 +82,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes holds no block or the model cannot be split
     into group.size parts, RuntimeError if the group's ranks do not come."""
     torch.set_num_threads(config.num_threads or available_cores())
-    checkpoint = open_checkpoint(Path(config.model))
+    checkpoint = open_checkpoint(Path(config.model), config.quantization)
     model = checkpoint.config
     tp = group.size if group else 1
     num_blocks = config.kv_cache_bytes // (config.block_size * kv_bytes_per_token(model, tp, config.dtype))

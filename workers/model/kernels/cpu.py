@@ -184,6 +184,50 @@ def linear(
     return out
 
 
+def can_multiply_int(inputs: int, group_size: int) -> bool:
+    """Returns whether there is a `linear_int`, which needs a processor with dot products of bytes and of bfloat16."""
+    kernels = library()
+    return kernels is not None and bool(kernels.has_linear_int(inputs, group_size))
+
+
+def pack_linear_int(
+    weight: torch.Tensor,  # [outputs, inputs] uint8, numbers below 2**bits
+    scales: torch.Tensor,  # [outputs, groups] bfloat16
+    bits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs a weight and its scales in the order in which `linear_int` reads them: [panels, inputs * bits / 8, 32] and
+    [panels, groups, 32]."""
+    outputs, inputs = weight.shape
+    panels, groups = -(-outputs // _PANEL), scales.shape[1]
+    packed = weight.new_empty(panels, inputs * bits // 8, _PANEL)
+    packed_scales = scales.new_empty(panels, groups, _PANEL)
+    weight, scales = weight.contiguous(), scales.contiguous()
+    call("pack_linear_int", None, outputs, weight, scales, packed, packed_scales, inputs, groups, bits)
+    return packed, packed_scales
+
+
+def linear_int(
+    x: torch.Tensor,  # [rows, inputs] bfloat16
+    packed: tuple[torch.Tensor, torch.Tensor],  # from pack_linear_int
+    outputs: int,
+    bias: torch.Tensor | None = None,  # [outputs]
+    residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Computes what `linear` does, with x rounded to 8 bits group by group."""
+    weight, scales = packed
+    rows, inputs = x.shape
+    groups, bits = scales.shape[1], 8 * weight.shape[1] // inputs
+    q = x.new_empty(rows, inputs, dtype=torch.int8)
+    terms = x.new_empty(rows, groups, 2, dtype=torch.float32)
+    call("quantize", x.dtype, rows, x, x.stride(0), q, terms, inputs, inputs // groups)
+    gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
+    out = x.new_empty(rows, outputs // 2 if gated else outputs)
+    operands = (q, terms, weight, scales, bias, residual, out)
+    call("linear_int", x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated)
+    return out
+
+
 def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64, -1 where a logit is not finite.
 

@@ -4,9 +4,9 @@
 // they are read: panels of 32 outputs, and in a panel, for each pair of inputs, the 32 pairs of weights side by side.
 // A block of up to 12 rows keeps its sums in registers while it reads a panel once.
 
-#include "common.h"
+#include "linear.h"
 
-enum { PANEL = 32, ROWS = 12 };  // 24 registers of sums, 2 of weights, and the broadcast input
+enum { ROWS = 12 };  // 24 registers of sums, 2 of weights, and the broadcast input
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX, oneDNN's own product is faster
 
@@ -65,53 +65,24 @@ static void multiply_rows(const uint16_t *x, int64_t x_stride, const uint32_t *p
     }
 }
 
-static inline void add(float *sums, const uint16_t *terms, __mmask32 some) {
-    const __m512i both = _mm512_maskz_loadu_epi16(some, terms);
-    for (int h = 0; h < 2; h++) {
-        const __m256i half = h ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both);
-        const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-        _mm512_store_ps(sums + 16 * h, _mm512_add_ps(_mm512_load_ps(sums + 16 * h), wide));
-    }
-}
-
-static inline void gate(const float *sums, uint16_t *y, int64_t by) {
-    if (by == SILU)
-        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
-    else
-        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(gelu(sums[i]) * sums[i + PANEL / 2]);
-}
-
 // x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs]. An item is a panel.
 //
-// `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL. If `gated` is not 0, the weights of
-// gates and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = act(gate) * gated, SILU or GELU (arXiv
-// 2002.05202).
+// Bias, residual and gate as in linear.h.
 int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
-    const uint16_t *x = a[0].p, *bias = a[3].p, *residual = a[4].p;
+    const uint16_t *x = a[0].p;
     const uint32_t *packed = a[2].p;
-    uint16_t *y = a[5].p;
-    const int64_t x_stride = a[1].n, outputs = a[6].n, inputs = a[7].n, gated = a[8].n;
-    if (item < 0) return ceil_div(outputs, PANEL);
+    const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
+    const int64_t x_stride = a[1].n, inputs = a[7].n;
+    if (item < 0) return ceil_div(end.outputs, PANEL);
     const int64_t pairs = inputs / 2, blocks = ceil_div(rows, ROWS), first = item * PANEL;
     const uint32_t *panel = packed + item * pairs * PANEL;
-    const __mmask32 some = outputs - first < PANEL ? (1u << (outputs - first)) - 1 : ~0u;  // outputs of this panel
     for (int64_t block = 0, row = 0; block < blocks; block++) {
         const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
         // While a panel comes from memory, the line 4 KiB on; while it is read again, a share of the next panel.
         const uint32_t *ahead = block ? panel + pairs * PANEL + (block - 1) * pairs * PANEL / blocks : panel + 1024;
         _Alignas(64) float sums[ROWS][PANEL];
         multiply_rows(x + row * x_stride, x_stride, panel, ahead, sums[0], pairs, height);
-        for (int64_t r = 0; r < height; r++) {
-            if (bias) add(sums[r], bias + first, some);
-            if (gated) {
-                gate(sums[r], y + (row + r) * (outputs / 2) + first / 2, gated);
-                continue;
-            }
-            const int64_t at = (row + r) * outputs + first;
-            if (residual) add(sums[r], residual + at, some);
-            const __m512 low = _mm512_load_ps(sums[r]), high = _mm512_load_ps(sums[r] + 16);
-            _mm512_mask_storeu_epi16(y + at, some, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        }
+        finish_rows(&end, sums[0], row, height, first);
         row += height;
     }
     return 0;

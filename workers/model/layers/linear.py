@@ -11,7 +11,7 @@ from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
-from ..quant.base import LinearMethod, LinearMethodOf, LinearPartition
+from ..quant.base import LinearMethodOf, LinearPartition
 from ..quant.unquantized import UnquantizedLinearMethod
 
 
@@ -144,12 +144,12 @@ class ParallelLMHead(Module):
     def __init__(self, name: str, size: tuple[int, int], build: BuildOptions, tied: Parameter | None = None) -> None:
         """`size` is vocabulary and hidden size; `tied` is the embedding's weight if that is the head's, too."""
         self._tp, self._vocab_size = build.tp, size[0]
+        self.method = build.linear_method(name)
         if tied:
-            unquantized = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)
-            self.method: LinearMethod = unquantized
-            unquantized.weight = tied
+            if not self.method.tie(tied):
+                self.method = UnquantizedLinearMethod(batch_invariant=build.batch_invariant)
+                self.method.tie(tied)
         else:
-            self.method = build.linear_method(name)
             outputs = ((name, size[0], build.tp.part(size[0])),)
             self.method.create_weights(LinearPartition(outputs=outputs, num_inputs=size[1]), build.dtype)
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from .. import kernels
-from ..module import Module, WeightSlice
+from ..module import Module, Parameter, WeightSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,11 @@ class LinearMethod(Module, ABC):
     @abstractmethod
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
         """Sets the layer's parameters as attributes. `dtype` is what the layer computes in."""
+
+    def tie(self, weight: Parameter) -> bool:
+        """Instead of `create_weights`, takes the weight [outputs, inputs] of an embedding, which keeps it. Returns
+        whether the method can: a format of checkpoints cannot."""
+        return False
 
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

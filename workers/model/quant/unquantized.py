@@ -51,6 +51,11 @@ class UnquantizedLinearMethod(LinearMethod):
         if partition.has_bias:
             self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
 
+    def tie(self, weight: Parameter) -> bool:
+        """See `LinearMethod.tie`."""
+        self.weight = weight
+        return True
+
     def process_after_load(self) -> None:
         """Packs the weight where that is faster, and then lets go of the plain form."""
         assert self.weight is not None

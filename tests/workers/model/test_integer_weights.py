@@ -1,0 +1,125 @@
+"""Weights of 8 and 4 bits: the kernel against what its numbers stand for, and whole models against transformers."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tandem.tests.tiny import make_tiny_model
+from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.kernels import cpu
+from tandem.workers.model.loader import open_checkpoint, rank_weight_bytes
+from tandem.workers.model.quant.integer import BITS, restore_weight, round_weight
+from tandem.workers.model.runner import ModelRunner
+
+from .helpers import Driver, prompt, reference, reference_greedy
+
+needs_kernel = pytest.mark.skipif(
+    not cpu.can_multiply_int(64, 64), reason="no kernel: AVX-512 VNNI and BF16 are missing"
+)
+
+
+def rounded_inputs(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """What the kernel makes of x [rows, inputs]: the same in 8 bits by groups."""
+    groups = x.float().view(len(x), -1, group_size)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    rounded: torch.Tensor = (groups / scales.where(scales > 0, 1)).round() * scales
+    return rounded.view_as(x)
+
+
+@pytest.mark.parametrize("bits", BITS.values())
+def test_weights_are_rounded_to_the_nearest_number(bits: int) -> None:
+    weight = torch.randn(40, 128).bfloat16()
+    weight[3] = 0
+    numbers, scales = round_weight(weight, bits, 64)
+    assert numbers.int().max() < 2**bits
+    error = (restore_weight(numbers, scales, bits) - weight).abs().view(40, 2, 64)
+    assert (error <= scales.float()[..., None] * 0.51).all()
+    assert not restore_weight(numbers, scales, bits)[3].any()
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 64), (64, 384, 192)])
+def test_the_kernel_computes_what_its_numbers_stand_for(bits: int, outputs: int, inputs: int, group_size: int) -> None:
+    torch.manual_seed(bits + outputs)
+    numbers, scales = round_weight(torch.randn(outputs, inputs), bits, group_size)
+    packed = cpu.pack_linear_int(numbers, scales, bits)
+    for rows in (1, 2, 7, 12, 13, 40):
+        x, residual = torch.randn(rows, inputs).bfloat16(), torch.randn(rows, outputs).bfloat16()
+        bias = torch.randn(outputs).bfloat16()
+        x[0, :group_size] = 0
+        expected = rounded_inputs(x, group_size) @ restore_weight(numbers, scales, bits).T + bias + residual
+        y = cpu.linear_int(x, packed, outputs, bias, residual)
+        assert torch.allclose(y.float(), expected, rtol=0.01, atol=0.1)
+        alone = [cpu.linear_int(x[i : i + 1], packed, outputs, bias, residual[i : i + 1]) for i in range(rows)]
+        assert torch.equal(torch.cat(alone), y)  # a row does not depend on the others
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", BITS.values())
+def test_gate_and_up_are_fused(bits: int) -> None:
+    weight = torch.randn(128, 64).bfloat16()
+    x = torch.randn(5, 64).bfloat16()
+    plain, fused = (round_weight(each, bits, 64) for each in (weight, cpu.alternate(*weight.chunk(2))))
+    gate, up = (rounded_inputs(x, 64) @ restore_weight(*plain, bits).T).chunk(2, dim=-1)
+    y = cpu.linear_int(x, cpu.pack_linear_int(*fused, bits), 128, activation="silu")
+    assert torch.allclose(y.float(), functional.silu(gate) * up, rtol=0.02, atol=0.3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def load(folder: Path, quantization: str, dtype: str) -> ModelRunner:
+    checkpoint = open_checkpoint(folder, quantization)
+    return ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=64, block_size=16)
+
+
+def linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
+    return ((name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+
+
+@pytest.mark.parametrize("quantization", BITS)
+def test_a_model_generates_as_transformers_with_the_rounded_weights(folder: Path, quantization: str) -> None:
+    expected = reference(folder)
+    for name, linear in linears(expected):
+        bits = BITS["int8"] if name == "lm_head" else BITS[quantization]
+        weight = linear.weight.data
+        group_size = next(size for size in range({8: 256, 4: 64}[bits], 0, -8) if weight.shape[1] % size == 0)
+        linear.weight = torch.nn.Parameter(restore_weight(*round_weight(weight, bits, group_size), bits))
+    driver = Driver(load(folder, quantization, "float32"))
+    assert driver.generate(1, prompt(30), 12) == reference_greedy(expected, prompt(30), 12)
+
+
+@pytest.mark.parametrize("quantization", BITS)
+def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path, quantization: str) -> None:
+    runner = load(folder, quantization, "bfloat16")
+    runner.warmup()
+    alone = Driver(runner).generate(1, prompt(45), 8)
+    driver = Driver(runner)
+    driver.run(driver.step(7, prompt(20, 3), 0))
+    for position, (begin, end) in enumerate(pairwise((0, 7, 30, 45)), 20):
+        tokens = driver.run(driver.step(1, prompt(45)[begin:end], begin), driver.step(7, [5], position))
+    generated = [tokens[0]]
+    while len(generated) < 8:
+        generated.append(driver.run(driver.step(1, generated[-1:], 44 + len(generated)))[0])
+    assert generated == alone
+
+
+def test_rounded_weights_take_fewer_bytes_and_have_caches_of_their_own(folder: Path) -> None:
+    plain, *rounded = (open_checkpoint(folder, quantization) for quantization in (None, *BITS))
+    sizes = [rank_weight_bytes(each.config, "bfloat16", 1, 0) for each in (plain, *rounded)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len({each.kv_layout("bfloat16").digest for each in (plain, *rounded)}) == 3
+
+
+def test_a_checkpoint_with_a_format_of_its_own_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = open_checkpoint(folder, "int8").config
+    monkeypatch.setattr("tandem.workers.model.loader.load_model_config", lambda folder: config)
+    with pytest.raises(CheckpointError, match="has a quantization_config, so int4 cannot be asked for"):
+        open_checkpoint(folder, "int4")

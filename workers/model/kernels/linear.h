@@ -1,0 +1,51 @@
+// What the products with differently packed weights share: panels of 32 outputs, and what follows a panel's sums.
+#pragma once
+
+#include "common.h"
+
+enum { PANEL = 32 };
+
+// `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL; y [rows, outputs]. If `gated` is not
+// 0, the weights of gates and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = act(gate) * gated,
+// SILU or GELU (arXiv 2002.05202).
+typedef struct {
+    const uint16_t *bias, *residual;
+    uint16_t *y;
+    int64_t outputs, gated;
+} Epilogue;
+
+#ifdef __AVX512BF16__
+
+static inline void add(float *sums, const uint16_t *terms, __mmask32 some) {
+    const __m512i both = _mm512_maskz_loadu_epi16(some, terms);
+    for (int h = 0; h < 2; h++) {
+        const __m256i half = h ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both);
+        const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        _mm512_store_ps(sums + 16 * h, _mm512_add_ps(_mm512_load_ps(sums + 16 * h), wide));
+    }
+}
+
+static inline void gate(const float *sums, uint16_t *y, int64_t by) {
+    if (by == SILU)
+        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
+    else
+        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(gelu(sums[i]) * sums[i + PANEL / 2]);
+}
+
+// Writes y of `rows` rows from `row` on, and of the outputs from `first` on, from their sums [rows, 32].
+static inline void finish_rows(const Epilogue *end, float *sums, int64_t row, int64_t rows, int64_t first) {
+    const __mmask32 some = end->outputs - first < PANEL ? (1u << (end->outputs - first)) - 1 : ~0u;
+    for (int64_t r = 0; r < rows; r++, sums += PANEL) {
+        if (end->bias) add(sums, end->bias + first, some);
+        if (end->gated) {
+            gate(sums, end->y + (row + r) * (end->outputs / 2) + first / 2, end->gated);
+            continue;
+        }
+        const int64_t at = (row + r) * end->outputs + first;
+        if (end->residual) add(sums, end->residual + at, some);
+        const __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + 16);
+        _mm512_mask_storeu_epi16(end->y + at, some, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+#endif

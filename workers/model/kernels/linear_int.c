@@ -1,0 +1,178 @@
+// y = x W^T with weights of 8 or 4 bits and a scale for each output and group of inputs (compressed-tensors' groups),
+// on the dot product of bytes of AVX-512 VNNI. x is rounded to 8 bits beforehand, group by group (ZeroQuant, arXiv
+// 2206.01861), so that products and sums within a group are exact integers.
+//
+// The dot product wants one side unsigned: the weights, with their zero in the middle; the group's sum of x, times that
+// zero, is subtracted. Weights are packed in panels of 32 outputs as in linear.c, in quads of inputs; 4-bit weights of
+// two quads, the first one's in the low halves.
+
+#include "linear.h"
+
+enum { ROWS = 12, QUAD = 4 };  // rows as in linear.c; inputs of a dot product
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+
+int has_linear_int(int64_t inputs, int64_t group) { return group % (2 * QUAD) == 0 && inputs % group == 0; }
+
+// weight [outputs, inputs] of numbers 0..255 or 0..15 and scales [outputs, groups] to packed
+// [ceil(outputs / 32), inputs / 4, 32] quads (of 4 bits: half as many) and packed_scales [.., groups, 32]. An item is a
+// panel. Outputs past the last have scale 0.
+int64_t pack_linear_int(const Arg *a, int64_t outputs, int64_t panel) {
+    const uint8_t *weight = a[0].p;
+    const uint16_t *scales = a[1].p;
+    const int64_t inputs = a[4].n, groups = a[5].n, bits = a[6].n, per_byte = 8 / bits, quads = inputs / QUAD;
+    if (panel < 0) return ceil_div(outputs, PANEL);
+    uint8_t *packed = (uint8_t *)a[2].p + panel * quads * PANEL * QUAD / per_byte;
+    uint16_t *packed_scales = (uint16_t *)a[3].p + panel * groups * PANEL;
+    for (int64_t i = 0; i < PANEL; i++) {
+        const int64_t output = panel * PANEL + i;
+        for (int64_t group = 0; group < groups; group++)
+            packed_scales[group * PANEL + i] = output < outputs ? scales[output * groups + group] : 0;
+        for (int64_t at = 0; at < inputs; at++) {
+            const int64_t quad = at / QUAD, half = quad % per_byte;
+            uint8_t *byte = packed + ((quad / per_byte) * PANEL + i) * QUAD + at % QUAD;
+            const uint8_t value = output < outputs ? weight[output * inputs + at] : 0;
+            *byte = half ? *byte | value << 4 : value;
+        }
+    }
+    return 0;
+}
+
+// x [rows, inputs], rows x_stride elements apart, to q [rows, inputs] of -127..127, and for each row and group the
+// scale and the sum of q: terms [rows, groups, 2], float and int32. An item is a row.
+int64_t quantize_bf16(const Arg *a, int64_t rows, int64_t row) {
+    if (row < 0) return rows;
+    const int64_t inputs = a[4].n, group = a[5].n, groups = inputs / group;
+    const uint16_t *x = (const uint16_t *)a[0].p + row * a[1].n;
+    int8_t *q = (int8_t *)a[2].p + row * inputs;
+    float *terms = (float *)a[3].p + row * groups * 2;
+    for (int64_t g = 0; g < groups; g++, x += group, q += group) {
+        float largest = 0;
+        for (int64_t i = 0; i < group; i++) {
+            const float size = fabsf(load_bf16(x[i]));
+            largest = size > largest ? size : largest;
+        }
+        const float inverse = largest > 0 ? 127 / largest : 0;
+        int32_t sum = 0;
+        for (int64_t i = 0; i < group; i++) {
+            const int32_t rounded = (int32_t)rintf(load_bf16(x[i]) * inverse);
+            q[i] = (int8_t)rounded;
+            sum += rounded;
+        }
+        terms[2 * g] = largest / 127;
+        memcpy(terms + 2 * g + 1, &sum, sizeof sum);
+    }
+    return 0;
+}
+
+static inline __m512 load_scales(const uint16_t *scales) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16));
+}
+
+// Else the compiler keeps the sums in memory.
+#define EACH_ROW _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
+
+// Adds to the integers sum [rows, 2 of 16] the product of a quad of q with 32 outputs.
+#define ADD_QUAD(LOW, HIGH, QUAD_AT)                                                                                   \
+    EACH_ROW {                                                                                                         \
+        int32_t four;                                                                                                  \
+        memcpy(&four, q + r * q_stride + (QUAD_AT) * QUAD, sizeof four);                                               \
+        const __m512i one = _mm512_set1_epi32(four);                                                                   \
+        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], LOW, one);                                                          \
+        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], HIGH, one);                                                         \
+    }
+
+// sums [rows, 32] of `rows` rows of q with a group of a panel. `ahead` is fetched meanwhile, line by line.
+static inline __attribute__((always_inline)) void multiply(const int8_t *q, int64_t q_stride, const uint8_t *panel,
+                                                           const uint8_t *ahead, int32_t *sums, int64_t steps,
+                                                           const int rows, const int bits) {
+    const __m512i mask = _mm512_set1_epi8(0x0f);
+    __m512i sum[ROWS][2];
+    EACH_ROW sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < steps; i++) {
+        const __m512i low = _mm512_load_si512(panel + i * 128), high = _mm512_load_si512(panel + i * 128 + 64);
+        _mm_prefetch((const char *)(ahead + i * 128), _MM_HINT_T1);
+        _mm_prefetch((const char *)(ahead + i * 128 + 64), _MM_HINT_T1);
+        if (bits == 8) {
+            ADD_QUAD(low, high, i)
+        } else {
+            const __m512i low_0 = _mm512_and_si512(low, mask), high_0 = _mm512_and_si512(high, mask);
+            const __m512i low_1 = _mm512_and_si512(_mm512_srli_epi16(low, 4), mask);
+            const __m512i high_1 = _mm512_and_si512(_mm512_srli_epi16(high, 4), mask);
+            ADD_QUAD(low_0, high_0, 2 * i)
+            ADD_QUAD(low_1, high_1, 2 * i + 1)
+        }
+    }
+    EACH_ROW {
+        _mm512_store_si512(sums + r * PANEL, sum[r][0]);
+        _mm512_store_si512(sums + r * PANEL + 16, sum[r][1]);
+    }
+}
+
+// One function for each number of rows: in one loop nest with what follows a group, the compiler spills the sums.
+typedef void Multiply(const int8_t *q, int64_t q_stride, const uint8_t *panel, const uint8_t *ahead, int32_t *sums,
+                      int64_t steps);
+#define MULTIPLY(R, BITS)                                                                                              \
+    static __attribute__((noinline)) void multiply_##R##_##BITS(const int8_t *q, int64_t q_stride,                     \
+                                                                const uint8_t *panel, const uint8_t *ahead,            \
+                                                                int32_t *sums, int64_t steps) {                        \
+        multiply(q, q_stride, panel, ahead, sums, steps, R, BITS);                                                     \
+    }
+#define ALL(F, BITS)                                                                                                   \
+    F(1, BITS) F(2, BITS) F(3, BITS) F(4, BITS) F(5, BITS) F(6, BITS) F(7, BITS) F(8, BITS) F(9, BITS) F(10, BITS)     \
+    F(11, BITS) F(12, BITS)
+ALL(MULTIPLY, 8)
+ALL(MULTIPLY, 4)
+#define NAME(R, BITS) multiply_##R##_##BITS,
+static Multiply *const multiply_rows[2][ROWS] = {{ALL(NAME, 4)}, {ALL(NAME, 8)}};
+
+// Adds a group's exact sums to the results [rows, 32], scaled; `terms` [rows, ..., 2], rows `stride` floats apart.
+static void add_group(float *results, const int32_t *sums, const float *terms, int64_t stride, const uint16_t *scales,
+                      int64_t rows, int32_t zero) {
+    const __m512 low = load_scales(scales), high = load_scales(scales + 16);
+    for (int64_t r = 0; r < rows; r++, results += PANEL, sums += PANEL, terms += stride) {
+        int32_t row_sum;
+        memcpy(&row_sum, terms + 1, sizeof row_sum);
+        const __m512i offset = _mm512_set1_epi32(zero * row_sum);
+        const __m512 scale = _mm512_set1_ps(terms[0]);
+        for (int h = 0; h < 2; h++) {
+            const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums + 16 * h), offset));
+            const __m512 scaled = _mm512_mul_ps(scale, h ? high : low);
+            _mm512_store_ps(results + 16 * h, _mm512_fmadd_ps(exact, scaled, _mm512_load_ps(results + 16 * h)));
+        }
+    }
+}
+
+// q and terms as from quantize_bf16; packed and packed_scales as above; the rest as of linear_bf16. An item is a panel.
+int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
+    const int8_t *q = a[0].p;
+    const float *terms = a[1].p;
+    const Epilogue end = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
+    const int64_t inputs = a[8].n, group = a[9].n, bits = a[10].n, groups = inputs / group;
+    if (item < 0) return ceil_div(end.outputs, PANEL);
+    const int64_t size = inputs * bits / 8 * PANEL, group_bytes = group * bits / 8 * PANEL;
+    const int64_t blocks = ceil_div(rows, ROWS), steps = group_bytes / 128;
+    const uint8_t *panel = (const uint8_t *)a[2].p + item * size;
+    const uint16_t *scales = (const uint16_t *)a[3].p + item * groups * PANEL;
+    for (int64_t block = 0, row = 0; block < blocks; block++) {
+        const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
+        // As in linear_bf16.
+        const uint8_t *ahead = block ? panel + size + (block - 1) * size / blocks : panel + 4096;
+        Multiply *const multiply_group = multiply_rows[bits == 8][height - 1];
+        _Alignas(64) float results[ROWS * PANEL] = {0};
+        for (int64_t g = 0; g < groups; g++) {
+            _Alignas(64) int32_t sums[ROWS * PANEL];
+            multiply_group(q + row * inputs + g * group, inputs, panel + g * group_bytes, ahead + g * group_bytes, sums,
+                           steps);
+            add_group(results, sums, terms + (row * groups + g) * 2, groups * 2, scales + g * PANEL, height,
+                      bits == 8 ? 128 : 8);
+        }
+        finish_rows(&end, results, row, height, item * PANEL);
+        row += height;
+    }
+    return 0;
+}
+
+#else
+int has_linear_int(int64_t inputs, int64_t group) { return (void)inputs, (void)group, 0; }
+#endif

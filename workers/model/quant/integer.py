@@ -1,0 +1,110 @@
+"""Rounds linear weights to integers of 8 or 4 bits when they are loaded, each group of inputs with a scale."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from ..kernels import cpu
+from ..module import Parameter
+from .base import LinearMethod, LinearPartition
+
+BITS: Final = {"int8": 8, "int4": 4}  # by quant_method
+_MAX_GROUP: Final = {8: 256, 4: 64}  # inputs of a group: the fewer, the closer; each costs a scale and a sum
+_UNIT: Final = 8  # inputs, of which a group has a multiple where there is a kernel
+
+
+class IntegerLinearMethod(LinearMethod):
+    """Computes y = x W^T + b with W rounded to nearest, symmetrically, by groups of inputs (RTN in GPTQ, arXiv
+    2210.17323). Where there is a kernel, x is rounded too, to 8 bits by the same groups (ZeroQuant, arXiv
+    2206.01861)."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+        self.weight: Parameter | None = None  # [outputs, inputs]; None once `process_after_load` has rounded it
+        self.bias: Parameter | None = None  # [outputs]
+        self._is_tied = False
+        self._gated = False
+
+    @classmethod
+    def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "IntegerLinearMethod":
+        """See `LinearMethod.for_layer`. The head is kept in 8 bits: its rounding would reach every logit."""
+        return cls(8 if name == "lm_head" else BITS[quantization["quant_method"]])
+
+    def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
+        """See `LinearMethod.create_weights`."""
+        self._gated = partition.gated
+        self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
+        if partition.has_bias:
+            self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
+
+    def tie(self, weight: Parameter) -> bool:
+        """See `LinearMethod.tie`."""
+        self.weight, self._is_tied = weight, True
+        return True
+
+    def process_after_load(self) -> None:
+        """Rounds the weight, packs it where there is a kernel for it, and lets go of the plain form."""
+        assert self.weight is not None
+        weight = self.weight.data
+        self._bias = self.bias.data if self.bias else None
+        self._num_outputs, inputs = weight.shape
+        group_size = _group_size(inputs, self._bits)
+        self._uses_kernel = cpu.can_multiply(weight) and cpu.can_multiply_int(inputs, group_size)
+        self._fuses_gate = self._gated and self._uses_kernel and self._bias is None and self._num_outputs % 32 == 0
+        if self._fuses_gate:
+            weight = cpu.alternate(*weight.chunk(2))
+        self._rounded, self._scales = round_weight(weight, self._bits, group_size)
+        if self._uses_kernel:
+            self._rounded, self._scales = cpu.pack_linear_int(self._rounded, self._scales, self._bits)
+        self.weight = None
+
+    def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `LinearMethod.apply`."""
+        if self._uses_kernel:
+            return cpu.linear_int(x, (self._rounded, self._scales), self._num_outputs, self._bias, residual)
+        y = functional.linear(x, restore_weight(self._rounded, self._scales, self._bits).to(x.dtype), self._bias)
+        return y if residual is None else residual + y
+
+    def apply_gated(self, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+        """See `LinearMethod.apply_gated`."""
+        if self._fuses_gate:
+            return cpu.linear_int(x, (self._rounded, self._scales), self._num_outputs, activation=activation)
+        return super().apply_gated(x, activation)
+
+    def saved_bytes(self) -> int:
+        """See `Module.saved_bytes`."""
+        if self.weight is None or self._is_tied:
+            return 0
+        outputs, inputs = self.weight.data.shape
+        groups = inputs // _group_size(inputs, self._bits)
+        return self.weight.data.nbytes - outputs * (inputs * self._bits // 8 + 2 * groups)
+
+
+def _group_size(inputs: int, bits: int) -> int:
+    """Returns the largest size that divides the inputs evenly and is not above the bound."""
+    sizes = range(_MAX_GROUP[bits], 0, -_UNIT)
+    return next((size for size in sizes if inputs % size == 0), inputs)
+
+
+def round_weight(
+    weight: torch.Tensor,  # [outputs, inputs]
+    bits: int,
+    group_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weight as numbers 0..2**bits-1 with the zero in the middle, [outputs, inputs] uint8, and scales
+    [outputs, groups] bfloat16."""
+    groups = weight.float().view(len(weight), -1, group_size)  # [outputs, groups, group_size]
+    zero = 2 ** (bits - 1)
+    scales = (groups.abs().amax(-1) / (zero - 1)).bfloat16()
+    scales = scales.where(scales > 0, 1)
+    rounded = (groups / scales.float()[..., None]).round().clamp(-zero, zero - 1) + zero
+    return rounded.to(torch.uint8).flatten(1), scales
+
+
+def restore_weight(rounded: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns what the numbers of `round_weight` stand for: [outputs, inputs] float32."""
+    centred = rounded.float().view(*scales.shape, -1) - 2 ** (bits - 1)  # [outputs, groups, group_size]
+    restored: torch.Tensor = (centred * scales.float()[..., None]).view_as(rounded)
+    return restored
