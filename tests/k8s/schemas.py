@@ -32,7 +32,18 @@ TEXT: Final[Document] = {"type": "string", "minLength": 1}
 TEXTS: Final[Document] = {"type": "object", "additionalProperties": TEXT}
 PORT: Final[Document] = {"type": "integer", "minimum": 1, "maximum": 65535}
 DURATION: Final[Document] = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
-_BACKENDS: Final = _list(_object("name port", name=TEXT, port=PORT))
+
+
+def _route(**rule: Document) -> Document:
+    """Returns the spec of a route whose rules have these keys beside their backends."""
+    backends = _list(_object("name port", name=TEXT, port=PORT))
+    return _object(
+        "parentRefs rules",
+        parentRefs=_list(_object("name", name=TEXT)),
+        hostnames=_list(TEXT),
+        rules=_list(_object("backendRefs", backendRefs=backends, **rule)),
+    )
+
 
 OTHER_KINDS: Final[dict[str, Document]] = {
     "monitoring.coreos.com/v1/PodMonitor": _object(
@@ -61,29 +72,11 @@ OTHER_KINDS: Final[dict[str, Document]] = {
             )
         ),
     ),
-    "gateway.networking.k8s.io/v1/HTTPRoute": _object(
-        "parentRefs rules",
-        parentRefs=_list(_object("name", name=TEXT)),
-        hostnames=_list(TEXT),
-        rules=_list(
-            _object(
-                "backendRefs",
-                matches=_list(_object(path=_object("type value", type={"enum": ["PathPrefix"]}, value=TEXT))),
-                timeouts=_object(request=DURATION),
-                backendRefs=_BACKENDS,
-            )
-        ),
+    "gateway.networking.k8s.io/v1/HTTPRoute": _route(
+        matches=_list(_object(path=_object("type value", type={"enum": ["PathPrefix"]}, value=TEXT))),
+        timeouts=_object(request=DURATION),
     ),
-    "gateway.networking.k8s.io/v1/GRPCRoute": _object(
-        "parentRefs rules",
-        parentRefs=_list(_object("name", name=TEXT)),
-        hostnames=_list(TEXT),
-        rules=_list(
-            _object(
-                "backendRefs", matches=_list(_object(method=_object("service", service=TEXT))), backendRefs=_BACKENDS
-            )
-        ),
-    ),
+    "gateway.networking.k8s.io/v1/GRPCRoute": _route(matches=_list(_object(method=_object("service", service=TEXT)))),
     "cert-manager.io/v1/Certificate": _object(
         "secretName issuerRef",
         secretName=TEXT,

@@ -1,6 +1,7 @@
 """The manifests of k8s/: each overlay and component renders, is what Kubernetes, KubeRay, Serve and Tandem take, and
 its parts agree. Each check must complain about a control that is wrong."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.proto.metrics import METRICS
 from tandem.tests.k8s import checks
 from tandem.tests.k8s.kuberay import container_command, refusals
-from tandem.tests.k8s.manifests import COMPONENTS, K8S, OVERLAYS, ROOT, Document, Manifests, render
+from tandem.tests.k8s.manifests import COMPONENTS, K8S, OVERLAYS, ROOT, Document, Manifests, need, render
 from tandem.tests.k8s.schemas import complaints, unknown_keys
 
 Change = Callable[[Manifests], object]
@@ -247,6 +248,38 @@ def test_the_rules_name_metrics_that_there_are() -> None:
     assert unknown_metrics(control) == {"tandem_unbalanced"}
 
 
+def promtool(rules: Document, folder: Path) -> str:
+    """Returns what Prometheus's own check finds wrong with the rules."""
+    file = folder / "rules.yaml"
+    file.write_text(yaml.safe_dump(rules["spec"]))
+    command = [need("promtool", "prometheus"), "check", "rules", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else done.stderr
+
+
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    rules = first(render("cpu-demo", ("monitoring",)), "PrometheusRule")
+    assert promtool(rules, tmp_path) == ""
+    for key, value, complaint in (
+        ("expr", "absent(tandem_ready == )", "could not parse expression"),
+        ("for", "1 minute", "not a valid duration"),
+        ("annotations", {"summary": "{{ $labels.instance"}, "unclosed action"),
+    ):
+        control = deepcopy(rules)
+        control["spec"]["groups"][0]["rules"][0][key] = value
+        assert complaint in promtool(control, tmp_path)
+
+
+def test_grafana_finds_the_dashboard() -> None:
+    (found,) = (
+        each
+        for each in render("cpu-demo", ("monitoring",)).of_kind("ConfigMap")
+        if "grafana_dashboard" in each["metadata"]["labels"]
+    )
+    (text,) = found["data"].values()
+    assert json.loads(text) == json.loads((K8S / "components" / "monitoring" / "tandem-dashboard.json").read_text())
+
+
 def hadolint(dockerfile: Path) -> str:
     command = Path(sys.executable).parent / "hadolint"
     done = subprocess.run([command, dockerfile], capture_output=True, text=True, timeout=60, check=False)
@@ -272,8 +305,6 @@ def test_the_image_has_the_pinned_versions_a_user_of_its_own_and_each_package() 
 
 
 def test_what_is_missing_fails_in_ci_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem.tests.k8s.manifests import need
-
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="apt-get install kubernetes-client"):
