@@ -1,4 +1,4 @@
-"""Defines the Ray Serve application: the deployments `Router`, `PrefillPool` and `DecodePool`.
+"""Defines what the deployments of the Ray Serve application run: `Router`, and `WorkerPool` for both pools.
 
 One replica of a pool is one worker; one replica of the router hosts a gRPC and an HTTP server. Requests do not pass
 through Serve: it places, watches and restarts.
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
 from starlette.requests import Request
@@ -25,12 +25,13 @@ from ..router.api.browsers import BrowserRules
 from ..router.dispatch.convictions import Convictions
 from ..workers.threads import go_first
 from ..workers.worker import Worker
-from .config import NodeOffer, PoolConfig, PoolRole, RouterConfig, TandemConfig, ranks_per_node
+from .config import PoolRole, TandemConfig
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
 from .local.environment import compute_environment
 from .local.worker import rank_threads, worker_config
 from .members import Continuity, Members
 from .ranks import node_host, ray_dashboard_url, start_ranks
+from .scaling.reports import worker_report
 from .status import WorkerStatuses, describe_routers, drain_workers
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
@@ -40,10 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOP_MARGIN_SECONDS: Final = 2.0
 _LAST_SECONDS: Final = 0.5  # for the last calls of a worker that has failed
-
-_LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
 
 
 class Replica:
@@ -134,6 +132,10 @@ class WorkerPool(Replica):
         if self._worker is not None:
             self._worker.check_health()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what Serve hands to the autoscaling policy."""
+        return {} if self._worker is None else worker_report(self._worker.info())
+
     async def _exit_on_failure(self, worker: Worker) -> None:
         """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve starts another."""
         await worker.failed.wait()
@@ -211,6 +213,10 @@ class Router(Replica):
                 self._runtime.fail()
             raise
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what Serve hands to the autoscaling policy."""
+        return {} if self._runtime is None else self._runtime.report_demand()
+
     async def __call__(self, request: Request) -> JSONResponse:
         """Answers the status page, which only tells, to callers with a key if the service has keys; not to pages in
         browsers."""
@@ -282,71 +288,3 @@ class Router(Replica):
                 continue
             await self._members.update(workers, watcher.routers)
             await runtime.update(self._members.fitting)
-
-
-def build_app(
-    config: TandemConfig,
-    folder: str,
-    nodes: Sequence[NodeOffer],
-    num_routers: int,
-    continuity: Continuity,
-) -> serve.Application:
-    """Returns the application that serves the model in `folder`, which every node must have at that path.
-
-    `nodes`: those of the cluster. Workers without a thread count of their own share the cores of their nodes."""
-    pools = [
-        _bind_pool(role, config, folder, nodes, continuity.identity)
-        for role, pool in config.pools.items()
-        if pool.replicas
-    ]
-    environment = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    options = _options(config, num_routers, config.router, environment)
-    if config.router.replicas is None and num_routers > 1:
-        options["max_replicas_per_node"] = 1
-    router: Any = serve.deployment(Router, **options)
-    return cast(serve.Application, router.bind(config, folder, num_routers, continuity, *pools))
-
-
-def count_routers(config: TandemConfig, nodes: Sequence[NodeOffer]) -> int:
-    """Returns how many routers to start: as configured, or one on each node that may have one."""
-    return config.router.replicas or max(1, sum(node.takes(config.router) for node in nodes))
-
-
-def _bind_pool(
-    role: PoolRole, config: TandemConfig, folder: str, nodes: Sequence[NodeOffer], identity: PeerIdentity
-) -> serve.Application:
-    pool = config.pools[role]
-    options = _options(config, pool.replicas, pool, compute_environment(pool))
-    gpus = {"GPU": 1.0} if config.device == "cuda" else {}
-    if gpus:
-        options["ray_actor_options"]["num_gpus"] = 1
-    if pool.tp > 1:
-        bundle = {"CPU": max(pool.num_cpus, _LEAST_CPUS), **pool.resources, **gpus}
-        options["placement_group_bundles"] = [bundle] * pool.tp
-        options["placement_group_strategy"] = pool.placement
-        if labels := options["ray_actor_options"].pop("label_selector", None):  # the group has it instead
-            options["placement_group_bundle_label_selector"] = [labels] * pool.tp
-    deployment: Any = serve.deployment(WorkerPool, name=f"{role.title()}Pool", **options)
-    return cast(serve.Application, deployment.bind(config, folder, role, ranks_per_node(config, pool, nodes), identity))
-
-
-def _options(
-    config: TandemConfig, replicas: int, section: RouterConfig | PoolConfig, environment: dict[str, str]
-) -> dict[str, Any]:
-    actor = {
-        "num_cpus": section.num_cpus,
-        "resources": section.resources,
-        "runtime_env": {"env_vars": environment},
-    }
-    if section.labels:
-        actor["label_selector"] = section.labels
-    return {
-        "num_replicas": replicas,
-        "ray_actor_options": actor,
-        "max_ongoing_requests": 1000,
-        "max_constructor_retry_count": 3,
-        "health_check_period_s": 2,
-        "health_check_timeout_s": 10,
-        "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": config.grace_seconds + STOP_MARGIN_SECONDS,
-    }

@@ -13,7 +13,6 @@ from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast, get_args
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -22,8 +21,10 @@ from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_S
 from ..router.auth.tls import TlsFiles
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import default_chunk_tokens
+from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
+from .text_files import read_yaml
 
-MAX_FILE_BYTES: Final = 1024 * 1024
+STOP_MARGIN_SECONDS: Final = 2.0  # beyond grace_seconds, for a replica to stop
 
 
 def _check_transport(name: str) -> str:
@@ -168,7 +169,8 @@ class PoolConfig(BaseModel):
 
     model_config = _SECTION
 
-    replicas: int = Field(default=1, ge=0, le=256)
+    replicas: int = Field(default=1, ge=0, le=256)  # with `autoscaling` the fewest
+    autoscaling: ScalingConfig | None = None  # None: always `replicas` workers
     tp: int = Field(default=1, ge=1, le=64)  # ranks of a worker, which share the model
     # Where the ranks of a worker may be: Ray's strategies for placement groups. STRICT_PACK is one node.
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "STRICT_PACK"
@@ -189,9 +191,13 @@ class PoolConfig(BaseModel):
         return int(self.kv_cache_gb * 1024**3)
 
     @property
+    def max_replicas(self) -> int:
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
     def num_ranks(self) -> int:
-        """Returns the number of ranks of all workers."""
-        return self.replicas * self.tp
+        """Returns the number of ranks of all workers, when there are most."""
+        return self.max_replicas * self.tp
 
 
 class TandemConfig(BaseModel):
@@ -246,10 +252,22 @@ class TandemConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _scales_within_bounds(self) -> Self:
+        for role, pool in self.pools.items():
+            if pool.autoscaling is not None:
+                pool.autoscaling.check(role, pool.replicas)
+        return self
+
+    @model_validator(mode="after")
     def _has_one_source_of_certificates(self) -> Self:
         if self.identity_file is not None and self.peer_tls.mode is not None:
             raise ValueError("peer_tls.mode: does not go with identity_file, which holds the certificates")
         return self
+
+    def check_sizes_are_fixed(self) -> None:
+        """Raises InvalidArgument if a pool is to follow its load, for those who cannot do that."""
+        if any(pool.autoscaling is not None for pool in self.pools.values()):
+            raise InvalidArgument(SERVE_CONFIG_ONLY, "autoscaling")
 
     @property
     def served_name(self) -> str:
@@ -328,7 +346,7 @@ def load_config(path: Path | None = None, overrides: Mapping[str, object] | None
     """Reads a YAML file, if one is named, and applies `overrides` to it (dotted keys; None leaves the file's value).
 
     Raises InvalidArgument; its text has one line for each wrong value, naming its key and the bound."""
-    tree = {} if path is None else _read(path)
+    tree = {} if path is None else read_yaml(path)
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(tree, key, value)
@@ -336,26 +354,6 @@ def load_config(path: Path | None = None, overrides: Mapping[str, object] | None
         return TandemConfig.model_validate(tree)
     except ValidationError as error:
         raise InvalidArgument("\n".join(_line(cast(Mapping[str, Any], entry)) for entry in error.errors())) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise InvalidArgument(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
-        tree = yaml.safe_load(data)
-    except OSError as error:
-        raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        raise InvalidArgument(f"{path}: {where}not valid YAML") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise InvalidArgument(f"{path}: must hold keys and values at the top level")
-    return tree
 
 
 def _put(tree: dict[str, Any], key: str, value: object) -> None:

@@ -26,14 +26,14 @@ from ray.serve.schema import ApplicationStatusOverview
 
 from ..proto.errors import TandemError, Unavailable
 from ..router.client.client import Client
-from .app import STOP_MARGIN_SECONDS, build_app, count_routers
-from .config import NodeOffer, TandemConfig, check_interface
+from .config import STOP_MARGIN_SECONDS, NodeOffer, TandemConfig, check_interface
 from .directory import close_directory
 from .environment import own_ray_token
 from .identity_file import kept_identity
 from .members import Continuity
 from .ranks import ray_dashboard_url
 from .redeploy import SuccessorWatch, applications_of, is_replaced, retire, running_application, take_over
+from .serve_app import build_app, count_routers
 from .status import following
 
 log = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
     """Serves the model in `folder` while the context is open; on entry every router can answer.
 
     Without `address` or RAY_ADDRESS a Ray of its own is started on this machine, and ends with it. On a cluster the
-    folder must be there on every node, and a service of the same name there is replaced: see `redeploy`. Raises
-    Unavailable."""
+    folder must be there on every node, and a service of its name is replaced: see `redeploy`. Raises Unavailable."""
+    config.check_sizes_are_fixed()
     address = address or os.environ.get("RAY_ADDRESS")
     local = address is None
     if local:

@@ -32,6 +32,7 @@ from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
 from .config import AuthConfig, RouterConfig, TandemConfig, check_interface, is_loopback
+from .scaling.reports import router_report
 from .telemetry.monitor import RouterMonitor, open_spans
 
 _MAX_PORT: Final = 65_535
@@ -46,6 +47,7 @@ class RouterRuntime:
         self,
         host: str,
         registry: WorkerRegistry,
+        admission: Admission,
         dispatcher: Dispatcher,
         servers: ApiServers,
         authenticator: Authenticator,
@@ -59,6 +61,7 @@ class RouterRuntime:
         self.console = console  # whose `run` samples what the console shows
         self._claims = claims
         self._registry = registry
+        self._admission = admission
         self._dispatcher = dispatcher
         self._servers = servers
         # HOST:PORT, with the host by which others reach this node.
@@ -98,7 +101,8 @@ class RouterRuntime:
         authenticator, watches = _authenticator(config.auth, bind, resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         monitor = _monitor(config, browsers := _browser_rules(config, host))
-        service, dispatcher = _service(config, folder, registry, monitor, identity, resume_key, convictions)
+        admission = _admission(router, registry, monitor.metrics)
+        service, dispatcher = _service(config, folder, registry, admission, monitor, identity, resume_key, convictions)
         for model in service.models:
             with suppress(Unavailable):  # each chat then says so, and other requests are answered
                 await model.tokenizer.wait_for_chats()
@@ -119,7 +123,7 @@ class RouterRuntime:
         known = _rebound(replaced, host, bind)
         claim = partial(PortClaim, application=application, shared={each for both in known for each in both})
         servers, claims = await _listen(start_servers, claim, _addresses(router, bind, num_routers, known))
-        return cls(host, registry, dispatcher, servers, authenticator, watches, monitor, console, claims)
+        return cls(host, registry, admission, dispatcher, servers, authenticator, watches, monitor, console, claims)
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Replaces the registry's list of workers by the directory's."""
@@ -148,6 +152,10 @@ class RouterRuntime:
                 self._claims.push(scope.pop_all())
                 break
 
+    def report_demand(self) -> dict[str, float]:
+        """Returns what the requests of this router ask of the pools."""
+        return router_report(self._admission, self._registry)
+
     def fail(self) -> None:
         """Reports that this router cannot be used any more."""
         self._monitor.ops.failure = "failed"
@@ -167,12 +175,12 @@ def _service(
     config: TandemConfig,
     folder: Path,
     registry: WorkerRegistry,
+    admission: Admission,
     monitor: RouterMonitor,
     identity: PeerIdentity,
     resume_key: bytes,
     convictions: Convictions | None,
 ) -> tuple[GenerationService, Dispatcher]:
-    admission = _admission(config.router, registry, monitor.metrics)
     dispatcher = Dispatcher(
         registry,
         admission,

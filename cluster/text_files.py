@@ -1,12 +1,16 @@
-"""Reads and writes the text files that commands name, and parses lines of JSON. Files and lines are named in errors."""
+"""Reads and writes the text files that commands name, and parses YAML and lines of JSON. Files and lines are named in
+errors."""
 
 import ssl
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..proto.errors import InvalidArgument
+
+MAX_FILE_BYTES: Final = 1024 * 1024  # of YAML
 
 _Line = TypeVar("_Line", bound=BaseModel)
 
@@ -61,3 +65,24 @@ def read_trust(path: Path | None, option: str) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=str(path))
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror or 'not a certificate'}", option) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Returns the keys and values of a YAML file; {} for an empty one. Raises InvalidArgument."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise InvalidArgument(f"{path}: must be at most {MAX_FILE_BYTES} bytes")
+        tree = yaml.safe_load(data)
+    except OSError as error:
+        raise InvalidArgument(f"{path}: {error.strerror or 'cannot be read'}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        raise InvalidArgument(f"{path}: {where}not valid YAML") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise InvalidArgument(f"{path}: must hold keys and values at the top level")
+    return tree

@@ -32,6 +32,7 @@ SHARING_PATHS: Final = (
         "cluster/eval",
         "cluster/local/test_batch_runs.py",
         "cluster/local/test_llm.py",
+        "cluster/scaling/test_policy.py",
         "cluster/store",
         "cluster/test_ranks.py",
         "cluster/test_redeploy.py",

@@ -68,6 +68,23 @@ def used_capacity(request: TokenRequest, *, num_tokens: int, cached_tokens: int,
     )
 
 
+class PrefillWork:
+    """Adds up the prompts that were sent to workers to compute."""
+
+    _NEWEST_WEIGHT: Final = 0.05  # of the last prompt in a moving mean
+
+    def __init__(self) -> None:
+        self.uncached_tokens = 0
+        self.seconds = 0.0  # that a worker takes for these tokens
+        self.uncached_rate = 1.0  # the part of a prompt that is not cached; a moving mean
+
+    def add(self, used: Capacity, seconds: float) -> None:
+        """Adds a prompt of which the worker computes `used.uncached_tokens`, in about so many seconds."""
+        self.uncached_tokens += used.uncached_tokens
+        self.seconds += seconds
+        self.uncached_rate += self._NEWEST_WEIGHT * (used.uncached_tokens / used.prompt_tokens - self.uncached_rate)
+
+
 class DrainRate:
     """Measures how fast a queue drains since it was last empty: only then do those it waits for work at full rate.
 

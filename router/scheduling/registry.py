@@ -10,7 +10,7 @@ from typing import Final
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
-from .capacity import NO_CAPACITY, Capacity, required_capacity, used_capacity
+from .capacity import NO_CAPACITY, Capacity, PrefillWork, required_capacity, used_capacity
 from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Placement, place
 from .prefix_index import Prefix, PrefixIndex
 from .rates import LinearCost, Rates
@@ -38,6 +38,7 @@ class WorkerRegistry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`local_prefill_tokens`: a prompt of which a decode worker lacks no more tokens may be computed there."""
+        self.prefill_work = PrefillWork()
         self._local_prefill_tokens = local_prefill_tokens
         self._rng = rng or random.Random()
         self._workers: dict[str, WorkerState] = {}
@@ -170,6 +171,8 @@ class WorkerRegistry:
             cached_tokens = matched.get(worker_id, 0)
             used = used_capacity(request, num_tokens=num_tokens, cached_tokens=cached_tokens, decodes=decodes)
             worker.add(request.request_id, used, prefix)
+            if used.prompt_tokens:
+                self.prefill_work.add(used, self._prefill_cost(worker).seconds(used.uncached_tokens))
             self._prefixes.expect(worker_id, prefix)
             self._recount(worker)
         if decodes:

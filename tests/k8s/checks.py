@@ -5,8 +5,8 @@ import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from tandem.cluster.app import STOP_MARGIN_SECONDS
-from tandem.cluster.config import PoolConfig, RouterConfig, TandemConfig, load_config
+from tandem.cluster.config import STOP_MARGIN_SECONDS, PoolConfig, RouterConfig, TandemConfig, load_config
+from tandem.cluster.scaling.policy import ScalingPolicy
 from tandem.tests.k8s.kuberay import AGENT_PORT, METRICS_PORT
 from tandem.tests.k8s.manifests import ROOT, Group, Manifests
 
@@ -179,6 +179,22 @@ def versions_disagree(manifests: Manifests) -> list[str]:
     return found
 
 
+def scaling_disagrees(manifests: Manifests) -> list[str]:
+    """Complains unless what scales a pool is all there: the policy of the application, and pods that follow."""
+    policy = manifests.application.get("autoscaling_policy", {}).get("policy_function")
+    found = []
+    for group, deployment, section in sections(manifests):
+        if isinstance(section, RouterConfig) or section.autoscaling is None:
+            continue
+        if policy != f"{ScalingPolicy.__module__}:{ScalingPolicy.__name__}":
+            found.append(f"{deployment}: the policy of the application is {policy}")
+        if not manifests.cluster.get("enableInTreeAutoscaling"):
+            found.append(f"{deployment}: no pods follow it")
+        if not group.spec["minReplicas"] <= section.replicas <= section.max_replicas <= group.spec["maxReplicas"]:
+            found.append(f"{deployment}: {section.replicas} to {section.max_replicas} workers, other pods")
+    return found
+
+
 def files_are_missing(manifests: Manifests) -> list[str]:
     """Complains about files of the arguments that are not in the pods that read them."""
     args = manifests.application["args"]
@@ -234,5 +250,5 @@ def is_unsafe(manifests: Manifests) -> list[str]:
 
 RULES: Final[tuple[Rule, ...]] = (
     *(ports_disagree, labels_disagree, resources_disagree, times_disagree, versions_disagree, files_are_missing),
-    is_unsafe,
+    *(scaling_disagrees, is_unsafe),
 )

@@ -18,10 +18,15 @@ K8S: Final = ROOT / "k8s"
 OVERLAYS: Final = tuple(sorted(path.name for path in (K8S / "overlays").iterdir()))
 COMPONENTS: Final = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
 ARGS: Final[dict[str, dict[str, Any]]] = {
+    "autoscaling": {role: {"replicas": 2, "autoscaling": {"max_replicas": 4}} for role in ("prefill", "decode")},
     "auth": {"auth": {"keys_file": "/etc/tandem/keys/keys.json"}},
     "tls": {"router": {"tls": {"certificate": "/etc/tandem/tls/tls.crt", "key": "/etc/tandem/tls/tls.key"}}},
 }
 """What the arguments of an overlay need that has a component: the comments of the components say so."""
+APPLICATION: Final[dict[str, dict[str, Any]]] = {
+    "autoscaling": {"autoscaling_policy": {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}},
+}
+"""The same of the application."""
 
 Document = dict[str, Any]
 
@@ -140,4 +145,6 @@ def render(overlay: str, components: Sequence[str] = ()) -> Manifests:
     for name in components:
         for section, keys in ARGS.get(name, {}).items():
             args[section] = keys if section == "auth" else {**args[section], **keys}
+        manifests.application.update(APPLICATION.get(name, {}))
+    manifests.service["spec"]["serveConfigV2"] = yaml.safe_dump(manifests.serve_config)
     return manifests

@@ -206,6 +206,9 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
     (checks.files_are_missing, "cpu-demo", lambda m: set_(args(m), identity_file="/etc/identity")),
     (checks.files_are_missing, "gpu", lambda m: set_(args(m), auth={"keys_file": "/etc/tandem/keys.json"})),
     (checks.files_are_missing, "gpu", lambda m: set_(args(m), auth={"allow_anonymous": True})),
+    (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.application.pop("autoscaling_policy")),
+    (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.cluster.update(enableInTreeAutoscaling=False)),
+    (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.groups["decode"].spec.update(maxReplicas=1)),
     (checks.is_unsafe, "cpu-demo", lambda m: m.groups["decode"].pod["securityContext"].update(runAsNonRoot=False)),
     (checks.is_unsafe, "cpu-demo", lambda m: container(m, "decode")["securityContext"].pop("capabilities")),
     (checks.is_unsafe, "cpu-demo", lambda m: m.groups["head"].pod.update(automountServiceAccountToken=True)),
@@ -214,7 +217,7 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
 
 @pytest.mark.parametrize(("rule", "overlay", "change"), CONTROLS)
 def test_the_check_complains(rule: checks.Rule, overlay: str, change: Change) -> None:
-    assert rule(changed(change, overlay))
+    assert rule(changed(change, *overlay.split("+")))
 
 
 def test_every_check_has_a_control() -> None:

@@ -1,5 +1,7 @@
 """The application that KubeRay deploys: by the REST API of Ray's dashboard, on a cluster whose nodes have labels."""
 
+import asyncio
+import time
 import urllib.request
 from collections.abc import Iterator
 from copy import deepcopy
@@ -16,11 +18,15 @@ from tandem.router.client.client import Client
 from tandem.tests.k8s.manifests import render
 from tandem.tests.k8s.serve_api import put_config, wait_for
 from tandem.tests.service import NODES, expected_tokens, free_port, status, wait_until_idle, workers
+from tandem.tests.soak.nemesis import MODEL
+from tandem.tests.soak.traffic import Traffic, fault_free, keep_going, make_cases
+from tandem.tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(900)  # of waits that each have a deadline of their own
 
 PROMPT = [17, 5, 9, 400, 3]
 NUM_TOKENS = 12
+SCALE_SECONDS = 250.0
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,54 @@ def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, An
     assert "decode.max_sequence: unknown key; did you mean max_sequences?" in found["message"]
     assert {each["id"] for each in workers(status_url)} == after  # what runs goes on
     wait_until_idle(status_url)
+
+
+def test_the_load_scales_a_pool_up_and_down_and_no_stream_is_lost(
+    dashboard: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    status_url = f"http://127.0.0.1:{config['http_options']['port']}/tandem"
+    scaling = deepcopy(config)
+    (application,) = scaling["applications"]
+    application["autoscaling_policy"] = {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}
+    quick = {"utilization": 0.2, "window_seconds": 1.0, "up_delay_seconds": 0.5, "down_delay_seconds": 3.0}
+    model = make_tiny_model(tmp_path / "exact", dtype="bfloat16", **MODEL)  # whose logits do not depend on the batch
+    application["args"] |= {"model": str(model), "dtype": "bfloat16"}
+    application["args"]["router"] |= {"max_queue_seconds": 600.0}  # of a machine that is slow
+    application["args"]["decode"] |= {"num_cpus": 0.5, "max_sequences": 32, "autoscaling": {"max_replicas": 3, **quick}}
+    put_config(dashboard, scaling)
+    wait_for(dashboard, "RUNNING")
+    until_decode_workers(status_url, 1)
+    address = status(status_url)["routers"][0]["grpc"]
+    traffic = asyncio.run(grow_and_shrink(address, status_url))
+    assert not traffic.failed, traffic.failed
+    assert not traffic.altered, traffic.altered
+    assert len(workers(status_url)) == 2  # the pool without autoscaling has stayed as it was
+    wait_until_idle(status_url)
+
+
+async def grow_and_shrink(address: str, status_url: str) -> Traffic:
+    """Keeps many streams going until there are three decode workers, then few until there is one again."""
+    cases = await fault_free([address], make_cases(300))
+    traffic = Traffic()
+    for concurrency, number in ((16, 3), (2, 1)):
+        over = asyncio.Event()
+        running = asyncio.create_task(
+            keep_going([address], cases, traffic, concurrency=concurrency, is_over=over.is_set)
+        )
+        try:
+            await asyncio.to_thread(until_decode_workers, status_url, number)
+        finally:
+            over.set()
+            await running
+    return traffic
+
+
+def until_decode_workers(status_url: str, number: int) -> None:
+    """Waits until so many decode workers are ready, and no other is listed."""
+    deadline = time.monotonic() + SCALE_SECONDS
+    while [each["state"] for each in workers(status_url) if each["role"] == "decode"] != ["ready"] * number:
+        assert time.monotonic() < deadline, workers(status_url)
+        time.sleep(0.1)
 
 
 def test_each_build_has_the_same_identity(config: dict[str, Any], identity: Path) -> None:

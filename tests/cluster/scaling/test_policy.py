@@ -1,0 +1,179 @@
+"""The policy as Serve holds it: pickled, behind its wrapper, with its contexts; and the reports that it reads."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from ray.serve._private.autoscaling_state import _resolve_policy_callable
+from ray.serve._private.common import DeploymentID, TimeStampedValue
+from ray.serve.autoscaling_policy import _apply_app_level_autoscaling_config
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from tandem.cluster.config import TandemConfig, load_config
+from tandem.cluster.launch import start_service
+from tandem.cluster.scaling import reports
+from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER
+from tandem.cluster.serve_app import _number_options, _reports_to
+from tandem.proto.errors import InvalidArgument
+from tandem.router.request import TokenRequest
+from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.tests.router.pools import fill, request
+
+SCALED = {"replicas": 1, "autoscaling": {"max_replicas": 4, "up_delay_seconds": 2.0, "down_delay_seconds": 4.0}}
+IDLE = {reports.PREFILL_TOKENS: (0, 0), reports.PREFILL_SECONDS: (0, 0)}
+BUSY = {reports.PREFILL_TOKENS: (5_000, 25_000), reports.PREFILL_SECONDS: (5, 25)}  # in 10 seconds: two workers' work
+DECODING = {
+    reports.SEQUENCES: (3, 30),
+    reports.MAX_SEQUENCES: (16, 16),
+    reports.KV_TOKENS: (10, 100),
+    reports.MAX_KV_TOKENS: (1_000, 1_000),
+    reports.STEP_SECONDS: (0.01, 0.02),
+}
+
+Figures = Mapping[str, Mapping[str, tuple[float, float]]]
+
+
+class Serve:
+    """Calls the policy as Serve's controller does."""
+
+    def __init__(self, config: TandemConfig) -> None:
+        named: Any = AutoscalingPolicy
+        given = named(policy_function="tandem.cluster.scaling.policy:ScalingPolicy")
+        kept = named.from_serialized_policy_def(given.model_dump(), given.get_serialized_policy_def())
+        self._policy: Any = _apply_app_level_autoscaling_config(_resolve_policy_callable(kept))
+        sizes = {ROUTER: (1, 1, _reports_to(config))}
+        for name, pool in ((PREFILL_POOL, config.prefill), (DECODE_POOL, config.decode)):
+            if pool.replicas:
+                sizes[name] = (pool.replicas, pool.max_replicas, pool.autoscaling or _reports_to(config))
+        self.configs = {name: _number_options(*size)["autoscaling_config"] for name, size in sizes.items()}
+        self.numbers = {name: size[0] for name, size in sizes.items()}
+        self._states: dict[Any, Any] = {}
+
+    def decide(self, now: float, given: Figures) -> dict[str, int]:
+        """Calls it with two values of each figure, ten seconds apart, of the one replica of each deployment."""
+        contexts = {}
+        for name, config in self.configs.items():
+            key = DeploymentID(name=name, app_name="tandem")
+            metrics = {
+                figure: {"replica": [TimeStampedValue(now - 10, first), TimeStampedValue(now, last)]}
+                for figure, (first, last) in given.get(name, {}).items()
+            }
+            context: Any = AutoscalingContext
+            contexts[key] = context(
+                deployment_id=key,
+                deployment_name=name,
+                app_name="tandem",
+                current_num_replicas=self.numbers[name],
+                target_num_replicas=self.numbers[name],
+                running_replicas=[],
+                total_num_requests=0,
+                total_queued_requests=0,
+                aggregated_metrics=None,
+                raw_metrics=metrics or None,
+                capacity_adjusted_min_replicas=config.min_replicas,
+                capacity_adjusted_max_replicas=config.max_replicas,
+                policy_state=self._states.get(key, {}),
+                last_scale_up_time=None,
+                last_scale_down_time=None,
+                current_time=now,
+                config=config,
+            )
+        decisions, self._states = self._policy(contexts)
+        self.numbers |= {key.name: number for key, number in decisions.items()}
+        return {name: number for name, number in self.numbers.items() if name != ROUTER}
+
+
+def service(**sections: dict[str, Any]) -> Serve:
+    return Serve(load_config(None, {"model": "/models/tiny", **sections}))
+
+
+def test_pools_follow_what_is_reported_after_their_delays() -> None:
+    serve = service(prefill=SCALED, decode=SCALED)
+    assert serve.decide(0.0, {}) == {PREFILL_POOL: 1, DECODE_POOL: 1}  # nobody has reported
+    load: Figures = {ROUTER: BUSY, DECODE_POOL: DECODING}
+    assert serve.decide(1.0, load) == {PREFILL_POOL: 1, DECODE_POOL: 1}
+    assert serve.decide(3.0, load) == {PREFILL_POOL: 3, DECODE_POOL: 3}  # at 80 %
+    assert serve.decide(9.0, {}) == {PREFILL_POOL: 3, DECODE_POOL: 3}
+    idle: Figures = {ROUTER: IDLE, DECODE_POOL: DECODING | {reports.SEQUENCES: (0, 0)}}
+    assert serve.decide(10.0, idle) == {PREFILL_POOL: 3, DECODE_POOL: 3}
+    assert serve.decide(14.0, idle) == {PREFILL_POOL: 1, DECODE_POOL: 1}
+
+
+def test_a_pool_of_a_fixed_size_stays_and_what_waits_counts() -> None:
+    serve = service(prefill={"replicas": 2}, decode=SCALED)
+    waiting = BUSY | {reports.WAITING_SEQUENCES: (0, 20), reports.WAITING_KV_TOKENS: (0, 4_000)}
+    for now in (0.0, 5.0):
+        found = serve.decide(now, {ROUTER: waiting, DECODE_POOL: DECODING})
+    assert found == {PREFILL_POOL: 2, DECODE_POOL: 4}
+
+
+def test_without_a_prefill_pool_the_prompts_are_the_decode_pools() -> None:
+    serve = service(prefill={"replicas": 0}, decode=SCALED)
+    idle = DECODING | {reports.SEQUENCES: (1, 1)}
+    for now in (0.0, 5.0):
+        found = serve.decide(now, {ROUTER: BUSY, DECODE_POOL: idle})
+    assert found[DECODE_POOL] == 3
+
+
+def test_prompts_that_wait_while_none_is_computed_change_nothing() -> None:
+    serve = service(prefill=SCALED, decode=SCALED)
+    for now in (0.0, 3.0):
+        serve.decide(now, {ROUTER: BUSY, DECODE_POOL: DECODING})
+    stuck = IDLE | {reports.WAITING_PREFILL_TOKENS: (0, 1_000)}
+    for now in (4.0, 20.0):
+        assert serve.decide(now, {ROUTER: stuck, DECODE_POOL: DECODING})[PREFILL_POOL] == 3
+
+
+def test_a_deployment_with_an_autoscaling_config_of_another_kind_stays() -> None:
+    serve = service(prefill=SCALED, decode=SCALED)
+    serve.configs[DECODE_POOL] = AutoscalingConfig(max_replicas=4, upscale_delay_s=0, downscale_delay_s=0)
+    for now in (0.0, 5.0):
+        found = serve.decide(now, {ROUTER: BUSY, DECODE_POOL: DECODING})
+    assert found == {PREFILL_POOL: 3, DECODE_POOL: 1}
+
+
+def test_a_worker_reports_what_it_has_and_can_do() -> None:
+    registry = WorkerRegistry()
+    fill(registry, prefill=1, decode=1, max_sequences=8, num_blocks=256)
+    found = reports.worker_report(registry.workers()[1])
+    assert found[reports.MAX_SEQUENCES] == 8
+    assert found[reports.MAX_KV_TOKENS] == 256 * registry.workers()[1].block_size
+    assert found[reports.KV_TOKENS] == 0
+
+
+async def test_a_router_reports_what_it_sent_and_for_which_pool_requests_wait() -> None:
+    registry = WorkerRegistry()
+    fill(registry, prefill=1, decode=1, max_sequences=1, num_blocks=256)
+    admission = Admission(registry)
+    first = request(range(40), "first", max_tokens=4)
+    async with admission.slot(first):
+        placement = registry.place(first)
+        assert placement is not None
+        registry.dispatched(placement.prefill or "", first, 40)
+        registry.dispatched(placement.decode, first, 0)
+        found = reports.router_report(admission, registry)
+        assert found[reports.PREFILL_TOKENS] == 40
+        assert found[reports.PREFILL_SECONDS] > 0
+        assert found[reports.WAITING_SEQUENCES] == 0
+        waiting = asyncio.create_task(hold(admission, request(range(24), "second", max_tokens=4)))
+        await asyncio.sleep(0)
+        found = reports.router_report(admission, registry)
+        assert (found[reports.WAITING_SEQUENCES], found[reports.WAITING_KV_TOKENS]) == (1, 28)
+        assert found[reports.WAITING_PREFILL_TOKENS] == 0  # that pool has room
+        waiting.cancel()
+
+
+async def hold(admission: Admission, asked: TokenRequest) -> None:
+    async with admission.slot(asked):
+        raise AssertionError("the only sequence is taken")
+
+
+def test_tandem_serve_refuses_what_only_a_serve_configuration_can_start() -> None:
+    config = load_config(None, {"model": "/models/tiny", "decode": SCALED})
+    with (
+        pytest.raises(InvalidArgument, match="a configuration of Ray Serve starts the service"),
+        start_service(config, "/models/tiny"),
+    ):
+        pass

@@ -1,0 +1,137 @@
+"""Replays public traces in simulated time through pools that the autoscaling policy sizes, and through fixed ones.
+
+    python -m tandem.tests.soak.autoscale ../shared/traces/azure_2023_conversation.csv.gz ...
+
+Workers are made as fast as it takes for the mean load of a trace to need `--mean` of them in each pool, which is also
+how many there are at first. Passes if
+pools that scale serve in time what those serve that always have the most workers, less a small part, with fewer worker
+seconds. In time: it waits for at most so long, and its tokens come as fast as the target asks. Traces:
+AzureLLMInferenceTrace 2023 (Azure/AzurePublicDataset) and Mooncake (kvcache-ai/Mooncake).
+"""
+
+import argparse
+import csv
+import gzip
+import json
+import math
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from tandem.cluster.scaling.config import ScalingConfig
+from tandem.cluster.scaling.policy import DECODE_POOL, PREFILL_POOL
+from tandem.tests.cluster.scaling.simulation import Arrival, Hardware, Outcome, Simulation
+
+HASH_TOKENS: Final = 512  # of the prompt, for each hash id of a Mooncake trace
+TPOT_SECONDS: Final = 0.05
+LATE_TPOT_SECONDS: Final = 0.06  # of a request, which is a mean over steps
+WAIT_SECONDS: Final = 5.0
+LEAST_SEQUENCES: Final = 16  # that a worker decodes at a time
+LOST_SHARE: Final = 0.05
+MOST: Final = 12
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Returns the requests of a trace, the earliest first."""
+    with gzip.open(path, "rt") as file:
+        found = list(_azure(file) if path.name.endswith(".csv.gz") else _mooncake(file))
+    return sorted(found, key=lambda each: each.time)
+
+
+def _azure(lines: Iterator[str]) -> Iterator[Arrival]:
+    first = None
+    for row in csv.DictReader(lines):
+        time = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        first = first or time
+        seconds = (time - first).total_seconds()
+        yield Arrival(time=seconds, prompt=int(row["ContextTokens"]), output=max(int(row["GeneratedTokens"]), 1))
+
+
+def _mooncake(lines: Iterator[str]) -> Iterator[Arrival]:
+    known: set[int] = set()
+    for line in lines:
+        row = json.loads(line)
+        cached = 0
+        for digest in row["hash_ids"]:
+            cached += digest in known
+        known.update(row["hash_ids"])
+        prompt = max(row["input_length"], 1)
+        yield Arrival(
+            time=row["timestamp"] / 1000,
+            prompt=prompt,
+            output=max(row["output_length"], 1),
+            cached=min(cached * HASH_TOKENS, prompt - 1),
+        )
+
+
+def hardware_for(arrivals: list[Arrival], mean: float, start_seconds: float) -> Hardware:
+    """Returns workers of which the mean load needs so many in each pool."""
+    seconds = arrivals[-1].time - arrivals[0].time
+    uncached = sum(each.prompt - each.cached for each in arrivals) / seconds
+    decoding = sum(each.output for each in arrivals) / seconds * TPOT_SECONDS  # sequences at a time
+    length = sum((each.prompt + each.output / 2) * each.output for each in arrivals) / sum(e.output for e in arrivals)
+    sequences = max(decoding / mean, LEAST_SEQUENCES)  # of one worker, with steps of TPOT_SECONDS
+    return Hardware(
+        prefill_rate=uncached / mean,
+        step_fixed=TPOT_SECONDS / 2,
+        step_each=TPOT_SECONDS / 2 / sequences,
+        kv_tokens=max(int(2 * sequences * length), *(2 * (each.prompt + each.output) for each in arrivals)),
+        max_sequences=max(int(4 * sequences), 1),
+        start_seconds=start_seconds,
+    )
+
+
+def compare(arrivals: list[Arrival], hardware: Hardware, first: int) -> bool:
+    """Prints how both kinds of pools did, those that scale from `first` workers on; returns whether these passed."""
+    prefill = ScalingConfig(max_replicas=MOST)
+    decode = ScalingConfig(max_replicas=MOST, tpot_seconds=TPOT_SECONDS)
+    scaled = Simulation(hardware, prefill, decode, first=first).run(arrivals)
+    fixed = Simulation(hardware, MOST, MOST).run(arrivals)
+    small = Simulation(hardware, *(round(_mean(scaled, pool)) for pool in (PREFILL_POOL, DECODE_POOL))).run(arrivals)
+    for name, outcome in (("scaled", scaled), (f"{MOST} of each", fixed), ("the mean of scaled, fixed", small)):
+        print(_line(name, outcome))
+    turns = {pool: scaled.reversals(pool, prefill.down_delay_seconds) for pool in scaled.targets}
+    possible = fixed.in_time(WAIT_SECONDS, LATE_TPOT_SECONDS)
+    lost = len(possible - scaled.in_time(WAIT_SECONDS, LATE_TPOT_SECONDS)) / len(possible)
+    saves = all(scaled.worker_seconds[pool] < fixed.worker_seconds[pool] for pool in scaled.targets)
+    print(f"  late where {MOST} of each are in time: {lost:.1%}; turns within the down delay: {turns}")
+    return lost <= LOST_SHARE and saves
+
+
+def _mean(outcome: Outcome, pool: str) -> float:
+    return outcome.worker_seconds[pool] / outcome.seconds
+
+
+def _line(name: str, outcome: Outcome) -> str:
+    waits, tpots = sorted(outcome.waits), sorted(outcome.tpots)
+    place = int(0.99 * (len(waits) - 1))
+    pools = ", ".join(
+        f"{pool} {_mean(outcome, pool):.1f} (1 to {max(number for _, number in changes)}, {len(changes) - 1} changes)"
+        for pool, changes in outcome.targets.items()
+    )
+    share = len(outcome.in_time(WAIT_SECONDS, LATE_TPOT_SECONDS)) / len(waits)
+    return (
+        f"  {name:26} in time {share:6.1%}, p99 wait {waits[place]:6.2f} s,"
+        f" p99 TPOT {1e3 * tpots[place]:5.1f} ms; {pools}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--mean", type=float, default=3.0, help="workers of each pool that the mean load needs")
+    parser.add_argument("--start-seconds", type=float, default=30.0, help="that a worker takes to start")
+    args = parser.parse_args()
+    passed = True
+    for path in args.traces:
+        arrivals = read_trace(path)
+        print(f"{path.name}: {len(arrivals)} requests in {arrivals[-1].time / 60:.0f} minutes")
+        passed &= compare(arrivals, hardware_for(arrivals, args.mean, args.start_seconds), math.ceil(args.mean))
+    print("passed" if passed else "NOT PASSED")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
