@@ -214,6 +214,7 @@ class TandemConfig(BaseModel):
     # exact: a token's logits do not depend on batch and chunks, so that a stream which is computed again after a fault
     # goes on with the same tokens. CPUs always compute so where our kernels run; on GPUs it takes slower kernels.
     numerics: Literal["exact", "fast"] = "fast"
+    model_impl: Literal["auto", "tandem", "transformers"] = "auto"  # whose code computes; see docs/transformers.md
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
     # Transports of KV cache between workers, preferred to gRPC in this order; each two take the first that both can
@@ -385,8 +386,7 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 
 def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text := repr(value)) <= 80 else text[:77] + "..."
 
 
 def _suggestion(path: tuple[int | str, ...]) -> str:

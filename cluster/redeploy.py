@@ -82,7 +82,8 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
 
 
 def _layout(config: TandemConfig, folder: str) -> bytes:
-    return open_checkpoint(Path(folder), config.quantization).kv_layout(config.dtype).digest
+    checkpoint = open_checkpoint(Path(folder), config.model_impl, quantization=config.quantization)
+    return checkpoint.kv_layout(config.dtype).digest
 
 
 def check_continuity(service: str, running: Continuity, layout: bytes) -> None:

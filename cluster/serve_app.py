@@ -52,7 +52,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     config = load_config(None, args)
     if config.identity_file is None:
         raise InvalidArgument("missing; make one with `tandem key identity`", "identity_file")
-    folder = str(checked_folder(config.model, {role: pool.tp for role, pool in config.pools.items()}))
+    folder = str(checked_folder(config))
     return build_app(config, folder, _nodes(config), config.router.replicas or 1, first_continuity(config, folder))
 
 

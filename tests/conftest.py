@@ -26,6 +26,7 @@ SHARING_PATHS: Final = (
     *(
         "cluster/bench/test_bench_router.py",
         "cluster/cli/test_bad_commands.py",
+        "cluster/cli/test_check.py",
         "cluster/cli/test_drain.py",
         "cluster/cli/test_plan.py",
         "cluster/cli/test_status_page.py",

@@ -40,7 +40,12 @@ ARROWS: dict[str, set[str]] = {
         *("workers.engine", "workers.kv_cache"),
         *(f"workers.model.{name}" for name in ("attention", "config", "layers", "module")),
     },
-    "workers.model.registry": {*(f"workers.model.{name}" for name in ("config", "models", "quant"))},
+    "workers.model.generic": {
+        *("workers.engine", "workers.kv_cache"),
+        *(f"workers.model.{name}" for name in ("attention", "config", "footprint", "layers", "models", "module")),
+        *("workers.model.kernels", "workers.model.parallel", "workers.model.quant"),
+    },
+    "workers.model.registry": {*(f"workers.model.{name}" for name in ("config", "generic", "models", "quant"))},
     "workers.model.loader": {
         *(f"workers.model.{name}" for name in ("checkpoint", "config", "device", "layers", "models", "module")),
         *(f"workers.model.{name}" for name in ("parallel", "registry")),
@@ -78,7 +83,7 @@ ARROWS: dict[str, set[str]] = {
     "cluster.config": {
         *("router.auth", "router.scheduling", "workers.engine", "cluster.scaling.config", "cluster.text_files"),
     },
-    "cluster.store": {"workers.model.footprint", "workers.model.loader"},
+    "cluster.store": {"cluster.config", "workers.model.footprint", "workers.model.loader"},
     "cluster.telemetry": {"router.api", "router.dispatch", "router.scheduling", "router.telemetry"},
     "cluster.scaling.config": set(),
     "cluster.scaling": {"router.scheduling", "cluster.scaling.config"},

@@ -77,7 +77,7 @@ def make_tiny_model(
     tokenizer = make_tokenizer()
     config = _config(family, tokenizer, config_overrides)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    _randomise(model, seed)
+    randomise(model, seed)
     model.to(getattr(torch, dtype))
     special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ def _config(family: str, tokenizer: PreTrainedTokenizerBase, overrides: dict[str
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)

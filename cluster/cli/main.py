@@ -18,7 +18,7 @@ from .drain import drain
 from .eval import eval_app
 from .key import key_app
 from .model import model_app
-from .plan import plan_app
+from .plan import check, plan_app
 from .serve import check_config, serve
 
 app = typer.Typer(
@@ -32,7 +32,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
-for command in (generate, chat, batch, status, dashboard, drain, serve, check_config):
+for command in (generate, chat, batch, status, dashboard, drain, serve, check, check_config):
     app.command()(command)
 app.command(epilog=DEFINITIONS)(bench)
 

@@ -1,7 +1,10 @@
-"""`tandem plan memory`: computes what a model takes on each rank, before anything is started. Imports no Ray."""
+"""`tandem check` and `tandem plan memory`: whether a model would run and what it takes, before anything is started.
+
+Imports no Ray."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Final
 
 import typer
@@ -9,13 +12,14 @@ from rich.table import Table
 
 from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
-from ...workers.model.config import ModelConfig
+from ...workers.model.config import CheckpointError, ModelConfig
 from ...workers.model.footprint import check_config_split, kv_bytes_per_token
 from ..store.store import resolve_model
 from ..tables import make_table, table_console
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 QUANTIZATIONS: Final = ("int8", "int4")
+MODEL_IMPLS: Final = ("auto", "tandem", "transformers")
 GIB: Final = 1024**3
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)
@@ -81,7 +85,7 @@ def memory_command(
     folder = resolve_model(model, progress=True)
     from ...workers.model.loader import open_checkpoint
 
-    config = open_checkpoint(folder, quantization).config
+    config = open_checkpoint(folder, quantization=quantization).config
     rows = [rank_memory(config, each, dtype) for each in tp or (n for n in DEFAULT_TPS if _divides(n, config))]
     budget = None
     if gpu_memory_gb is not None:
@@ -92,6 +96,60 @@ def memory_command(
     for row in rows:
         if budget and row.weights > budget[0]:
             typer.echo(f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit {_size(budget[0])}")
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="What `tandem serve` takes.")],
+    tp: Annotated[list[int] | None, typer.Option(help="Ranks; several times for several rows.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    model_impl: Annotated[str, typer.Option(help="auto, tandem or transformers; see docs/transformers.md.")] = "auto",
+) -> None:
+    """Say whether MODEL would run, and how: by which code, its size, memory on each rank, context.
+
+    Reads config.json and the headers of the weights, no weights. Exit code 0 if it would run, 1 if it is refused; then
+    one line says which file, which field and why.
+    """
+    if dtype not in ITEM_BYTES:
+        raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
+    if model_impl not in MODEL_IMPLS:
+        raise InvalidArgument(f"must be one of {', '.join(MODEL_IMPLS)}", "--model-impl")
+    folder = resolve_model(model, progress=True)
+    from ...workers.model.loader import check_checkpoint, weight_shapes  # with torch, which takes a second
+
+    try:
+        config = check_checkpoint(folder, model_impl)
+        refused = [_refusal(config, each) for each in tp or ()]
+    except CheckpointError as error:
+        typer.echo(f"{model}: refused: {error}")
+        raise typer.Exit(1) from error
+    for reason in filter(None, refused):
+        typer.echo(f"{model}: refused: {reason}")
+        raise typer.Exit(1)
+    num_parameters = sum(map(prod, weight_shapes(config).values()))
+    typer.echo(f"{model}: runs, {_implementation(config)}")
+    typer.echo(
+        f"{num_parameters:,} parameters, stored as {config.dtype}; context of {config.max_position_embeddings:,} tokens"
+    )
+    typer.echo(f"in {dtype}, on each rank:")
+    sizes = tp or [each for each in DEFAULT_TPS if not _refusal(config, each)]
+    table_console().print(memory_table([rank_memory(config, each, dtype) for each in sizes], None))
+    if not config.has_tp_plan:
+        typer.echo(_refusal(config, 2))
+
+
+def _refusal(config: ModelConfig, tp: int) -> str:
+    """Returns why a model cannot be split over so many ranks; empty if it can be."""
+    try:
+        check_config_split(config, tp)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _implementation(config: ModelConfig) -> str:
+    if config.transformers is None:
+        return f"by Tandem's own {config.architecture}"
+    return f"by transformers' {config.architecture} over Tandem's attention"
 
 
 def memory_table(rows: Sequence[RankMemory], budget: tuple[int, int, int] | None) -> Table:

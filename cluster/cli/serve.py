@@ -61,7 +61,7 @@ def serve(
 ) -> None:
     """Serve MODEL until Ctrl-C or SIGTERM; both stop everything within 10 s and end with exit code 0.
 
-    On a cluster, a service of the same name, model and dtype is replaced without an interruption.
+    On a cluster, a service of the same name, model, dtype and quantization is replaced without an interruption.
     Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT http=HOST:PORT ops=HOST:PORT
     With several routers, the addresses of each kind are separated by commas.
     """
@@ -70,9 +70,7 @@ def serve(
         load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
     if checked.router.tls is not None:
         checked.router.tls.files.load()
-    serve_in_foreground(
-        checked, checked_folder(checked.model, {role: pool.tp for role, pool in checked.pools.items()}), address
-    )
+    serve_in_foreground(checked, checked_folder(checked), address)
 
 
 def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:

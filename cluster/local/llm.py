@@ -288,7 +288,7 @@ def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
     from ..store.checked import checked_folder
     from .engine import LocalEngine  # with torch, which takes a second
 
-    folder = checked_folder(config.model, {"decode": config.decode.tp})
+    folder = checked_folder(config)
     loop = LoopThread("tandem-llm")
     try:
         return loop, loop.run(LocalEngine.start(config, folder))

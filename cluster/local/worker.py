@@ -35,6 +35,7 @@ def worker_config(
         quantization=config.quantization,
         device=config.device,
         batch_invariant=config.numerics == "exact",
+        model_impl=config.model_impl,
         block_size=pool.block_size,
         kv_cache_bytes=pool.kv_cache_bytes,
         context_tokens=config.context_tokens,

@@ -1,26 +1,26 @@
 """Resolves MODEL and checks, before anything starts, that it can be served as configured."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.footprint import check_config_split
+from ..config import TandemConfig
 from .store import resolve_model
 
 
-def checked_folder(model: str, tp: Mapping[str, int]) -> Path:
-    """Returns the model's folder, fetched if it has to be, after the check that it can be served, and split over the
-    `tp` ranks of each pool.
+def checked_folder(config: TandemConfig) -> Path:
+    """Returns the model's folder, fetched if it has to be, after the check that it can be served as configured, and
+    split over the ranks of each pool.
 
     Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads."""
-    from ...workers.model.loader import check_checkpoint  # with torch, which takes a second
+    from ...workers.model.loader import open_checkpoint  # with torch, which takes a second
 
-    folder = resolve_model(model, progress=True)
-    checkpoint = check_checkpoint(folder)
+    folder = resolve_model(config.model, progress=True)
+    model = open_checkpoint(folder, config.model_impl, quantization=config.quantization).config
     wrong = []
-    for role, size in tp.items():
+    for role, pool in config.pools.items():
         try:
-            check_config_split(checkpoint, size)
+            check_config_split(model, pool.tp)
         except ValueError as error:
             wrong.append(f"{role}.{error}")
     if wrong:

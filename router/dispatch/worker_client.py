@@ -230,7 +230,8 @@ class WorkerClient:
             await self._receive(call)
         except grpc.aio.AioRpcError as error:
             self._end = _end_of(error)
-            logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
+            if self.heard:  # else the worker is lost already, and this was a probe
+                logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:
             self._break()  # before the first await: a submit that comes now must not wait for ever
             writer.cancel()

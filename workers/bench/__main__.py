@@ -49,7 +49,8 @@ def measure(options: EngineBenchOptions) -> Report:
     if options.model is None:
         config = SHAPES[options.shape or ""]
     else:
-        config = load_model_config(options.model) if options.random_weights else check_checkpoint(options.model)
+        read = load_model_config if options.random_weights else check_checkpoint
+        config = read(options.model, options.model_impl)
     if options.quantization:
         config = replace(config, quantization={"quant_method": options.quantization})
     num_blocks = _check(options, config)
@@ -99,7 +100,7 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
 def _weights(options: EngineBenchOptions) -> ReadWeight:
     if options.random_weights or options.model is None:
         return random_weight
-    return checkpoint_reader(open_checkpoint(options.model))
+    return checkpoint_reader(open_checkpoint(options.model, options.model_impl))
 
 
 def _check(options: EngineBenchOptions, config: ModelConfig) -> int:

@@ -47,6 +47,7 @@ class EngineBenchOptions:
     steps: int
     threads: int | None
     batch_invariant: bool
+    model_impl: str
     profile: bool
     transformers: bool
     plot: Path | None
@@ -100,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
     add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
     add("--batch-invariant", action="store_true", help="on a GPU the kernels of `numerics: exact`")
+    add(
+        "--model-impl", choices=("auto", "tandem", "transformers"), default="auto", help="whose code computes the model"
+    )
     add("--profile", action="store_true", help=f"split the step, at batch {PROFILE_BATCH} too")
     add("--transformers", action="store_true", help="also measure transformers' generate_batch")
     add("--plot", type=_plot_file, metavar="FILE.png", help="draw step time against batch and context")

@@ -5,7 +5,7 @@ Imports no torch and knows nothing of the weights.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +13,7 @@ from typing import Any, Final
 from ..kv_cache.layout import LayerGeometry
 
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
+_CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 _MAX_SIZE: Final = 2**31 - 1
 
 
@@ -81,6 +82,9 @@ class ModelConfig:
     logits_soft_cap: float | None = None
     experts: ExpertsConfig | None = None
     quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization_config; empty is none
+    # The fields of config.json, for a model that runs through transformers' code; None: through a family of ours.
+    transformers: Mapping[str, Any] | None = None
+    has_tp_plan: bool = True  # whether it can be split over ranks at all
     eos_token_ids: tuple[int, ...] = ()
 
 
@@ -95,7 +99,12 @@ def read_fields(folder: Path) -> "Fields":
 
 def read_context_tokens(folder: Path) -> int:
     """Reads the tokens of the model's longest sequence, whatever the family. Raises CheckpointError."""
-    return read_fields(folder).integer("max_position_embeddings")
+    return context_tokens(read_fields(folder))
+
+
+def context_tokens(fields: "Fields") -> int:
+    """Returns the tokens of the longest sequence, by any name that decoders of transformers have for them."""
+    return fields.integer(next(filter(fields.has, _CONTEXT_NAMES), _CONTEXT_NAMES[0]))
 
 
 def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple[int, ...]:
@@ -151,6 +160,10 @@ class Fields:
 
     def error(self, name: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._file}: {self._prefix}{name}: {problem}")
+
+    def items(self) -> ItemsView[str, Any]:
+        """Returns the names and values as they are."""
+        return self._values.items()
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None

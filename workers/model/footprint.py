@@ -9,6 +9,12 @@ def check_config_split(config: ModelConfig, tp: int) -> None:
     """Raises ValueError, with one line for the user, if some layer's heads cannot be split over `tp` ranks."""
     for layer in config.layers:
         check_split(layer.num_heads, layer.num_kv_heads, tp)
+        if config.transformers is not None and layer.num_kv_heads % tp:
+            raise ValueError(
+                f"tp: {tp} does not divide the model's {layer.num_kv_heads} KV heads, as transformers needs"
+            )
+    if tp > 1 and not config.has_tp_plan:
+        raise ValueError(f"tp: {tp}: transformers has no plan to split {config.architecture}, only 1 is possible")
 
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str) -> int:

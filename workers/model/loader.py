@@ -3,7 +3,6 @@
 import math
 import mmap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +15,7 @@ from .layers.linear import BuildOptions
 from .models.family import CausalLM
 from .module import Parameter, WeightSlice, all_parameters
 from .parallel import TensorParallel
-from .registry import find_linear_method, find_model, load_model_config
+from .registry import family_of, find_linear_method, load_model_config, with_quantization
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
 """Copies a slice of a weight into a tensor of the slice's shape, whose dtype may differ from the weight's."""
@@ -42,20 +41,18 @@ def build_model(
         linear_method=find_linear_method(config, batch_invariant=batch_invariant),
         batch_invariant=batch_invariant,
     )
-    return find_model(config.architecture).build(config, options)
+    return family_of(config).build(config, options)
 
 
-def open_checkpoint(folder: Path, quantization: str | None = None) -> Checkpoint:
+def open_checkpoint(folder: Path, model_impl: str = "auto", *, quantization: str | None = None) -> Checkpoint:
     """Checks that the folder holds a model that can be served, and reads the headers of its weights, but no weights.
-    `quantization` is the linear method by which plain weights are kept.
+    `model_impl` as in `find_model`; `quantization` is the linear method by which plain weights are kept.
 
     Raises CheckpointError, one line naming file and tensor or field, if something is missing, truncated or does not
     fit config.json."""
-    config = load_model_config(folder)
+    config = load_model_config(folder, model_impl)
     if quantization is not None:
-        if config.quantization:
-            raise CheckpointError(f"config.json: has a quantization_config, so {quantization} cannot be asked for")
-        config = replace(config, quantization={"quant_method": quantization})
+        config = with_quantization(config, quantization)
     stored = read_tensors(folder)
     tensors: dict[str, StoredTensor] = {}
     for parameter in all_parameters(build_model(config, DTYPES[config.dtype])):
@@ -68,9 +65,9 @@ def open_checkpoint(folder: Path, quantization: str | None = None) -> Checkpoint
     return Checkpoint(folder=folder, config=config, tensors=tensors)
 
 
-def check_checkpoint(folder: Path) -> ModelConfig:
+def check_checkpoint(folder: Path, model_impl: str = "auto") -> ModelConfig:
     """Checks a folder as `open_checkpoint` does and returns its config."""
-    return open_checkpoint(folder).config
+    return open_checkpoint(folder, model_impl).config
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -137,8 +134,8 @@ def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -
 def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch.Tensor:
     # A copy, even where nothing changes: a tensor over the mapped file would die with a truncated file.
     data = _empty(tuple(parameter.data.shape), parameter.data.dtype, device)
-    sizes = [part.local_shape[0] for part in parameter.slices]
-    for part, rows in zip(parameter.slices, torch.split(data, sizes), strict=True):
+    sizes = [part.local_shape[0] for part in parameter.slices if part.shape]
+    for part, rows in zip(parameter.slices, torch.split(data, sizes) if sizes else (data,), strict=True):
         read(part, rows)
     return data
 

@@ -33,8 +33,9 @@ class Parameter:
 
     def __init__(self, *slices: WeightSlice, dtype: torch.dtype) -> None:
         self.slices = slices
-        num_rows = sum(part.local_shape[0] for part in slices)
-        self.data = torch.empty((num_rows, *slices[0].local_shape[1:]), dtype=dtype, device="meta")
+        first = slices[0].local_shape
+        shape = (sum(part.local_shape[0] for part in slices), *first[1:]) if first else ()
+        self.data = torch.empty(shape, dtype=dtype, device="meta")
         self.num_bytes = self.data.nbytes  # that are held of it once it is loaded and processed
 
 

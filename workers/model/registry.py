@@ -68,13 +68,23 @@ alone and beside others, through a transfer, split over ranks.
 """
 
 
-def find_model(architecture: str) -> ModelFamily:
-    """Returns the family of an architecture. Raises CheckpointError if there is none."""
+def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
+    """Returns the family of an architecture, or that of all decoders of transformers: with "auto" where there is none
+    of its own. Raises CheckpointError if there is none and `model_impl` is "tandem"."""
     family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
+    if model_impl == "transformers" or (family is None and model_impl == "auto"):
+        from .generic.causal_lm import TRANSFORMERS  # with transformers, which takes seconds
+
+        return TRANSFORMERS
     if family is None:
         supported = ", ".join(MODELS)
         raise CheckpointError(f"config.json: architectures: {architecture!r} is not supported, only {supported}")
     return family
+
+
+def family_of(config: ModelConfig) -> ModelFamily:
+    """Returns the family that has parsed a model's config."""
+    return find_model(config.architecture, "tandem" if config.transformers is None else "transformers")
 
 
 def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) -> LinearMethodOf:
@@ -90,21 +100,32 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
     return partial(method.for_layer, config.quantization)
 
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Reads config.json and, for the end-of-sequence tokens, generation_config.json.
+def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
+    """Returns the config of the model with its plain weights rounded when they are loaded. Raises CheckpointError if
+    they are not plain, or if the model runs by transformers' code."""
+    if config.quantization:
+        raise CheckpointError(f"config.json: has a quantization_config, so {quant_method} cannot be asked for")
+    if config.transformers is not None:
+        text = f"runs by transformers' code, whose weights stay as they are: {quant_method} cannot be asked for"
+        raise CheckpointError(f"config.json: architectures: {config.architecture!r} {text}")
+    return replace(config, quantization={"quant_method": quant_method})
+
+
+def load_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:
+    """Reads config.json and, for the end-of-sequence tokens, generation_config.json. `model_impl` as in `find_model`.
 
     Raises CheckpointError if the folder or a field is missing, ill-typed, out of bounds or not supported."""
     fields = read_fields(folder)
-    config = parse_model_config(fields)
+    config = parse_model_config(fields, model_impl)
     return replace(config, eos_token_ids=read_eos_token_ids(folder, fields, config.vocab_size))
 
 
-def parse_model_config(fields: Fields) -> ModelConfig:
+def parse_model_config(fields: Fields, model_impl: str = "auto") -> ModelConfig:
     """Lets the family of the fields' architecture parse them. Raises CheckpointError as `load_model_config`."""
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", f"must be one name, is {names!r:.60}")
-    config = find_model(names[0]).parse_config(fields)
+    config = find_model(names[0], model_impl).parse_config(fields)
     find_linear_method(config)
     return config
 

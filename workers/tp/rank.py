@@ -33,6 +33,7 @@ class RankConfig:
     quantization: str | None = None  # see `open_checkpoint`
     device: str = "cpu"
     batch_invariant: bool = False  # see `ModelRunner.load`
+    model_impl: str = "auto"  # see `registry.find_model`
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30  # of this rank
     context_tokens: int | None = None  # None takes the model's
@@ -82,7 +83,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes holds no block or the model cannot be split
     into group.size parts, RuntimeError if the group's ranks do not come."""
     torch.set_num_threads(config.num_threads or available_cores())
-    checkpoint = open_checkpoint(Path(config.model), config.quantization)
+    checkpoint = open_checkpoint(Path(config.model), config.model_impl, quantization=config.quantization)
     model = checkpoint.config
     tp = group.size if group else 1
     num_blocks = config.kv_cache_bytes // (config.block_size * kv_bytes_per_token(model, tp, config.dtype))

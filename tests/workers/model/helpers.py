@@ -156,9 +156,10 @@ def load(
     block_size: int = 16,
     device: str = "cpu",
     batch_invariant: bool = False,
+    model_impl: str = "auto",
 ) -> ModelRunner:
     return ModelRunner.load(
-        open_checkpoint(folder),
+        open_checkpoint(folder, model_impl),
         dtype=dtype,
         device=device,
         num_blocks=num_blocks,

@@ -128,7 +128,7 @@ def toy_greedy(folder: Path, tokens: list[int], num_tokens: int) -> list[int]:
 
 def test_a_family_from_outside_generates(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and split over ranks; checkpoint check and memory plan come with the tree."""
-    with pytest.raises(CheckpointError, match="'ToyForCausalLM' is not supported"):
+    with pytest.raises(CheckpointError, match="'ToyForCausalLM' is no decoder that transformers"):
         check_checkpoint(toy_folder)
     monkeypatch.setitem(registry.MODELS, "ToyForCausalLM", TOY)
     expected = toy_greedy(toy_folder, prompt(30), 12)

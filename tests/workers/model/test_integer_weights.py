@@ -13,6 +13,7 @@ from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.loader import open_checkpoint, rank_weight_bytes
 from tandem.workers.model.quant.integer import BITS, restore_weight, round_weight
+from tandem.workers.model.registry import with_quantization
 from tandem.workers.model.runner import ModelRunner
 
 from .helpers import Driver, prompt, reference, reference_greedy
@@ -76,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, quantization: str, dtype: str) -> ModelRunner:
-    checkpoint = open_checkpoint(folder, quantization)
+    checkpoint = open_checkpoint(folder, quantization=quantization)
     return ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=64, block_size=16)
 
 
@@ -112,14 +113,15 @@ def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path, quantization: st
 
 
 def test_rounded_weights_take_fewer_bytes_and_have_caches_of_their_own(folder: Path) -> None:
-    plain, *rounded = (open_checkpoint(folder, quantization) for quantization in (None, *BITS))
+    plain, *rounded = (open_checkpoint(folder, quantization=quantization) for quantization in (None, *BITS))
     sizes = [rank_weight_bytes(each.config, "bfloat16", 1, 0) for each in (plain, *rounded)]
     assert sizes == sorted(sizes, reverse=True)
     assert len({each.kv_layout("bfloat16").digest for each in (plain, *rounded)}) == 3
 
 
-def test_a_checkpoint_with_a_format_of_its_own_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = open_checkpoint(folder, "int8").config
-    monkeypatch.setattr("tandem.workers.model.loader.load_model_config", lambda folder: config)
+def test_what_cannot_be_rounded_is_refused(folder: Path) -> None:
+    rounded = open_checkpoint(folder, quantization="int8").config
     with pytest.raises(CheckpointError, match="has a quantization_config, so int4 cannot be asked for"):
-        open_checkpoint(folder, "int4")
+        with_quantization(rounded, "int4")
+    with pytest.raises(CheckpointError, match="runs by transformers' code, whose weights stay as they are"):
+        open_checkpoint(folder, "transformers", quantization="int4")

@@ -17,6 +17,9 @@ _MAX_ARGS: Final = 16  # as in team.c
 _ALIGNMENT: Final = 64  # bytes
 _ALLOCATIONS: Final = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
+OPERATORS: Final[dict[Any, Callable[..., torch.Tensor]]] = {}
+"""What torch computes, by the kernels that compute the same while a program is recorded; see `elementwise`."""
+
 Argument = torch.Tensor | int | float | None
 
 
@@ -90,6 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[_Call, tuple[Argument, ...]]] = []
         self._allocated: list[torch.Tensor] = []
+        self._bases: set[int] = set()
         self._marks: list[int] = []
 
     def __enter__(self) -> "Recorder":
@@ -102,12 +106,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _recorder.reset(self._token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {})) if func.is_view or func in _ALLOCATIONS else None
-        if result is None:
+        is_known = func.is_view or func in _ALLOCATIONS
+        if not is_known and (func not in OPERATORS or not self._has_step(args)):
             raise NotImplementedError(f"no kernel for {func}")
+        result = (func if is_known else OPERATORS[func])(*args, **(kwargs or {}))
         if not func.is_view:
             self._allocated.append(result)
+            self._bases.add(_base(result))
         return result
+
+    def _has_step(self, args: Any) -> bool:
+        """Returns whether some tensor was made by this step: what was not has no rows for its tokens."""
+        flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
+        return any(isinstance(each, torch.Tensor) and _base(each) in self._bases for each in flat)
 
     def mark(self) -> None:
         """Lets `Program.run` stop here."""
@@ -119,6 +130,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Memory is used again by calls that come at least `reuse_distance` calls after its last use, or only by the next
         run: the larger, the longer a thread may be late and nobody waits for it."""
+        if any(made.rows % max_rows for made, _ in self.calls):
+            raise NotImplementedError("some call has no rows for the step's tokens")
         buffers = self._buffers()
         num_calls = len(self.calls)
         offsets = _place(list(buffers.values()), reuse_distance or num_calls)

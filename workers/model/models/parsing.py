@@ -58,7 +58,7 @@ def parse_decoder_config(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
-        dtype=_dtype(fields),
+        dtype=parse_dtype(fields),
         activation=_ACTIVATIONS[name],
         quantization=fields.mapping("quantization_config"),
     )
@@ -112,7 +112,8 @@ def parse_rope(
     return parsers[kind](rope, theta, original, max_position, rotated)
 
 
-def _dtype(fields: Fields) -> str:
+def parse_dtype(fields: Fields) -> str:
+    """Returns the dtype that the checkpoint declares. Raises CheckpointError."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     dtype = fields.text(name, "float32")
     if dtype not in ("float32", "bfloat16", "float16"):

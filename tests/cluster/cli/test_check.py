@@ -1,0 +1,86 @@
+"""`tandem check`: what it says of folders that would run, and of broken ones."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cluster.cli.main import app
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
+
+
+def check(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check", *args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_a_model_with_code_of_ours(tmp_path: Path) -> None:
+    code, text = check(str(make_tiny_model(tmp_path)), "--dtype", "float32")
+    assert code == 0
+    assert f"{tmp_path}: runs, by Tandem's own LlamaForCausalLM" in text
+    assert "parameters, stored as float32; context of 2,048 tokens" in text
+    assert "512 B" in text  # keys and values of 2 KV heads x 16 x 4 bytes, in 2 layers
+
+
+def test_a_model_with_code_of_transformers(tmp_path: Path) -> None:
+    code, text = check(str(make_tiny_decoder(tmp_path, "cohere")))
+    assert code == 0
+    assert "runs, by transformers' CohereForCausalLM over Tandem's attention" in text
+    assert check(str(tmp_path), "--model-impl", "tandem")[0] == 1
+
+
+def test_a_model_without_a_plan_says_so(tmp_path: Path) -> None:
+    folder = str(make_tiny_decoder(tmp_path, "gpt2"))
+    code, text = check(folder)
+    assert (code, "transformers has no plan to split GPT2LMHeadModel, only 1 is possible" in text) == (0, True)
+    assert check(folder, "--tp", "2")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("truncated", "model.safetensors: .*truncated"),
+        ("shape", "model.safetensors: .*shape is .* config.json asks for"),
+        ("shard", "model-00002-of-00002.safetensors: cannot be read"),
+        ("weights", "model.safetensors: not found"),
+        ("json", "config.json: not valid JSON"),
+        ("mamba", "config.json: .*keeps state beside KV cache"),
+        ("tokenizer", "tokenizer.json: not found"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "cohere"])
+def test_a_broken_folder_is_refused_by_file_field_and_reason(
+    tmp_path: Path, kind: str, damage: str, reason: str
+) -> None:
+    folder = make_tiny_decoder(tmp_path, kind)
+    break_folder(folder, damage)
+    result = CliRunner().invoke(app, ["check", str(folder)])
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"{folder}: refused: ")
+    assert re.search(reason, line), line
+
+
+def break_folder(folder: Path, damage: str) -> None:
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    fields = json.loads(config.read_text())
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "shape":
+        config.write_text(json.dumps(fields | {"intermediate_size": 112}))
+    elif damage == "shard":
+        weights.rename(folder / "model-00001-of-00002.safetensors")
+        index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif damage == "weights":
+        weights.unlink()
+    elif damage == "json":
+        config.write_text("{")
+    elif damage == "mamba":
+        config.write_text(json.dumps({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}))
+    elif damage == "tokenizer":
+        (folder / "tokenizer.json").unlink()

@@ -1,0 +1,81 @@
+"""`python -m tandem.tests.decoders_page` tests every decoder of the table and writes docs/transformers.md; minutes."""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+import torch
+import transformers
+
+from tandem.tests.source import ROOT
+from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
+from tandem.tests.workers.model import decoder_checks as checks
+
+PAGE: Final = ROOT / "docs" / "transformers.md"
+
+_HEAD: Final = """# Decoders of transformers
+
+Written by `python -m tandem.tests.decoders_page`. `tandem check MODEL` says whether and how a model would run.
+
+Any decoder of transformers (tested with {version}) without a file of its own in Tandem ([models.md](models.md)) runs \
+through its own modelling code, with the attention replaced by Tandem's, over the paged KV cache: chunked prefill, \
+prefix cache, KV transfer and tensor parallelism are the same. `model_impl` chooses, as vLLM's option of this name: \
+`auto` (default) takes Tandem's own code where there is some, `tandem` refuses what has none, `transformers` takes \
+transformers' always.
+
+- Code that lies in a model's folder is never run.
+- Weights are converted as transformers converts them.
+- Several ranks where transformers has a plan (`base_model_tp_plan`) and `tp` divides the KV heads.
+- Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, convolutions), encoders, \
+images and sound, attention with a mask of the model's own (ALiBi, sparse), quantised weights.
+- LongRoPE takes its long factors for every prompt of a model whose context is beyond the original one, as vLLM does.
+
+Each of these is tested as a tiny random model: logits in float32 within 1e-4 of transformers' for prompts of 1 to 300 \
+tokens, whole, in chunks and beside others; greedy tokens equal alone, after a KV transfer from one worker to another, \
+and over two ranks where there is a plan. `make matrix` tests all of them, `make test` some.
+
+| architecture | `model_type` | largest difference of a logit | after a KV transfer | two ranks |
+|---|---|---|---|---|
+"""
+
+
+def main() -> int:
+    """Returns 1 if a decoder fails, and then leaves the page as it is."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        rows = list(pool.map(table_row, sorted(DECODERS)))
+    if failed := [row for row in rows if "differ" in row]:
+        print(*failed, sep="\n", file=sys.stderr)
+        return 1
+    write(rows)
+    return 0
+
+
+def write(rows: Sequence[str]) -> None:
+    head = _HEAD.format(version=transformers.__version__)
+    PAGE.write_text(head + "\n".join(rows) + "\n")
+
+
+def table_row(kind: str) -> str:
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_tiny_decoder(Path(name), kind)
+        difference = checks.logit_difference(folder)
+        expected = checks.greedy_tokens(folder)
+        alone = checks.tokens_alone(checks.load_generic(folder)) == expected
+        moved = alone and checks.tokens_after_transfer(folder) == expected
+        split = checks.tokens_of_two_ranks(folder)
+        architecture = checks.architecture(folder)
+    cells = [
+        f"{difference:.0e}" if difference <= checks.TOLERANCE else f"{difference:.0e}: differ",
+        "equal" if moved else "differ",
+        "no plan" if split is None else "equal" if split == [expected] * 2 else "differ",
+    ]
+    print(kind, *cells, flush=True)
+    return f"| {architecture} | {kind} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

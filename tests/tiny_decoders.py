@@ -1,0 +1,81 @@
+"""The decoders of transformers that the Transformers implementation is tested with, each as a tiny random model."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+
+from tandem.tests.tiny import randomise
+from tandem.tests.tiny_tokenizer import VOCAB_SIZE, make_tokenizer
+
+_COMMON: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": None,
+}
+_EXPERTS: Final[dict[str, Any]] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+_LATENT: Final[dict[str, Any]] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+}
+_ALTERNATING: Final[dict[str, Any]] = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+_PLAIN: Final = (
+    *("apertus", "arcee", "biogpt", "bitnet", "cohere", "cwm", "ernie4_5", "exaone4", "flint", "gemma", "glm", "glm4"),
+    *("gpt2", "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "laguna"),
+    *("llama", "mellum", "nemotron", "olmo2", "opt", "phi3", "qwen2", "stablelm", "starcoder2"),
+)
+_WINDOWED: Final = ("cohere2", "gemma2", "gemma3_text", "granite_swa", "ministral", "mistral")
+_SPARSE: Final = (
+    *("afmoe", "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "gpt_oss"),
+    *("granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "qwen3_moe"),
+)
+
+DECODERS: Final[dict[str, dict[str, Any]]] = {
+    **{kind: {} for kind in _PLAIN},
+    **dict.fromkeys(_WINDOWED, _ALTERNATING),
+    **dict.fromkeys(_SPARSE, _EXPERTS),
+    "deepseek_v2": _EXPERTS | _LATENT,
+    "deepseek_v3": _EXPERTS | _LATENT,
+    "glm4_moe_lite": _EXPERTS | _LATENT,
+}
+"""By `model_type`: what is set beside what all have."""
+
+
+def make_tiny_decoder(folder: Path, kind: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a random model of a `model_type` of transformers into `folder` (made if missing); returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = CONFIG_MAPPING[kind](**(_COMMON | special | DECODERS.get(kind, {}) | overrides))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    randomise(model, seed)
+    model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    return folder

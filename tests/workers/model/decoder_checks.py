@@ -1,0 +1,99 @@
+"""What holds for a decoder that runs through transformers' code: it gives what transformers gives."""
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+from tandem.tests.workers.model.helpers import (
+    Driver,
+    load,
+    prompt,
+    recorded_logits,
+    reference,
+    reference_greedy,
+    reference_logits,
+)
+from tandem.tests.workers.model.test_parallel import on_ranks
+from tandem.tests.workers.spans import span
+from tandem.workers.model.loader import open_checkpoint
+from tandem.workers.model.runner import ModelRunner
+
+TOLERANCE: Final = 1e-4
+_LENGTHS: Final = (1, 2, 17, 63, 130, 300)
+_GREEDY: Final = ((1, 1), (16, 2), (63, 3), (300, 4))  # tokens of each prompt, and its seed
+_NUM_TOKENS: Final = 12
+
+
+def load_generic(folder: Path) -> ModelRunner:
+    return load(folder, model_impl="transformers")
+
+
+def logit_difference(folder: Path) -> float:
+    """The largest difference to transformers' logits: whole prompts, chunks, and chunks beside decodes."""
+    model, driver = reference(folder), Driver(load_generic(folder))
+    differences = []
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        for length in _LENGTHS:
+            ids = prompt(length)
+            expected = reference_logits(model, ids)
+            for chunk in dict.fromkeys((7 if length < 100 else 64, length)):
+                ends = [min(start + chunk, length) for start in range(0, length, chunk)]
+                with recorded_logits(patch) as logits:
+                    for start, end in zip([0, *ends], ends, strict=False):
+                        driver.run(driver.step(1, ids[start:end], start))
+                driver.drop(1)
+                differences.append(torch.cat(logits) - expected[[end - 1 for end in ends]])
+        first, second, third = prompt(45, 1), prompt(33, 2), prompt(20, 3)
+        with recorded_logits(patch) as logits:
+            driver.run(driver.step(1, first[:40], 0), driver.step(2, second[:7], 0))
+            driver.run(driver.step(1, first[40:41], 40), driver.step(2, second[7:], 7), driver.step(3, third[:1], 0))
+            driver.run(driver.step(1, first[41:42], 41), driver.step(3, third[1:2], 1))
+        rows = {
+            1: reference_logits(model, first),
+            2: reference_logits(model, second),
+            3: reference_logits(model, third),
+        }
+        seen = [(1, 39), (2, 6), (1, 40), (2, 32), (3, 0), (1, 41), (3, 1)]
+        differences.append(torch.cat(logits) - torch.stack([rows[number][row] for number, row in seen]))
+    return max(float(each.abs().max()) for each in differences)
+
+
+def greedy_tokens(folder: Path) -> list[list[int]]:
+    model = reference(folder)
+    return [reference_greedy(model, prompt(length, seed), _NUM_TOKENS) for length, seed in _GREEDY]
+
+
+def tokens_alone(runner: ModelRunner) -> list[list[int]]:
+    driver = Driver(runner)
+    return [driver.generate(index, prompt(*each), _NUM_TOKENS) for index, each in enumerate(_GREEDY)]
+
+
+def tokens_after_transfer(folder: Path) -> list[list[int]]:
+    """Prefilled by one runner, decoded by another from its KV cache."""
+    source, target = Driver(load_generic(folder)), Driver(load_generic(folder), seed=1)
+    found = []
+    for index, each in enumerate(_GREEDY):
+        ids = prompt(*each)
+        tokens = source.run(source.step(index, ids, 0))
+        step = target.step(index, tokens, len(ids))
+        for layer in range(source.runner.kv.layout.num_layers):
+            moved = source.runner.kv.read(source.tables[index], span(source.runner.kv, 0, len(ids), layer, 1))
+            target.runner.kv.write(target.tables[index], span(target.runner.kv, 0, len(ids), layer, 1), moved)
+        tokens += target.run(step)
+        while len(tokens) < _NUM_TOKENS:
+            tokens += target.run(target.step(index, tokens[-1:], len(ids) + len(tokens) - 1))
+        found.append(tokens)
+    return found
+
+
+def tokens_of_two_ranks(folder: Path) -> list[list[list[int]]] | None:
+    """None if transformers has no plan to split the model."""
+    if not open_checkpoint(folder, "transformers").config.has_tp_plan:
+        return None
+    return on_ranks(folder, 2, tokens_alone, model_impl="transformers")
+
+
+def architecture(folder: Path) -> str:
+    return open_checkpoint(folder, "transformers").config.architecture

@@ -1,0 +1,139 @@
+"""Decoders that run through transformers' code: equality with transformers, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tandem.tests.decoders_page import PAGE
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
+from tandem.tests.workers.model import decoder_checks as checks
+from tandem.tests.workers.model.helpers import load, mixed_steps, recorded_logits
+from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.footprint import check_config_split
+from tandem.workers.model.kernels import cpu
+from tandem.workers.model.loader import open_checkpoint
+
+# Learned activations, windows, latent attention, soft caps, experts, learned positions, sinks, scales of all kinds.
+SAMPLE = ("apertus", "cohere2", "deepseek_v3", "gemma2", "glm4_moe", "gpt2", "gpt_oss", "granitemoe")
+OTHERS = [pytest.param(kind, marks=pytest.mark.matrix) for kind in sorted(DECODERS) if kind not in SAMPLE]
+
+
+@pytest.mark.parametrize("kind", [*SAMPLE, *OTHERS])
+def test_a_decoder_of_transformers_gives_what_transformers_gives(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_decoder(tmp_path, kind)
+    assert checks.logit_difference(folder) <= checks.TOLERANCE
+    expected = checks.greedy_tokens(folder)
+    assert checks.tokens_alone(checks.load_generic(folder)) == expected
+    assert checks.tokens_after_transfer(folder) == expected
+    assert checks.tokens_of_two_ranks(folder) in (None, [expected] * 2)
+
+
+def test_the_page_lists_every_decoder_that_is_tested() -> None:
+    listed = [
+        line.split(" | ")[1]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| ") and "model_type" not in line
+    ]
+    assert listed == sorted(DECODERS)
+    assert len(DECODERS) >= 40
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mamba2", "keeps state beside KV cache"),
+        ("qwen3_next", "keeps state beside KV cache"),
+        ("lfm2", "keeps state beside KV cache"),
+        ("bloom", "of them attend|cannot be traced"),
+        ("whisper", "models with an encoder are not supported"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_its_config_alone(tmp_path: Path, kind: str, reason: str) -> None:
+    write_config(tmp_path, kind)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        open_checkpoint(tmp_path)
+    assert str(caught.value).startswith("config.json: ")
+
+
+def write_config(folder: Path, kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name]}, default=str))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "gone"}, "model_type: 'gone' is not known to transformers"),
+        ({"model_type": None}, "model_type: is missing"),
+        ({"architectures": ["CohereForConditionalGeneration"]}, "architectures: .* is no decoder"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: "),
+        ({"num_experts": 10**9}, "num_experts: must be at most"),
+        ({"hidden_size": "wide"}, "hidden_size: not valid to transformers' CohereConfig"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers: must be an integer from 1 to"),
+        ({"layer_norm_eps": []}, "layer_norm_eps: not valid"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings: must be an integer"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    folder = make_tiny_decoder(tmp_path, "cohere")
+    change_config(folder, **change)
+    with pytest.raises(CheckpointError, match=f"config.json: {reason}"):
+        open_checkpoint(folder)
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    folder = make_tiny_decoder(tmp_path, "cohere")
+    change_config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"})
+    (folder / "modeling.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    load(folder)
+    change_config(folder, model_type="mine", architectures=["Model"])
+    with pytest.raises(CheckpointError, match="model_type: 'mine' is not known"):
+        open_checkpoint(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_a_model_without_a_plan_is_for_one_rank(tmp_path: Path) -> None:
+    config = open_checkpoint(make_tiny_decoder(tmp_path, "gpt2")).config
+    check_config_split(config, 1)
+    with pytest.raises(ValueError, match="transformers has no plan to split GPT2LMHeadModel, only 1 is possible"):
+        check_config_split(config, 2)
+
+
+def test_ours_is_taken_where_there_is_one(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    assert open_checkpoint(folder).config.transformers is None
+    assert open_checkpoint(folder, "transformers").config.transformers is not None
+    with pytest.raises(CheckpointError, match="'CohereForCausalLM' is not supported, only "):
+        open_checkpoint(make_tiny_decoder(tmp_path / "cohere", "cohere"), "tandem")
+
+
+@pytest.mark.skipif(
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
+)
+def test_steps_of_transformers_code_are_recorded_as_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give what the same code computes call by call, but for what torch rounds otherwise."""
+    folder = make_tiny_decoder(tmp_path, "llama", hidden_size=256, head_dim=64)
+    results = []
+    for is_recorded in (True, False):
+        runner = load(folder, dtype="bfloat16", model_impl="transformers")
+        assert None not in (runner._decodes, runner._tokens)
+        if not is_recorded:
+            runner._decodes = runner._tokens = None
+        with recorded_logits(monkeypatch) as logits:
+            tokens = mixed_steps(runner)
+        results.append((tokens, torch.cat(logits).float()))
+    (tokens, logits_of_program), (expected, logits_of_calls) = results
+    assert tokens == expected
+    assert (logits_of_program - logits_of_calls).abs().max() < 0.1

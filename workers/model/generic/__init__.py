@@ -1,0 +1,1 @@
+"""Runs decoders that have no file here through transformers' own modelling code, over our paged attention."""

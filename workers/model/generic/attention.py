@@ -1,0 +1,202 @@
+"""The attention function that transformers' modules call: traces what they ask for, then attends over paged KV.
+
+Registered by transformers' `AttentionInterface`. For a name that is not one of its own masks transformers makes none:
+sequences lie one after the other in a batch of one row, and only the step knows them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from ...engine.plan import OnLayers
+from ...kv_cache.layout import LayerGeometry
+from ..attention.backend import AttentionOptions, StepAttention
+from ..config import CheckpointError, Fields
+from ..parallel import TensorParallel
+
+ATTENTION: Final = "tandem"
+_IGNORED: Final = {
+    *("dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep", "deterministic"),
+}  # arguments that change nothing here
+_UNDERSTOOD: Final = {"scaling", "sliding_window", "softcap", "s_aux", "sinks"}
+_NUM_LAYER_GROUPS: Final = 4  # parts of a step whose KV cache may be sent while the next part is computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """Describes the attention of one layer: the module that calls it, and how."""
+
+    module: nn.Module
+    geometry: LayerGeometry
+
+
+_Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""query [1, num_heads, num_tokens, head_dim], key and value [1, num_kv_heads, num_tokens, head_dim]"""
+
+_Attend = Callable[[nn.Module, _Heads, torch.Tensor | None, dict[str, Any]], torch.Tensor]
+"""Maps a module's heads, mask and options to [1, num_tokens, num_heads, head_dim]."""
+
+_handler: ContextVar[_Attend] = ContextVar("attention")
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attends as transformers' attention functions do, which return the weights, too."""
+    return _handler.get()(module, (query, key, value), attention_mask, options), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+@contextmanager
+def attend_by(handler: _Attend) -> Iterator[None]:
+    """Lets the modules that this thread calls attend by `handler`."""
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+
+
+class PagedLayers:
+    """Attends in the layers of one model over the paged KV cache of a rank."""
+
+    def __init__(self, layers: Sequence[AttentionLayer], tp: TensorParallel) -> None:
+        self._tp = tp
+        self._layers = {id(layer.module): (index, layer) for index, layer in enumerate(layers)}
+        self._options: dict[int, AttentionOptions] = {}
+        self._layers_a_group = -(-len(layers) // _NUM_LAYER_GROUPS)
+
+    def step(self, attention: StepAttention, on_layers: OnLayers | None) -> AbstractContextManager[None]:
+        """Lets the modules attend in a step. `on_layers` as in `CausalLM.__call__`."""
+
+        def attend(
+            module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]
+        ) -> torch.Tensor:
+            index, layer = self._layers[id(module)]
+            if on_layers and index and index % self._layers_a_group == 0:
+                on_layers(index)
+            if index not in self._options:
+                self._options[index] = self._read_options(options, layer.geometry, heads[0].shape[3])
+            return self._attend(attention, index, layer.geometry, heads)
+
+        return attend_by(attend)
+
+    def _attend(self, attention: StepAttention, index: int, layer: LayerGeometry, heads: _Heads) -> torch.Tensor:
+        query, key, value = (each[0].transpose(0, 1) for each in heads)  # [num_tokens, heads, head_dim]
+        is_whole = self._tp.size > 1 and query.shape[1] == layer.num_heads
+        if is_whole:  # the plan leaves the projections whole: each rank attends for its part of the heads
+            slots = list(self._tp.kv_heads(layer))
+            query, key, value = query[:, self._tp.query_heads(layer)], key[:, slots], value[:, slots]
+        query_dim, value_dim, dim = query.shape[2], value.shape[2], layer.head_dim
+        if query_dim < dim or value_dim < dim:
+            query, key, value = (functional.pad(each, (0, dim - each.shape[2])) for each in (query, key, value))
+        result = attention(index, query.contiguous(), key.contiguous(), value.contiguous(), self._options[index])
+        result = result.view(len(query), -1, dim)[..., :value_dim]
+        if is_whole and self._tp.group:
+            result = torch.cat(self._tp.group.all_gather(result.contiguous()), dim=1)
+        return result[None]
+
+    def _read_options(self, options: dict[str, Any], layer: LayerGeometry, query_dim: int) -> AttentionOptions:
+        sinks = options.get("s_aux") if options.get("sinks") is None else options["sinks"]
+        if sinks is not None:
+            sinks = sinks.float().flatten()
+            if self._tp.size > 1 and len(sinks) == layer.num_heads:
+                sinks = sinks[self._tp.query_heads(layer)].contiguous()
+        scale = options.get("scaling") or query_dim**-0.5
+        return AttentionOptions(scale=scale, soft_cap=options.get("softcap") or None, sinks=sinks)
+
+
+def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]:
+    """Runs a model on `meta`, and returns the attention layers as their modules call them.
+
+    Raises CheckpointError if one asks for what our attention does not have."""
+    layers: list[AttentionLayer] = []
+
+    def trace(module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
+        if any(layer.module is module for layer in layers):
+            raise fields.error("architectures", "layers that share one attention module are not supported")
+        if mask is not None:
+            raise fields.error("architectures", "attention with a mask of its own is not supported")
+        layers.append(AttentionLayer(module=module, geometry=_geometry(len(layers), heads, options, model.config)))
+        _check_options(module, options, fields)
+        query, _, value = heads
+        return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    hooks = ExitStack()
+    try:
+        with hooks, attend_by(trace):
+            _keep_shapes(model, hooks)
+            model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        problem = f"transformers' {type(model).__name__} cannot be traced ({type(error).__name__})"
+        raise fields.error("architectures", problem) from error
+    return layers
+
+
+def _keep_shapes(model: nn.Module, undo: ExitStack) -> None:
+    """Lets a part that needs numbers, which `meta` has not, such as a router of tokens to experts, return its input:
+    the trace only follows shapes."""
+    for module in model.modules():
+        if module is model:
+            continue
+
+        def forward(*args: Any, _plain: Callable[..., Any] = module.forward, **kwargs: Any) -> Any:
+            try:
+                return _plain(*args, **kwargs)
+            except CheckpointError:
+                raise
+            except Exception:
+                given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
+                if given is None:
+                    raise
+                return given
+
+        had_own = vars(module).get("forward")
+        module.forward = forward
+        undo.callback(*((setattr, module, "forward", had_own) if had_own else (delattr, module, "forward")))
+
+
+def _check_options(module: nn.Module, options: dict[str, Any], fields: Fields) -> None:
+    asked = {name for name, given in options.items() if given is not None and given is not False}
+    if asked := asked - _IGNORED - _UNDERSTOOD:
+        raise fields.error("architectures", f"attention with {', '.join(sorted(asked))} is not supported")
+    if not isinstance(options.get("scaling", 1.0), float | int | None):
+        raise fields.error("architectures", "attention whose scale is learned is not supported")
+    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise fields.error("architectures", "attention to later tokens is not supported")
+
+
+def _geometry(index: int, heads: _Heads, options: dict[str, Any], config: Any) -> LayerGeometry:
+    query, key, value = heads
+    return LayerGeometry(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=max(key.shape[3], value.shape[3]),
+        window=_window(index, options, config),
+    )
+
+
+def _window(index: int, options: dict[str, Any], config: Any) -> int | None:
+    """Returns the window of a layer; some modules leave it to the mask of their layer's type, which we do not have."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[index] == "full_attention":
+        return None
+    window = options.get("sliding_window") or (getattr(config, "sliding_window", None) if kinds else None)
+    return int(window) if window else None

@@ -1,0 +1,164 @@
+"""Makes a transformers decoder a `CausalLM`: a flat batch as one row, our attention, weights that our loader reads."""
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...engine.plan import OnLayers
+from ..attention.backend import StepAttention
+from ..config import Fields, ModelConfig, context_tokens
+from ..footprint import check_config_split
+from ..layers.linear import BuildOptions
+from ..models.family import CausalLM, ModelFamily
+from ..models.parsing import parse_dtype
+from ..module import Module, Parameter, WeightSlice
+from ..parallel import TensorParallel
+from .attention import PagedLayers
+from .buffers import fill_buffers
+from .definition import build_on_meta
+from .fused import use_kernels
+from .tensor_parallel import TpPlan
+from .weights import WeightGroup, find_weight_groups
+
+
+class _Source(Module):
+    """Holds what a rank needs of one tensor of the checkpoint."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.weight = parameter
+
+
+class _Weights(Module):
+    """Holds the sources of some weights until they are loaded, and then gives them to the transformers model."""
+
+    def __init__(self, model: PreTrainedModel, group: WeightGroup, plan: TpPlan) -> None:
+        self._model, self._group, self._plan = model, group, plan
+        slices = [plan.slices(group.target, shape, group.stacks) for _, shape, _ in group.sources]
+        if group.converter is not None and not group.stacks:
+            slices = [None] * len(slices)
+        self._is_whole = None in slices
+        dtype = model.get_parameter_or_buffer(group.target).dtype
+        self.sources = [
+            _Source(Parameter(*(WeightSlice(name, shape, each) for each in parts or [()]), dtype=dtype))
+            for (name, shape, _), parts in zip(group.sources, slices, strict=True)
+        ]
+
+    def process_after_load(self) -> None:
+        """Converts the sources, and lets go of them."""
+        converted = self._group.convert(self._model, [source.weight.data for source in self.sources])
+        self.sources = []
+        for name, tensor in converted.items():
+            data = self._plan.cut(name, tensor) if self._is_whole else tensor
+            path, _, leaf = name.rpartition(".")
+            owner = self._model.get_submodule(path)
+            if leaf in owner._buffers:
+                owner._buffers[leaf] = data
+            else:
+                owner._parameters[leaf] = nn.Parameter(data, requires_grad=False)
+
+
+class _Given:
+    """Stands for the model below the head, or the decoder in it, and for its output: hidden states that are there
+    already, and nothing else."""
+
+    def __init__(self) -> None:
+        self.last_hidden_state: torch.Tensor | None = None  # [1, num_rows, hidden]
+        self.decoder = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Given":
+        return self
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class TransformersForCausalLM(CausalLM):
+    """Runs a decoder of transformers. See `CausalLM`."""
+
+    def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
+        """Raises ValueError if the model cannot be split over the ranks."""
+        check_config_split(config, build.tp.size)
+        fields = Fields("config.json", dict(config.transformers or {}))
+        self._model, layers = build_on_meta(fields, build.dtype)
+        self._dtype = build.dtype
+        self._plan = TpPlan(self._model, build.tp)
+        self._layers = PagedLayers(layers, build.tp)
+        try:
+            groups = find_weight_groups(self._model)
+        except LookupError as error:
+            problem = f"transformers' conversion of its weights has no way back to {error.args[0]}"
+            raise fields.error("architectures", problem) from error
+        self.weights = [_Weights(self._model, group, self._plan) for group in groups]
+
+    def process_after_load(self) -> None:
+        """Computes what no checkpoint has, such as rotary frequencies, and takes the model's head apart from it."""
+        model, device = self._model, next(self._model.parameters()).device
+        fill_buffers(model, device)
+        model.tie_weights()
+        for target, source in model.all_tied_weights_keys.items():
+            if self._plan.is_split(target) and not self._plan.is_split(source):
+                path, _, leaf = target.rpartition(".")
+                part = self._plan.cut(target, model.get_parameter(source).data)
+                model.get_submodule(path)._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+        use_kernels(model, self._dtype, self._plan)
+        self._plan.install(model)
+        self._below = model.base_model
+        self._given = _Given()
+        del model._modules[model.base_model_prefix]
+        vars(model)[model.base_model_prefix] = self._given
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        on_layers: OnLayers | None = None,
+    ) -> torch.Tensor:
+        """See `CausalLM.__call__`."""
+        with self._layers.step(attention, on_layers):
+            output = self._below(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.compute_logits`."""
+        self._given.last_hidden_state = hidden[None]
+        logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]
+        return logits
+
+
+def parse_transformers_config(fields: Fields) -> ModelConfig:
+    """See `ModelFamily.parse_config`."""
+    if fields.has("quantization_config"):
+        raise fields.error("quantization_config", "quantised weights run only through the families of Tandem's own")
+    model, layers = build_on_meta(fields, torch.float32)
+    config = model.config
+    try:
+        has_plan = TpPlan(model, TensorParallel(size=2)) is not None
+    except ValueError:
+        has_plan = False
+    return ModelConfig(
+        architecture=fields.texts("architectures")[0],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        layers=tuple(layer.geometry for layer in layers),
+        ropes=(None,) * len(layers),
+        max_position_embeddings=context_tokens(fields),
+        norm_eps=0.0,
+        tie_word_embeddings=bool(model.all_tied_weights_keys),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        dtype=parse_dtype(fields),
+        transformers=dict(fields.items()),
+        has_tp_plan=has_plan,
+    )
+
+
+TRANSFORMERS: Final = ModelFamily(parse_transformers_config, TransformersForCausalLM)

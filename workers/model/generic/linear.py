@@ -1,0 +1,40 @@
+"""Computes the `torch.nn.Linear` of a transformers model by packed weights, and the rank's part of a split one."""
+
+import torch
+from torch import nn
+
+from ..parallel import TensorParallel
+from ..quant.unquantized import UnquantizedLinearMethod
+
+
+class PackedLinear:
+    """Computes x W^T + b. Where the inputs are split, sums over the ranks; where the outputs are, may gather them."""
+
+    def __init__(
+        self,
+        plain: nn.Linear,
+        tp: TensorParallel,
+        *,
+        split_input: bool = False,  # this rank takes its part of whole inputs
+        sums: bool = False,
+        gathers: bool = False,
+    ) -> None:
+        """`plain` is loaded, with this rank's part of the weight, and has none left where it is packed."""
+        self._tp, self._sums, self._gathers = tp, sums, gathers
+        self._num_outputs = plain.out_features  # of the whole map
+        self._inputs = tp.part(plain.in_features) if split_input else None
+        bias = None if plain.bias is None or (sums and tp.rank) else plain.bias.data
+        self._method = UnquantizedLinearMethod.from_tensors(plain.weight.data, bias)
+        if self._method.weight is None:  # some code looks at the dtype
+            plain.weight = nn.Parameter(plain.weight.new_empty(0), requires_grad=False)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps [..., inputs] to [..., outputs]."""
+        if self._inputs is not None:
+            x = x[..., self._inputs]
+        y = self._method.apply(x.reshape(-1, x.shape[-1]))
+        if self._sums:
+            y = self._tp.all_reduce(y)
+        if self._gathers:
+            y = self._tp.gather_logits(y, self._num_outputs)
+        return y.view(*x.shape[:-1], -1)
