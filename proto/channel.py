@@ -32,6 +32,8 @@ PEER_OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one try to connect may take
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A channel to a worker that has come back does not wait out the backoff of the channel before it.
+    ("grpc.use_local_subchannel_pool", 1),
     # A port that is taken is an error, and no proxy of the environment stands between two workers.
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),

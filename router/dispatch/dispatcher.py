@@ -131,7 +131,9 @@ class Dispatcher:
         The directory lists a dead worker for seconds, in which every request placed there would lose time."""
         self._registry.session_lost(*worker)
         if not self._closed:
-            asyncio.get_running_loop().call_later(PROBE_SECONDS, self._probe, worker)
+            client = self._clients.get(worker)  # that of a probe has heard nothing
+            delay = 0 if client is not None and client.heard else PROBE_SECONDS
+            asyncio.get_running_loop().call_later(delay, self._probe, worker)
 
     def _probe(self, worker: WorkerKey) -> None:
         info = self._registry.get(worker[0])

@@ -106,7 +106,8 @@ class RequestExecution:
         deadline = self._request.deadline
         async with AsyncExitStack() as scope:
             scope.callback(self._timer.stop)
-            self._check_quarantine()
+            if self._quarantine.convictions.is_convicted(self._request.prompt):
+                raise InternalError(_GIVEN_UP)
             release = await before(deadline, scope.enter_async_context(admission.slot(self._request)))
             scope.callback(self.end)
             scope.callback(wake.close)
@@ -153,12 +154,17 @@ class RequestExecution:
         self._wake()
 
     def start(self) -> None:
-        """Starts the first attempt; of each choice alone if the request was begun elsewhere. Raises Unavailable without
-        a worker."""
+        """Starts the first attempt; of each choice alone if the request was begun elsewhere. Without a worker it waits
+        for one whose session has broken, as for seconds they all may; if there is none, raises Unavailable."""
         emitted = self._request.emitted
         choices = [choice for choice, ids in enumerate(emitted) if ids is not None] if emitted else [None]
-        if not all(map(self._start, choices)):
+        if not (waiting := [choice for choice in choices if not self._start(choice)]):
+            return
+        if not self._registry.has_lost:
             raise Unavailable("no worker is ready")
+        indices = [choice for choice in waiting if choice is not None] or range(self._request.num_choices)
+        self._parked.append(Parked(frozenset(indices), None, Cause.GONE, "", self._clock() + self._park_seconds))
+        self._watch_workers()
 
     def deltas(self) -> Iterator[TokenDelta]:
         """Yields what has come since the last call. Raises a TandemError if the request cannot be continued."""
@@ -304,10 +310,6 @@ class RequestExecution:
             self._quarantine.convictions.convict(self._request.prompt)
             raise InternalError(_GIVEN_UP)
 
-    def _check_quarantine(self) -> None:
-        if self._quarantine.convictions.is_convicted(self._request.prompt):
-            raise InternalError(_GIVEN_UP)
-
     def _unpark(self) -> None:
         """Continues parked choices as far as workers can take them. Raises Unavailable or Overloaded for those that
         have waited too long."""
@@ -321,7 +323,7 @@ class RequestExecution:
                 each.choices = self._continue(each)
             if not each.choices:
                 continue
-            if each.cause is Cause.FULL and not any(self._emitted):
+            if each.cause is Cause.FULL and not any(self._emitted) and self not in self._quarantine:
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
             if self._clock() >= each.until:
                 if self not in self._quarantine or self._registry.place(self._request, self._avoid()) is None:

@@ -124,6 +124,11 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.info.epoch == epoch and worker.is_lost
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether some worker is listed whose last session has broken; see `session_lost`."""
+        return any(worker.is_lost for worker in self._workers.values())
+
     def has_other(self, worker_id: str) -> bool:
         """Returns whether a decode worker other than this one takes requests."""
         return any(

@@ -340,3 +340,28 @@ async def test_a_worker_whose_session_has_broken_gets_no_request_before_it_answe
     finally:
         await router.close()
         await asyncio.gather(dead.server.stop(0), alive.server.stop(0))
+
+
+async def test_a_request_waits_while_the_sessions_with_all_workers_are_broken() -> None:
+    worker = AnsweringWorker()
+    registry = WorkerRegistry()
+    info = worker_pb2.WorkerInfo(worker_id="d1", epoch=1, role=worker_pb2.ROLE_DECODE, address=worker.address)
+    registry.update([info])
+    registry.session_lost("d1", 1)
+    router = Dispatcher(registry, Unlimited(registry), identity=IDENTITY)
+    await worker.server.start()
+
+    async def ask() -> list[tuple[int, ...]]:
+        return [delta.ids async for delta in router.generate(token_request([1], 1), inference_pb2.Timeline())]
+
+    asked = asyncio.create_task(ask())
+    try:
+        async with asyncio.timeout(30):
+            while not router._running:
+                await asyncio.sleep(0.001)
+            router._probe(("d1", 1))
+            assert await asked == [(7,)]
+    finally:
+        asked.cancel()
+        await router.close()
+        await worker.server.stop(0)
