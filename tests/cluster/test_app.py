@@ -83,7 +83,7 @@ def test_a_start_that_times_out_is_one_line(
     options = SimpleNamespace(host="127.0.0.1", port=8000)
     monkeypatch.setattr("tandem.cluster.launch._get_global_client", lambda: SimpleNamespace(http_config=options))
     monkeypatch.setattr("tandem.cluster.launch.close_directory", lambda name: None)
-    monkeypatch.setattr("tandem.cluster.redeploy.open_checkpoint", lambda folder: Mock())
+    monkeypatch.setattr("tandem.cluster.redeploy.open_checkpoint", lambda *args, **options: Mock())
     monkeypatch.setattr(function, fail)
     with pytest.raises(Unavailable) as raised, launch.start_service(config, "/no/folder"):
         pass
