@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from tandem.tests.tiny import randomise
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE, make_tokenizer
@@ -67,12 +67,18 @@ DECODERS: Final[dict[str, dict[str, Any]]] = {
 """By `model_type`: what is set beside what all have."""
 
 
+def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
+    """Returns the config of a tiny model of a `model_type` of transformers."""
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(_COMMON | DECODERS.get(kind, {}) | overrides))
+    return config
+
+
 def make_tiny_decoder(folder: Path, kind: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Writes a random model of a `model_type` of transformers into `folder` (made if missing); returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = CONFIG_MAPPING[kind](**(_COMMON | special | DECODERS.get(kind, {}) | overrides))
+    config = tiny_config(kind, **(special | overrides))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     randomise(model, seed)
     model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]

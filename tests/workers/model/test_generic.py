@@ -11,13 +11,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.tests.decoders_page import PAGE
 from tandem.tests.tiny import make_tiny_model
-from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder
+from tandem.tests.tiny_decoders import DECODERS, make_tiny_decoder, tiny_config
 from tandem.tests.workers.model import decoder_checks as checks
 from tandem.tests.workers.model.helpers import load, mixed_steps, recorded_logits
-from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.config import CheckpointError, read_fields
 from tandem.workers.model.footprint import check_config_split
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.loader import open_checkpoint
+from tandem.workers.model.registry import parse_model_config
 
 # Learned activations, windows, latent attention, soft caps, experts, learned positions, sinks, scales of all kinds.
 SAMPLE = ("apertus", "cohere2", "deepseek_v3", "gemma2", "glm4_moe", "gpt2", "gpt_oss", "granitemoe")
@@ -66,8 +67,30 @@ def test_what_cannot_run_is_refused_by_its_config_alone(tmp_path: Path, kind: st
     assert str(caught.value).startswith("config.json: ")
 
 
-def write_config(folder: Path, kind: str) -> None:
-    config = CONFIG_MAPPING[kind]()
+@pytest.mark.parametrize("kind", ["bart", "plbart", "marian", "pegasus", "blenderbot"])
+def test_a_decoder_that_counts_positions_by_itself_is_refused(tmp_path: Path, kind: str) -> None:
+    write_config(tmp_path, kind, is_encoder_decoder=False, is_decoder=True, encoder_layers=2, decoder_layers=2)
+    with pytest.raises(CheckpointError, match=r"^config.json: architectures: .* takes no position_ids$"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_window_that_only_a_mask_would_know_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=255)
+    with pytest.raises(CheckpointError, match=r"^config.json: sliding_window: is not supported, .* mask of its own$"):
+        parse_model_config(read_fields(tmp_path))
+    write_config(tmp_path, "phimoe", num_hidden_layers=2, max_position_embeddings=256, sliding_window=256)
+    assert parse_model_config(read_fields(tmp_path)).transformers is not None
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_every_decoder_of_the_page_is_accepted_by_its_config(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(kind).to_dict(), default=str))
+    change_config(tmp_path, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
+    assert parse_model_config(read_fields(tmp_path), "transformers").transformers is not None
+
+
+def write_config(folder: Path, kind: str, **overrides: Any) -> None:
+    config = CONFIG_MAPPING[kind](**overrides)
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name]}, default=str))
 

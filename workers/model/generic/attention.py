@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...engine.plan import OnLayers
 from ...kv_cache.layout import LayerGeometry
 from ..attention.backend import AttentionOptions, StepAttention
-from ..config import CheckpointError, Fields
+from ..config import CheckpointError, Fields, context_tokens
 from ..parallel import TensorParallel
 
 ATTENTION: Final = "tandem"
@@ -125,6 +126,7 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
 
     Raises CheckpointError if one asks for what our attention does not have."""
     layers: list[AttentionLayer] = []
+    given: set[str] = set()  # options, by name
 
     def trace(module: nn.Module, heads: _Heads, mask: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
         if any(layer.module is module for layer in layers):
@@ -133,21 +135,52 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
             raise fields.error("architectures", "attention with a mask of its own is not supported")
         layers.append(AttentionLayer(module=module, geometry=_geometry(len(layers), heads, options, model.config)))
         _check_options(module, options, fields)
+        given.update(options)
         query, _, value = heads
         return value.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    tokens, positions = torch.zeros(2, 1, 2, dtype=torch.int64, device="meta")
     hooks = ExitStack()
     try:
         with hooks, attend_by(trace):
             _keep_shapes(model, hooks)
-            model(input_ids=tokens, position_ids=tokens, use_cache=False)
+            takers = _takers(model, positions, hooks)
+            model(input_ids=tokens, position_ids=positions, use_cache=False)
     except CheckpointError:
         raise
     except Exception as error:
         problem = f"transformers' {type(model).__name__} cannot be traced ({type(error).__name__})"
         raise fields.error("architectures", problem) from error
+    if layers and not takers:
+        problem = f"{type(model).__name__} counts positions by itself, in the row of a batch, and takes no position_ids"
+        raise fields.error("architectures", problem)
+    if "sliding_window" not in given:
+        _check_no_window(model.config, fields)
     return layers
+
+
+def _takers(model: nn.Module, positions: torch.Tensor, undo: ExitStack) -> list[nn.Module]:
+    """Returns a list to which the model's run adds the parts that are given the positions by a name of their own: the
+    others drop them, or hand them on with all other arguments."""
+    takers: list[nn.Module] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(each is positions for each in (*args, *kwargs.values())):
+            _, *names = signature(type(module).forward).parameters
+            if "position_ids" in names and (dict(zip(names, args, strict=False)) | kwargs)["position_ids"] is positions:
+                takers.append(module)
+
+    for module in model.modules():
+        if module is not model:
+            undo.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+    return takers
+
+
+def _check_no_window(config: Any, fields: Fields) -> None:
+    """Raises CheckpointError if a model has a window that only its mask would know."""
+    window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    if isinstance(window, int) and window < context_tokens(fields):
+        raise fields.error("sliding_window", "is not supported, this model leaves it to a mask of its own")
 
 
 def _keep_shapes(model: nn.Module, undo: ExitStack) -> None:
