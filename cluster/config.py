@@ -247,9 +247,13 @@ class TandemConfig(BaseModel):
     decode: PoolConfig = PoolConfig()
 
     @model_validator(mode="after")
-    def _has_a_decode_worker(self) -> Self:
+    def _settings_go_together(self) -> Self:
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas: must be at least 1, got 0")
+        if self.identity_file is not None and self.peer_tls.mode is not None:
+            raise ValueError("peer_tls.mode: does not go with identity_file, which holds the certificates")
+        if self.quantization is not None and self.device == "cuda" and self.numerics == "exact":
+            raise ValueError("quantization: does not go with numerics exact on cuda, where it has no kernel for that")
         return self
 
     @model_validator(mode="after")
@@ -257,12 +261,6 @@ class TandemConfig(BaseModel):
         for role, pool in self.pools.items():
             if pool.autoscaling is not None:
                 pool.autoscaling.check(role, pool.replicas)
-        return self
-
-    @model_validator(mode="after")
-    def _has_one_source_of_certificates(self) -> Self:
-        if self.identity_file is not None and self.peer_tls.mode is not None:
-            raise ValueError("peer_tls.mode: does not go with identity_file, which holds the certificates")
         return self
 
     def check_sizes_are_fixed(self) -> None:

@@ -63,6 +63,10 @@ def test_flags_alone_are_enough() -> None:
         ("{}", "model: missing"),
         ("", "model: missing"),
         ("model: m\ndecode: {replicas: 0}", "decode.replicas: must be at least 1, got 0"),
+        (
+            "model: m\nquantization: int8\ndevice: cuda\nnumerics: exact",
+            "quantization: does not go with numerics exact on cuda, where it has no kernel for that",
+        ),
         ("model: m\nprefill: {replicas: -1}", "prefill.replicas: must be greater than or equal to 0, got -1"),
         ("model: m\nprefill: {replicas: many}", "prefill.replicas: must be a valid integer, got 'many'"),
         ("model: m\nprefill: {replicas: true}", "prefill.replicas: must be a valid integer, got True"),

@@ -13,7 +13,7 @@ from .config import CheckpointError, ModelConfig
 from .device import DTYPES
 from .layers.linear import BuildOptions
 from .models.family import CausalLM
-from .module import Parameter, WeightSlice, all_parameters
+from .module import Module, Parameter, WeightSlice, all_parameters
 from .parallel import TensorParallel
 from .registry import family_of, find_linear_method, load_model_config, with_quantization
 
@@ -94,9 +94,7 @@ def weight_bytes(config: ModelConfig, tp: int, dtype: str) -> int:
 def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> None:
     """Fills the tree's parameters on `device`, one after the other, and lets each module process its own."""
     for module in model.modules():
-        for parameter in module.parameters():
-            if parameter.data.is_meta:
-                parameter.data = _read(parameter, read, device)
+        _fill(module, read, device)
         module.process_after_load()
 
 
@@ -129,6 +127,13 @@ def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
     if stored.dtype not in allowed:
         raise CheckpointError(f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}")
+
+
+def _fill(module: Module, read: ReadWeight, device: torch.device) -> None:
+    """Fills a module's parameters, and holds none of them when it returns."""
+    for parameter in module.parameters():
+        if parameter.data.is_meta:
+            parameter.data = _read(parameter, read, device)
 
 
 def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch.Tensor:

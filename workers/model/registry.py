@@ -103,7 +103,7 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
 def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
     """Returns the config of the model with its plain weights rounded when they are loaded. Raises CheckpointError if
     they are not plain, or if the model runs by transformers' code."""
-    if config.quantization:
+    if config.quantization or (config.experts and config.experts.is_mxfp4):
         raise CheckpointError(f"config.json: has a quantization_config, so {quant_method} cannot be asked for")
     if config.transformers is not None:
         text = f"runs by transformers' code, whose weights stay as they are: {quant_method} cannot be asked for"

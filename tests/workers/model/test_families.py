@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from tandem.tests.tiny import FAMILIES, make_tiny_model
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE
@@ -249,3 +250,14 @@ def test_rotary_embeddings(
             driver.run(driver.step(num_tokens, ids[:40], 0))
             driver.run(driver.step(num_tokens, ids[40:], 40))
         assert (logits[-1][0] - reference_logits(model, ids)[-1]).abs().max() <= TOLERANCE
+
+
+def test_a_base_of_rotation_that_is_left_out_is_that_of_transformers(tmp_path: Path) -> None:
+    config = make_tiny_model(tmp_path, "mixtral") / "config.json"
+    fields = json.loads(config.read_text())
+    del fields["rope_parameters"]
+    config.write_text(json.dumps(fields))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+    rope = registry.load_model_config(tmp_path).ropes[0]
+    assert rope is not None
+    assert rope.theta == expected == 1e6

@@ -1,6 +1,7 @@
 """Weights of 8 and 4 bits: the kernel against what its numbers stand for, and whole models against transformers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import torch
 from torch.nn import functional
 
 from tandem.tests.tiny import make_tiny_model
-from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.config import CheckpointError, ExpertsConfig
+from tandem.workers.model.device import DTYPES
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.loader import open_checkpoint, rank_weight_bytes
-from tandem.workers.model.quant.integer import BITS, restore_weight, round_weight
+from tandem.workers.model.module import all_parameters
+from tandem.workers.model.quant.integer import BITS, IntegerLinearMethod, restore_weight, round_weight
 from tandem.workers.model.registry import with_quantization
 from tandem.workers.model.runner import ModelRunner
 
@@ -21,6 +24,8 @@ from .helpers import Driver, prompt, reference, reference_greedy
 needs_kernel = pytest.mark.skipif(
     not cpu.can_multiply_int(64, 64), reason="no kernel: AVX-512 VNNI and BF16 are missing"
 )
+
+NOT_FINITE = (float("nan"), -float("nan"), float("inf"), -float("inf"))
 
 
 def rounded_inputs(x: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -40,6 +45,47 @@ def test_weights_are_rounded_to_the_nearest_number(bits: int) -> None:
     error = (restore_weight(numbers, scales, bits) - weight).abs().view(40, 2, 64)
     assert (error <= scales.float()[..., None] * 0.51).all()
     assert not restore_weight(numbers, scales, bits)[3].any()
+
+
+@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_a_weight_that_is_not_finite_stays_so(bits: int, value: float) -> None:
+    weight = torch.randn(4, 128)
+    plain = weight.clone()
+    weight[2, 70] = value
+    numbers, scales = round_weight(weight, bits, 64)
+    assert numbers.int().max() < 2**bits
+    restored = restore_weight(numbers, scales, bits)
+    assert restored[2, 64:].isnan().all()
+    expected = restore_weight(*round_weight(plain, bits, 64), bits)
+    restored[2, 64:] = expected[2, 64:]
+    assert torch.equal(restored, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_an_input_that_is_not_finite_makes_its_row_nan_and_no_other(bits: int, value: float) -> None:
+    weight, x = torch.randn(96, 128), torch.randn(14, 128).bfloat16()
+    packed = cpu.pack_linear_int(*round_weight(weight, bits, 64), bits)
+    for activation in (None, *cpu.ACTIVATIONS):
+        expected = cpu.linear_int(x, packed, 96, activation=activation)
+        bad = x.clone()
+        bad[3, 100] = value
+        expected[3] = float("nan")
+        found = cpu.linear_int(bad, packed, 96, activation=activation)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    weight[5, 7] = value
+    y = cpu.linear_int(x, cpu.pack_linear_int(*round_weight(weight, bits, 64), bits), 96)
+    assert y[:, 5].isnan().all()
+    assert y.isnan().sum() == len(y)
+
+
+@needs_kernel
+def test_inputs_next_to_zero_are_zero() -> None:
+    x = torch.full((1, 64), 1e-38).bfloat16()
+    assert not cpu.linear_int(x, cpu.pack_linear_int(*round_weight(torch.ones(32, 64), 8, 64), 8), 32).any()
 
 
 @needs_kernel
@@ -117,6 +163,24 @@ def test_rounded_weights_take_fewer_bytes_and_have_caches_of_their_own(folder: P
     sizes = [rank_weight_bytes(each.config, "bfloat16", 1, 0) for each in (plain, *rounded)]
     assert sizes == sorted(sizes, reverse=True)
     assert len({each.kv_layout("bfloat16").digest for each in (plain, *rounded)}) == 3
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [(name, dtype) for name in BITS for dtype in DTYPES])
+def test_the_plan_counts_the_bytes_that_are_kept(folder: Path, quantization: str, dtype: str) -> None:
+    """Packed in 4 bits where there is a kernel, else in a byte."""
+    config = open_checkpoint(folder, quantization=quantization).config
+    tree = load(folder, quantization, dtype)._model
+    methods = [each for each in tree.modules() if isinstance(each, IntegerLinearMethod) and not each._is_tied]
+    kept = sum(tensor.nbytes for each in methods for tensor in (each._rounded, each._scales))
+    others = sum(each.data.nbytes for each in all_parameters(tree))
+    assert rank_weight_bytes(config, dtype, 1, 0) == kept + others
+
+
+def test_experts_in_mxfp4_are_not_plain(folder: Path) -> None:
+    config = open_checkpoint(folder).config
+    experts = ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=32, layers=(0,), is_mxfp4=True)
+    with pytest.raises(CheckpointError, match="has a quantization_config, so int4 cannot be asked for"):
+        with_quantization(replace(config, experts=experts), "int4")
 
 
 def test_what_cannot_be_rounded_is_refused(folder: Path) -> None:

@@ -25,6 +25,7 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 enum { SMALL = 4096 };  // elements of an item of what is computed element by element
+static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ? SMALL / elements : 1; }
 
 enum { MAX_GROUP = 32 };  // query heads that share a KV head
 

@@ -5,9 +5,6 @@
 enum { OF_COPY, OF_ADD, OF_SUB, OF_MUL, OF_NEG, OF_SILU, OF_GELU, OF_GELU_TANH, OF_TANH };  // as in elementwise.py
 
 static inline float erf_gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678118654752f)); }
-static inline float tanh_gelu(float x) {
-    return 0.5f * x * (1 + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-}
 
 // One step of a row: `x` and `to` are elements of T one after the other; `y` too, or one for all if its stride is 0.
 #define EACH(NAME, RESULT)                                                                                             \
@@ -33,7 +30,7 @@ static inline float tanh_gelu(float x) {
         T *out = a[7].p;                                                                                               \
         const int64_t x_row = a[1].n, x_head = a[2].n, y_row = a[4].n, y_head = a[5].n, y_stride = a[6].n;             \
         const int64_t out_row = a[8].n, out_head = a[9].n, heads = a[10].n, dim = a[11].n, operation = a[12].n;        \
-        const int64_t elements = heads * dim, step = elements < SMALL ? SMALL / elements : 1;                          \
+        const int64_t step = rows_of_item(heads * dim);                                                                \
         if (item < 0) return ceil_div(rows, step);                                                                     \
         for (int64_t i = item * step * heads; i < least(rows, (item + 1) * step) * heads; i++) {                       \
             const int64_t row = i / heads, head = i % heads;                                                           \
@@ -47,8 +44,8 @@ static inline float tanh_gelu(float x) {
                 case OF_MUL: EACH(NAME, u * v)                                                                         \
                 case OF_NEG: EACH(NAME, -u)                                                                            \
                 case OF_SILU: EACH(NAME, silu(u))                                                                      \
-                case OF_GELU: EACH(NAME, erf_gelu(u))                                                                      \
-                case OF_GELU_TANH: EACH(NAME, tanh_gelu(u))                                                            \
+                case OF_GELU: EACH(NAME, erf_gelu(u))                                                                  \
+                case OF_GELU_TANH: EACH(NAME, gelu(u))                                                                 \
                 case OF_TANH: EACH(NAME, tanhf(u))                                                                     \
             }                                                                                                          \
         }                                                                                                              \

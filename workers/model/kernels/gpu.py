@@ -35,7 +35,7 @@ def _rms_norm_kernel(
     inside = columns < DIM
     wide = tl.load(x + row * x_stride_row + head * x_stride_head + columns, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + epsilon)
-    # Rounded before the weight, as transformers does.
+    # Rounded before the weight, as transformers does for Llama.
     normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
     place = (row * tl.num_programs(1) + head) * DIM + columns

@@ -9,6 +9,7 @@
 #include "linear.h"
 
 enum { ROWS = 12, QUAD = 4 };  // rows as in linear.c; inputs of a dot product
+enum { INFINITE = 0x7f80, TINY = 0x0400 };  // bfloat16 as bits: below 2^-119, 127 / x might be infinite
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
 
@@ -28,18 +29,20 @@ int64_t pack_linear_int(const Arg *a, int64_t outputs, int64_t panel) {
         const int64_t output = panel * PANEL + i;
         for (int64_t group = 0; group < groups; group++)
             packed_scales[group * PANEL + i] = output < outputs ? scales[output * groups + group] : 0;
-        for (int64_t at = 0; at < inputs; at++) {
-            const int64_t quad = at / QUAD, half = quad % per_byte;
-            uint8_t *byte = packed + ((quad / per_byte) * PANEL + i) * QUAD + at % QUAD;
-            const uint8_t value = output < outputs ? weight[output * inputs + at] : 0;
-            *byte = half ? *byte | value << 4 : value;
+        for (int64_t at = 0; at < inputs / per_byte; at++) {
+            const int64_t quad = at / QUAD, lane = at % QUAD;
+            const uint8_t *from = weight + output * inputs + quad * per_byte * QUAD + lane;
+            const uint8_t low = output < outputs ? from[0] : 0;
+            const uint8_t high = output < outputs && per_byte == 2 ? from[QUAD] : 0;
+            packed[(quad * PANEL + i) * QUAD + lane] = low | high << 4;
         }
     }
     return 0;
 }
 
 // x [rows, inputs], rows x_stride elements apart, to q [rows, inputs] of -127..127, and for each row and group the
-// scale and the sum of q: terms [rows, groups, 2], float and int32. An item is a row.
+// scale and the sum of q: terms [rows, groups, 2], float and int32. If an x is NaN or infinite, the scale is NaN, and so
+// is the product: bits are compared and stored, since -ffast-math takes no number for NaN. An item is a row.
 int64_t quantize_bf16(const Arg *a, int64_t rows, int64_t row) {
     if (row < 0) return rows;
     const int64_t inputs = a[4].n, group = a[5].n, groups = inputs / group;
@@ -47,19 +50,25 @@ int64_t quantize_bf16(const Arg *a, int64_t rows, int64_t row) {
     int8_t *q = (int8_t *)a[2].p + row * inputs;
     float *terms = (float *)a[3].p + row * groups * 2;
     for (int64_t g = 0; g < groups; g++, x += group, q += group) {
-        float largest = 0;
+        uint16_t largest = 0;
         for (int64_t i = 0; i < group; i++) {
-            const float size = fabsf(load_bf16(x[i]));
+            const uint16_t size = x[i] & 0x7fff;
             largest = size > largest ? size : largest;
         }
-        const float inverse = largest > 0 ? 127 / largest : 0;
+        if (largest >= INFINITE) {
+            const uint32_t nan[2] = {0x7fc00000, 0};
+            memcpy(terms + 2 * g, nan, sizeof nan);
+            memset(q, 0, group);
+            continue;
+        }
+        const float inverse = largest >= TINY ? 127 / load_bf16(largest) : 0;
         int32_t sum = 0;
         for (int64_t i = 0; i < group; i++) {
             const int32_t rounded = (int32_t)rintf(load_bf16(x[i]) * inverse);
             q[i] = (int8_t)rounded;
             sum += rounded;
         }
-        terms[2 * g] = largest / 127;
+        terms[2 * g] = load_bf16(largest) / 127;
         memcpy(terms + 2 * g + 1, &sum, sizeof sum);
     }
     return 0;

@@ -2,8 +2,6 @@
 
 #include "common.h"
 
-static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ? SMALL / elements : 1; }
-
 // Root mean square norm (arXiv 1910.07467) of each head of each row: out = (weight + offset) * x / rms(x), plus the
 // residual where it is not NULL. The normed head is rounded to T before the weight, as transformers does for Llama.
 //

@@ -1,4 +1,4 @@
-"""Norms of the last dimension, computed in float32 as transformers does."""
+"""Norms of the last dimension, computed in float32."""
 
 import torch
 from torch.nn import functional
@@ -9,7 +9,10 @@ from ..module import Module, Parameter, WeightSlice
 
 
 class RMSNorm(Module):
-    """Normalises by the root mean square (arXiv 1910.07467)."""
+    """Normalises by the root mean square (arXiv 1910.07467).
+
+    Rounds to x's dtype before the weight, as transformers does for Llama; for Gemma, OLMo 2 and gpt-oss transformers
+    multiplies by the weight in float32 and rounds once, which in bfloat16 differs by a rounding."""
 
     def __init__(self, name: str, size: int, epsilon: float, dtype: torch.dtype, *, offset: float = 0.0) -> None:
         """`offset` is added to the weight: 1 in Gemma's checkpoints."""

@@ -8,7 +8,7 @@ from ..config import ExpertsConfig, Fields, ModelConfig
 from ..layers.experts import ExpertNames, GatedExperts
 from ..layers.linear import BuildOptions
 from .llama import LlamaDecoderLayer, LlamaForCausalLM
-from .parsing import parse_decoder_config
+from .parsing import parse_decoder_config, parse_rope
 from .qwen import Qwen3Attention
 
 
@@ -53,7 +53,10 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 def parse_mixtral_config(fields: Fields) -> ModelConfig:
     """See `ModelFamily.parse_config`."""
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
-    config = parse_decoder_config(fields, window=lambda index: window, norm_eps=("rms_norm_eps", 1e-5))
+    rope = parse_rope(fields, default_theta=1_000_000.0)
+    config = parse_decoder_config(
+        fields, window=lambda index: window, rope=lambda index: rope, norm_eps=("rms_norm_eps", 1e-5)
+    )
     num_experts = fields.integer("num_local_experts", 8)
     experts = ExpertsConfig(
         num_experts=num_experts,

@@ -47,18 +47,18 @@ class IntegerLinearMethod(LinearMethod):
     def process_after_load(self) -> None:
         """Rounds the weight, packs it where there is a kernel for it, and lets go of the plain form."""
         assert self.weight is not None
-        weight = self.weight.data
+        weight, self.weight = self.weight.data, None  # so that its memory is free as soon as it is rounded
         self._bias = self.bias.data if self.bias else None
         self._num_outputs, inputs = weight.shape
         group_size = _group_size(inputs, self._bits)
-        self._uses_kernel = cpu.can_multiply(weight) and cpu.can_multiply_int(inputs, group_size)
+        self._uses_kernel = cpu.usable(weight) and _has_kernel(weight.dtype, inputs, group_size)
         self._fuses_gate = self._gated and self._uses_kernel and self._bias is None and self._num_outputs % 32 == 0
         if self._fuses_gate:
             weight = cpu.alternate(*weight.chunk(2))
         self._rounded, self._scales = round_weight(weight, self._bits, group_size)
+        del weight
         if self._uses_kernel:
             self._rounded, self._scales = cpu.pack_linear_int(self._rounded, self._scales, self._bits)
-        self.weight = None
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `LinearMethod.apply`."""
@@ -77,9 +77,15 @@ class IntegerLinearMethod(LinearMethod):
         """See `Module.saved_bytes`."""
         if self.weight is None or self._is_tied:
             return 0
-        outputs, inputs = self.weight.data.shape
-        groups = inputs // _group_size(inputs, self._bits)
-        return self.weight.data.nbytes - outputs * (inputs * self._bits // 8 + 2 * groups)
+        weight = self.weight.data
+        outputs, inputs = weight.shape
+        group_size = _group_size(inputs, self._bits)
+        bits = self._bits if _has_kernel(weight.dtype, inputs, group_size) else 8  # only the kernel's form is packed
+        return weight.nbytes - outputs * (inputs * bits // 8 + 2 * inputs // group_size)
+
+
+def _has_kernel(dtype: torch.dtype, inputs: int, group_size: int) -> bool:
+    return dtype is torch.bfloat16 and cpu.can_multiply_int(inputs, group_size)
 
 
 def _group_size(inputs: int, bits: int) -> int:
@@ -94,13 +100,15 @@ def round_weight(
     group_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the weight as numbers 0..2**bits-1 with the zero in the middle, [outputs, inputs] uint8, and scales
-    [outputs, groups] bfloat16."""
-    groups = weight.float().view(len(weight), -1, group_size)  # [outputs, groups, group_size]
+    [outputs, groups] bfloat16. The scale of a group in which a weight is not finite is NaN."""
+    groups = weight.to(torch.float32, copy=True).view(len(weight), -1, group_size)  # [outputs, groups, group_size]
     zero = 2 ** (bits - 1)
-    scales = (groups.abs().amax(-1) / (zero - 1)).bfloat16()
-    scales = scales.where(scales > 0, 1)
-    rounded = (groups / scales.float()[..., None]).round().clamp(-zero, zero - 1) + zero
-    return rounded.to(torch.uint8).flatten(1), scales
+    low, high = groups.aminmax(dim=-1)
+    scales = (torch.maximum(-low, high) / (zero - 1)).bfloat16()
+    scales = scales.where(scales != 0, 1).where(scales.isfinite(), torch.nan)
+    # In place: the groups are twice as large as the weight.
+    groups.div_(scales.float()[..., None]).round_().clamp_(-zero, zero - 1).nan_to_num_().add_(zero)
+    return groups.to(torch.uint8).flatten(1), scales
 
 
 def restore_weight(rounded: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
