@@ -45,6 +45,8 @@ HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
 AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)]
 PoolRole = Literal["prefill", "decode"]
+Quantization = Literal["int8", "int4"]
+ModelImpl = Literal["auto", "tandem", "transformers"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 _LabelKey = Annotated[str, Field(max_length=317, pattern=r"^([a-z0-9.-]+/)?[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
 _LabelValue = Annotated[str, Field(max_length=63, pattern=r"^[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
@@ -209,12 +211,12 @@ class TandemConfig(BaseModel):
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     name: str = Field(default="tandem", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    quantization: Literal["int8", "int4"] | None = None  # of plain weights, when they are loaded
+    quantization: Quantization | None = None  # of plain weights, when they are loaded
     device: Literal["cpu", "cuda"] = "cpu"
     # exact: a token's logits do not depend on batch and chunks, so that a stream which is computed again after a fault
     # goes on with the same tokens. CPUs always compute so where our kernels run; on GPUs it takes slower kernels.
     numerics: Literal["exact", "fast"] = "fast"
-    model_impl: Literal["auto", "tandem", "transformers"] = "auto"  # whose code computes; see docs/transformers.md
+    model_impl: ModelImpl = "auto"  # whose code computes; see docs/transformers.md
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
     # Transports of KV cache between workers, preferred to gRPC in this order; each two take the first that both can

@@ -33,6 +33,7 @@ SHARING_PATHS: Final = (
         "cluster/eval",
         "cluster/local/test_batch_runs.py",
         "cluster/local/test_llm.py",
+        "cluster/local/test_local_ranks.py",
         "cluster/scaling/test_policy.py",
         "cluster/store",
         "cluster/test_ranks.py",

@@ -5,7 +5,7 @@ Imports no Ray."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 import typer
 from rich.table import Table
@@ -14,12 +14,13 @@ from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig
 from ...workers.model.footprint import check_config_split, kv_bytes_per_token
+from ..config import ModelImpl, Quantization
 from ..store.store import resolve_model
 from ..tables import make_table, table_console
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
-QUANTIZATIONS: Final = ("int8", "int4")
-MODEL_IMPLS: Final = ("auto", "tandem", "transformers")
+QUANTIZATIONS: Final = get_args(Quantization)
+MODEL_IMPLS: Final = get_args(ModelImpl)
 GIB: Final = 1024**3
 
 plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help=True)

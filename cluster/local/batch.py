@@ -22,6 +22,8 @@ from ...proto.errors import InvalidArgument, Unavailable
 from ..eval.gather import map_concurrently
 from ..text_files import number_lines, read_text
 
+_ID: Final = "batch_req_"
+_HEAD: Final = json.dumps({"id": _ID}).removesuffix('"}').encode()  # of each line of the output
 _AGAIN: Final = "; what is answered is kept, and the same command goes on from there"
 _RETRY_SECONDS: Final = 1.0  # where the service names no time
 _BUSY: Final = (429, 502, 503)  # statuses of a service that may take the request later
@@ -93,7 +95,8 @@ class BatchOutput:
     def __init__(self, path: Path, requests: Collection[str]) -> None:
         """Opens the file, removes a last line that is cut, and reads which of `requests`, custom ids, have an answer.
 
-        Raises InvalidArgument if it cannot be written, another process writes it, or it has lines of something else."""
+        Raises InvalidArgument if it cannot be written, another process writes it, or has lines of something else;
+        it stays as it is then."""
         self._path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -112,7 +115,7 @@ class BatchOutput:
     def append(self, request: BatchRequest, answer: BatchAnswer) -> None:
         """Writes one line. Raises InvalidArgument if the file cannot be written."""
         response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
-        line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id, "response": response}
+        line = {"id": _ID + uuid.uuid4().hex, "custom_id": request.custom_id, "response": response}
         data = json.dumps(line | {"error": None}).encode() + b"\n"
         try:
             while data:
@@ -131,6 +134,7 @@ class BatchOutput:
     def _read(self, requests: frozenset[str]) -> set[str]:
         data = self._path.read_bytes()
         whole = data.rfind(b"\n") + 1
+        tail = data[whole:]
         answered: set[str] = set()
         try:
             text = data[:whole].decode()
@@ -141,7 +145,9 @@ class BatchOutput:
                 what = "has two answers" if line.custom_id in answered else "is no request of the input"
                 raise InvalidArgument(f"custom_id: {line.custom_id!r} {what}", f"{self._path}:{number}")
             answered.add(line.custom_id)
-        if whole < len(data):
+        if not (tail.startswith(_HEAD) or _HEAD.startswith(tail)):
+            raise InvalidArgument(f"{self._path}: its last line, which has no end, is no answer", "output")
+        if tail:
             os.ftruncate(self._file, whole)
         return answered
 
@@ -159,7 +165,7 @@ async def answer_requests(
     on_answer: Callable[[], object] = lambda: None,
 ) -> BatchCounts:
     """Has all requests without an answer answered, `concurrency` at a time; a request that is refused gets the refusal
-    as its answer. A service that is busy or away is asked again, `patience_seconds` long.
+    as its answer. A service that is busy or away is asked again, `patience_seconds` long from the first failure on.
 
     Raises Unavailable if it is still away then."""
     rest = [request for request in requests if request.custom_id not in output.answered]
@@ -177,7 +183,7 @@ async def answer_requests(
 
 
 async def _send_patiently(send: SendRequest, request: BatchRequest, seconds: float) -> BatchAnswer:
-    deadline = time.monotonic() + seconds
+    deadline: float | None = None  # a request may take longer than the patience before its service goes away
     while True:
         try:
             answer = await send(request)
@@ -187,6 +193,8 @@ async def _send_patiently(send: SendRequest, request: BatchRequest, seconds: flo
         except Unavailable as error:
             reason, delay = error.message, error.retry_after
         delay = _RETRY_SECONDS if delay is None else delay
-        if time.monotonic() + delay > deadline:
+        now = time.monotonic()
+        deadline = now + seconds if deadline is None else deadline
+        if now + delay > deadline:
             raise Unavailable(reason + _AGAIN)
         await asyncio.sleep(delay)

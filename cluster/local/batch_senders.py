@@ -1,6 +1,7 @@
 """Sends the requests of a batch: to an engine of this process, or to a service."""
 
 import json
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from ...proto.errors import PermissionDenied, TandemError, Unauthenticated, Unavailable
+from ...proto.errors import InvalidArgument, PermissionDenied, TandemError, Unauthenticated, Unavailable
 from ...router.api.openai.openapi import REQUEST_ID
 from ...router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
 from ...router.api.openai.responses import error_response
@@ -25,6 +26,8 @@ _PARSERS: Final[Mapping[str, Callable[[bytes, str], OpenAIRequest]]] = {
     "/v1/chat/completions": parse_chat,
 }
 _CONNECT_SECONDS: Final = 10.0
+_GONE_SECONDS: Final = 60  # without a sign of the server's machine; an answer itself may take as long as it takes
+_PROBE_SECONDS: Final = 10
 
 
 def engine_sender(service: GenerationService) -> SendRequest:
@@ -48,7 +51,7 @@ async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIt
     """Yields what posts requests to the server at `url`. Raises InvalidArgument for a CA that cannot be read."""
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = aiohttp.TCPConnector(limit=0, ssl=read_trust(tls_ca, "--tls-ca"))
+    connector = aiohttp.TCPConnector(limit=0, ssl=read_trust(tls_ca, "--tls-ca"), socket_factory=_open_socket)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
 
         async def send(request: BatchRequest) -> BatchAnswer:
@@ -57,6 +60,8 @@ async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIt
                     text = await response.text()
                     status, seconds = response.status, response.headers.get("Retry-After", "")
                     request_id = response.headers.get(REQUEST_ID, "")
+            except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+                raise InvalidArgument("must be http(s)://HOST:PORT", "--url") from None
             except (aiohttp.ClientError, OSError, TimeoutError):
                 raise Unavailable(f"nobody answers at {url}") from None
             if status == Unauthenticated.http_status:
@@ -71,6 +76,18 @@ async def service_sender(url: str, api_key: str, tls_ca: Path | None) -> AsyncIt
             )
 
         yield send
+
+
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Returns a socket whose connection fails once the machine at its other end is gone."""
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE_SECONDS // 2)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _GONE_SECONDS // 2 // _PROBE_SECONDS)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE_SECONDS)  # of what was sent
+    return opened
 
 
 def _parse(text: str, status: int) -> object:

@@ -13,6 +13,7 @@ The engine, the parameters and their bounds are those of the service, and so are
 import gc
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ class LLM:
         with _naming_arguments():
             self._loop, engine = _start(_configure(given | {"num_threads": num_threads}))
         self._running: LocalEngine | None = engine
-        self._stop = weakref.finalize(self, _stop, self._loop, engine)
+        self._stop = weakref.finalize(self, _stop_collected, self._loop, engine)
 
     def generate(
         self,
@@ -150,7 +151,7 @@ class LLM:
     def stream(self, prompt: str | Sequence[int], sampling_params: Options | None = None) -> "LocalStream":
         """Continues a text or token ids piece by piece: iterate over the result, and close it to end earlier."""
         request = generate_request(text_prompt(prompt), sampling_params or Options())
-        return LocalStream(self._loop, self._engine, self._loop.run(self._engine.prepare(request)))
+        return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
     def stream_chat(
         self,
@@ -160,7 +161,7 @@ class LLM:
     ) -> "LocalStream":
         """Answers a conversation piece by piece, as `stream`."""
         request = generate_request(chat_prompt(messages, options), sampling_params or Options())
-        return LocalStream(self._loop, self._engine, self._loop.run(self._engine.prepare(request)))
+        return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
     def perplexity(
         self, texts: str | Sequence[str], *, window: int | None = None, stride: int | None = None, progress: bool = True
@@ -197,8 +198,10 @@ class LLM:
 
     def close(self) -> None:
         """Ends all requests and frees the model, its processes and its memory. Idempotent."""
-        self._running = None
-        self._stop()
+        running, self._running = self._running, None
+        if running is not None and self._stop.detach():
+            _stop(self._loop, running)
+        del running
         gc.collect()  # the parts of an engine know each other
 
     def __enter__(self) -> Self:
@@ -242,10 +245,11 @@ class LLM:
 class LocalStream:
     """Iterates over the deltas of a completion. Leaving the `with` block early cancels the request."""
 
-    def __init__(self, loop: LoopThread, engine: "LocalEngine", request: "PreparedRequest") -> None:
-        self._loop = loop
+    def __init__(self, llm: LLM, request: "PreparedRequest") -> None:
+        self._llm = llm  # lives as long as its streams
+        self._loop = llm._loop
         self._collector, self._timeline = Collector(), inference_pb2.Timeline()
-        self._messages = engine.messages(request, self._timeline)
+        self._messages = llm._engine.messages(request, self._timeline)
 
     def __iter__(self) -> Self:
         return self
@@ -301,8 +305,18 @@ def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
 
 
 def _stop(loop: LoopThread, engine: "LocalEngine") -> None:
-    loop.run(engine.close())
-    loop.stop()
+    try:
+        loop.run(engine.close())
+    finally:
+        loop.stop()
+
+
+def _stop_collected(loop: LoopThread, engine: "LocalEngine") -> None:
+    """Stops the engine of an LLM that nobody has closed. Any thread may collect it, one that ends with it too."""
+    if threading.current_thread() is threading.main_thread():
+        _stop(loop, engine)
+    else:
+        threading.Thread(target=_stop, args=(loop, engine), name="tandem-stop").start()
 
 
 async def _answer(

@@ -20,15 +20,15 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()  # of the next one: what is enqueued before it is set is cancelled and ends
+        self._stopping = False
+        self._waiting: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns the result of `work`, which runs in the loop. A caller that is interrupted while it waits, as by
         KeyboardInterrupt, cancels the work, and goes on when that has ended. Raises Unavailable after `stop`."""
-        if self._loop.is_closed():
-            work.close()
-            raise Unavailable(CLOSED)
         ended: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -36,24 +36,39 @@ class LoopThread:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda task: _hand_over(task, ended))
 
-        self._loop.call_soon_threadsafe(start)
+        with self._lock:
+            if self._stopping:
+                work.close()
+                raise Unavailable(CLOSED)
+            self._waiting.add(ended)
+            self._loop.call_soon_threadsafe(start)
         try:
             return ended.result()
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            with suppress(RuntimeError):  # of a loop that is closed
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             with suppress(BaseException):
                 ended.result(_END_SECONDS)
             raise
+        finally:
+            self._waiting.discard(ended)
 
     def stop(self) -> None:
         """Cancels what runs in the loop, and ends the thread. Idempotent."""
-        if self._loop.is_closed():
-            return
-        self.run(_cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_END_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            ended = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+        try:
+            ended.result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_END_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
+            for each in tuple(self._waiting):  # for work that does not end
+                each.cancel()
 
 
 async def _cancel_all() -> None:

@@ -26,8 +26,10 @@ _END_SECONDS: Final = 5.0
 async def local_ranks(config: RankConfig, count: int, environment: Mapping[str, str]) -> AsyncIterator[list[str]]:
     """Yields the addresses of so many ranks, which wait for rank 0; they end with the context, and with this process
     however that ends. Raises Unavailable if one does not start."""
-    processes = [await _start(config, environment) for _ in range(count)]
+    processes: list[Process] = []
     try:
+        for _ in range(count):
+            processes.append(await _start(config, environment))
         yield list(await asyncio.gather(*map(_address, processes)))
     finally:
         await asyncio.gather(*map(_end, processes))

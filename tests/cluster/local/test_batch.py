@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cluster.local import batch
+from tandem.cluster.local import batch, batch_senders
 from tandem.cluster.local.batch import BatchAnswer, BatchOutput, BatchRequest, answer_requests, read_requests
 from tandem.proto.errors import InvalidArgument, Unavailable
 
@@ -120,6 +122,15 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, lines: list[s
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("text", [line("a"), "notes", '{"id": "7"}', "\n{}"])
+def test_a_line_without_an_end_that_is_no_answer_is_kept(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match="its last line, which has no end, is no answer"):
+        BatchOutput(path, ["a"])
+    assert path.read_text() == text
+
+
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with BatchOutput(path, ["a"]), pytest.raises(InvalidArgument, match="written by another process"):
@@ -168,3 +179,37 @@ async def test_a_service_that_stays_away_ends_the_run_and_keeps_what_is_answered
         await run(path, wanted, half)
     assert [json.loads(each)["custom_id"] for each in path.read_text().splitlines()] == ["a"]
     assert (await run(path, wanted)).skipped == 1
+
+
+async def test_patience_begins_at_the_first_failure(tmp_path: Path) -> None:
+    patience, tries = 0.05, []
+
+    async def lost_once(request: BatchRequest) -> BatchAnswer:
+        tries.append(request.custom_id)
+        if len(tries) > 1:
+            return await echo(request)
+        until = time.monotonic() + 2 * patience
+        while time.monotonic() < until:
+            await asyncio.sleep(patience)
+        raise Unavailable("the connection is lost", 0.0)
+
+    counts = await run(tmp_path / "out.jsonl", requests("a"), lost_once, patience=patience)
+    assert (counts.answered, len(tries)) == (1, 2)
+
+
+@pytest.mark.parametrize("url", ["", "nothing", "ftp://127.0.0.1", "http://"])
+async def test_a_wrong_url_is_refused_at_once(url: str) -> None:
+    async with batch_senders.service_sender(url, "", None) as send:
+        with pytest.raises(InvalidArgument, match=r"--url: must be http\(s\)://HOST:PORT"):
+            await send(requests("a")[0])
+
+
+async def test_a_connection_whose_other_machine_is_gone_fails() -> None:
+    address = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", 0))
+    with batch_senders._open_socket(address) as opened:
+        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, interval, count, sent = (
+            opened.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        )
+    assert (idle + interval * count, sent) == (60, 60_000)

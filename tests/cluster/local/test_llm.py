@@ -1,5 +1,6 @@
 """`tandem.LLM`: the service's tokens and transformers', in the caller's process, with nothing left behind."""
 
+import gc
 import math
 import os
 import signal
@@ -19,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem import LLM, RequestOutput, SamplingParams
+from tandem.cluster.local.llm import LocalStream
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
@@ -310,6 +312,31 @@ def test_what_is_closed_is_gone_and_says_so(folder: Path) -> None:
     for call in (lambda: closed.generate("dog"), lambda: closed.stream("dog")):
         with pytest.raises(Unavailable, match="the engine is closed"):
             call()
+
+
+def test_an_llm_that_its_own_thread_collects_ends(folder: Path) -> None:
+    lost: Any = LLM(str(folder), **SMALL)
+    lost.itself = lost
+    loop = lost._loop
+    gc.disable()  # nothing but the loop's thread shall collect it
+    try:
+        del lost
+
+        async def collect() -> None:
+            gc.collect()
+
+        loop.run(collect())
+    finally:
+        gc.enable()
+    loop._thread.join(60)
+    assert not loop._thread.is_alive()
+
+
+def test_a_stream_outlives_the_name_of_its_llm(folder: Path) -> None:
+    def begin() -> LocalStream:
+        return LLM(str(folder), **SMALL).stream("dog", GREEDY)
+
+    assert begin().completion().usage.completion_tokens == NUM_TOKENS
 
 
 SCRIPT = """
