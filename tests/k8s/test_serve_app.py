@@ -110,6 +110,7 @@ def test_serve_starts_scales_and_refuses_it(dashboard: str, config: dict[str, An
     wait_until_idle(status_url)
 
 
+@pytest.mark.pods
 def test_the_load_scales_a_pool_up_and_down_and_no_stream_is_lost(
     dashboard: str, config: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -256,3 +256,17 @@ def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"
     assert "no C kernels" in done.stderr
+
+
+@pytest.mark.skipif(not cpu.can_multiply(torch.zeros(64, 64).bfloat16()), reason="no kernel: AVX-512 BF16 is missing")
+def test_no_rows_are_computed_by_several_threads() -> None:
+    """A chunk of a prompt that is not its last has no row whose logits are wanted."""
+    program = """if True:
+        import torch
+        from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
+        torch.set_num_threads(2)
+        linear = UnquantizedLinearMethod.from_tensors(torch.zeros(256, 64).bfloat16())
+        print(tuple(linear.apply(torch.zeros(0, 64).bfloat16()).shape))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "(0, 256)\n")

@@ -268,6 +268,7 @@ void run_program(const Call *calls, int64_t num_calls, int64_t rows, int64_t rec
 
 // Runs one call, and waits for all who are in it.
 void run_call(const Call *call, int64_t threads) {
+    if (!call->rows) return;  // such as logits of a step that samples nothing
     const int64_t items = call->kernel(call->args, call->rows, -1);
     if (items > 1 && threads > 1)
         run_calls(call, 1, call->rows, call->rows, threads, 0);
