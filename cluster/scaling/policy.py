@@ -96,13 +96,13 @@ def _workers(pool: str, config: ScalingConfig, reports: Mapping[str, Reports]) -
     """Returns how many workers a pool needs; None if too little was reported. Without prefill workers those that decode
     compute the prompts, too."""
     routers = reports.get(ROUTER, {})
+    sequences = decode_demand(routers, reports[DECODE_POOL], config) if pool == DECODE_POOL else None
+    if pool == DECODE_POOL and (sequences is None or PREFILL_POOL in reports):
+        return None if sequences is None else sequences.workers(config)
     prompts = prefill_demand(routers)
-    if prompts is None or pool == PREFILL_POOL:
-        return None if prompts is None else prompts.workers(config)
-    sequences = decode_demand(routers, reports[DECODE_POOL], config)
-    if sequences is None:
+    if prompts is None:
         return None
-    return sequences.workers(config) + (0.0 if PREFILL_POOL in reports else prompts.workers(config))
+    return prompts.workers(config) + (0.0 if sequences is None else sequences.workers(config))
 
 
 def prefill_demand(routers: Reports) -> PrefillDemand | None:

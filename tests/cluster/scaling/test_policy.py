@@ -126,6 +126,14 @@ def test_prompts_that_wait_while_none_is_computed_change_nothing() -> None:
         assert serve.decide(now, {ROUTER: stuck, DECODE_POOL: DECODING})[PREFILL_POOL] == 3
 
 
+def test_the_decode_pool_does_not_wait_for_what_is_known_of_prompts() -> None:
+    serve = service(prefill=SCALED, decode=SCALED)
+    stuck = IDLE | {reports.WAITING_PREFILL_TOKENS: (0, 1_000)}
+    for now in (0.0, 5.0):
+        found = serve.decide(now, {ROUTER: stuck, DECODE_POOL: DECODING})
+    assert found == {PREFILL_POOL: 1, DECODE_POOL: 3}
+
+
 def test_a_deployment_with_an_autoscaling_config_of_another_kind_stays() -> None:
     serve = service(prefill=SCALED, decode=SCALED)
     serve.configs[DECODE_POOL] = AutoscalingConfig(max_replicas=4, upscale_delay_s=0, downscale_delay_s=0)
