@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -35,7 +36,8 @@ async def test_one_control_stream_opened_and_cancelled_by_a_stranger_kills_no_sp
         (rank,) = fleet.ranks
         async with grpc.aio.insecure_channel(rank.address) as channel:
             opened: RawCall = channel.stream_stream(CONTROL)()
-            await opened.wait_for_connection()
+            with suppress(grpc.aio.AioRpcError):  # it may be refused already
+                await opened.wait_for_connection()
             opened.cancel()
             told: RawCall = channel.stream_stream(CONTROL)()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
