@@ -134,11 +134,6 @@ class Attempt:
         self._ended = False
 
     @property
-    def first_index(self) -> int:
-        """The index of the first token that this attempt generates."""
-        return self._submit.first_index
-
-    @property
     def holds_kv(self) -> bool:
         """Whether the prefill worker still holds the KV cache, as far as is known."""
         return self._opener is not None and self._opener.failure is None
@@ -279,7 +274,7 @@ class Attempt:
         if choice not in self._states:
             return None
         # The first token may be one that the prefill worker drew.
-        self.is_proven |= tokens.first_index + len(tokens.ids) > self.first_index + 1
+        self.is_proven |= tokens.first_index + len(tokens.ids) > self._submit.first_index + 1
         finish_reason = tokens.finish_reason
         if finish_reason:
             del self._states[choice]
