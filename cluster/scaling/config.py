@@ -24,10 +24,10 @@ class ScalingConfig(BaseModel):
     # Of prompts: within how many seconds those that wait in the queues of routers are to be computed.
     catch_up_seconds: float = Field(default=5.0, ge=0.1, le=3600)
     # How long more workers must have been needed before some are started, and fewer before some are stopped.
-    up_delay_seconds: float = Field(default=10.0, ge=0, le=3600)
+    up_delay_seconds: float = Field(default=3.0, ge=0, le=3600)
     down_delay_seconds: float = Field(default=300.0, ge=0, le=86_400)
     # Over which the load is measured; a fifth of it is between two reports.
-    window_seconds: float = Field(default=20.0, ge=0.5, le=3600)
+    window_seconds: float = Field(default=10.0, ge=0.5, le=3600)
 
     def check(self, role: str, replicas: int) -> None:
         """Raises ValueError unless it fits a pool of this role with at least so many workers."""

@@ -118,9 +118,15 @@ class Simulation:
     int)."""
 
     def __init__(
-        self, hardware: Hardware, prefill: ScalingConfig | int, decode: ScalingConfig | int, *, first: int = 1
+        self,
+        hardware: Hardware,
+        prefill: ScalingConfig | int,
+        decode: ScalingConfig | int,
+        *,
+        first: int | None = None,
     ) -> None:
-        """`first`: how many workers of each pool that scales there are when the trace begins."""
+        """`first`: how many workers of each pool there are when the trace begins; the others of a fixed one start then.
+        By default one of a pool that scales, and all of a fixed one."""
         self._hardware = hardware
         self._sizes = {PREFILL_POOL: prefill, DECODE_POOL: decode}
         self._policy = ScalingPolicy()
@@ -137,8 +143,8 @@ class Simulation:
         self._last_report = float("-inf")
         self.outcome = Outcome()
         for pool, size in self._sizes.items():
-            number = size if isinstance(size, int) else first
-            self.outcome.targets[pool] = [(0.0, number)]
+            number = first or (size if isinstance(size, int) else 1)
+            self.outcome.targets[pool] = [(0.0, size if isinstance(size, int) else number)]
             self.outcome.worker_seconds[pool] = 0.0
             self._workers(pool).extend(self._new(pool) for _ in range(number))
 
@@ -251,16 +257,18 @@ class Simulation:
                 series.popleft()
 
     def _scale(self) -> None:
-        if all(isinstance(size, int) for size in self._sizes.values()):
-            return
+        if any(isinstance(size, ScalingConfig) for size in self._sizes.values()):
+            self._decide()
+        for pool in self._sizes:
+            self._resize(pool, self.outcome.targets[pool][-1][1])
+
+    def _decide(self) -> None:
         contexts = {name: self._context(name) for name in (ROUTER, PREFILL_POOL, DECODE_POOL)}
         numbers, states = self._policy(contexts)
         for pool, number in numbers.items():
             self._states[pool] = states[pool]
             if number != self.outcome.targets[pool][-1][1]:
                 self.outcome.targets[pool].append((self._now, number))
-        for pool in self._sizes:
-            self._resize(pool, self.outcome.targets[pool][-1][1])
 
     def _context(self, name: str) -> PoolContext:
         metrics: dict[str, dict[Any, Sequence[Sample]]] = {}
