@@ -19,25 +19,34 @@ WAIT = 30.0
 DASHBOARD = Path(__file__).parents[1] / "k8s" / "components" / "monitoring" / "tandem-dashboard.json"
 
 VLLM_EXPRESSIONS = [
-    # The panels of examples/online_serving/prometheus_grafana/grafana.json of vLLM, and of its newer dashboards, that
-    # are about metrics of V1.
+    # Those of examples/online_serving/prometheus_grafana/grafana.json of vLLM, from the first panel to the last.
     *(
-        f"histogram_quantile(0.99, sum by(le) (rate(vllm:{name}_bucket[1m])))"
+        expression
         for name in ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
+        for expression in (
+            *(
+                f"histogram_quantile({quantile}, sum by(le) (rate(vllm:{name}_bucket{{MODEL}}[1m])))"
+                for quantile in (0.99, 0.95, 0.9, 0.5)
+            ),
+            f"rate(vllm:{name}_sum{{MODEL}}[1m]) / rate(vllm:{name}_count{{MODEL}}[1m])",
+        )
     ),
-    *(
-        f"rate(vllm:{name}_sum[1m]) / rate(vllm:{name}_count[1m])"
-        for name in ("e2e_request_latency_seconds", "inter_token_latency_seconds", "time_to_first_token_seconds")
-    ),
-    *(f"rate(vllm:{name}_tokens_total[1m])" for name in ("prompt", "generation")),
-    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
-    *(f"sum by(le) (increase(vllm:request_{name}_tokens_bucket[1m]))" for name in ("prompt", "generation")),
-    "sum by(finished_reason) (increase(vllm:request_success_total[1m]))",
-    *(f"rate(vllm:request_{name}_time_seconds_sum[1m])" for name in ("queue", "prefill", "decode", "inference")),
-    "sum by(le) (increase(vllm:request_max_num_generation_tokens_bucket[1m]))",
-    "histogram_quantile(0.99, sum by(le) (rate(vllm:request_time_per_output_token_seconds_bucket[1m])))",
-    "rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])",
+    *(f"rate(vllm:{name}_tokens_total{{MODEL}}[1m])" for name in ("prompt", "generation")),
+    *(f"vllm:{name}{{MODEL}}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")),
+    *(f"sum by(le) (increase(vllm:request_{name}_tokens_bucket{{MODEL}}[1m]))" for name in ("prompt", "generation")),
+    "sum by(finished_reason) (increase(vllm:request_success_total{MODEL}[1m]))",
+    *(f"rate(vllm:request_{name}_time_seconds_sum{{MODEL}}[1m])" for name in ("queue", "prefill", "decode")),
+    "rate(vllm:request_max_num_generation_tokens_sum{MODEL}[1m])",
+    # Others of V1, which newer dashboards show.
+    "rate(vllm:request_inference_time_seconds_sum{MODEL}[1m])",
+    "histogram_quantile(0.99, sum by(le) (rate(vllm:request_time_per_output_token_seconds_bucket{MODEL}[1m])))",
+    "rate(vllm:prefix_cache_hits_total{MODEL}[1m]) / rate(vllm:prefix_cache_queries_total{MODEL}[1m])",
 ]
+
+
+def vllm_expressions(model_name: str) -> list[str]:
+    """Returns every expression of vLLM's dashboard about metrics of V1, with its variables set."""
+    return [each.replace("{MODEL}", f'{{model_name="{model_name}"}}') for each in VLLM_EXPRESSIONS]
 
 
 def dashboard_expressions(model_name: str) -> list[str]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tandem.tests.metrics_page import scrape, scrape_until
-from tandem.tests.prometheus import VLLM_EXPRESSIONS, dashboard_expressions, prometheus
+from tandem.tests.prometheus import dashboard_expressions, prometheus, vllm_expressions
 from tandem.tests.service import expected_tokens, small_config, status, wait_until_idle
 
 NUM_TOKENS = 100
@@ -82,12 +82,13 @@ async def test_every_panel_of_the_dashboard_has_a_series(service: Any, tmp_path:
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    name = service.config.served_name
     agents = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes]
     with prometheus(tmp_path, {"routers": service.ops_addresses, "ray": agents}) as server:
         load = asyncio.create_task(keep_busy(service))
         try:
             await asyncio.to_thread(server.wait_for, f"count(up == 1) >= {2 + len(agents)}")
-            for expression in (*dashboard_expressions(service.config.served_name), *VLLM_EXPRESSIONS):
+            for expression in (*dashboard_expressions(name), *vllm_expressions(name)):
                 await asyncio.to_thread(server.wait_for, expression)
         finally:
             load.cancel()
