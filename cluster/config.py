@@ -179,7 +179,7 @@ class PoolConfig(BaseModel):
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # of each rank; None shares its node's cores evenly
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB of each rank's memory; its heads of every token
-    # Of prompts, computed in one step. None is 2048, on CPUs 512.
+    # Of prompts, computed in one step. None is 2048, on CPUs 512, with one thread 128.
     chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     # The same beside sequences that decode: all of them wait for it. None is 512, on CPUs 32.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
@@ -289,8 +289,8 @@ class TandemConfig(BaseModel):
             return ("shared",) if self.device == "cpu" else ()
         return self.kv_transports
 
-    def chunk_tokens(self, pool: PoolConfig) -> int:
-        return pool.chunk_tokens or default_chunk_tokens(self.device)
+    def chunk_tokens(self, pool: PoolConfig, num_threads: int) -> int:
+        return pool.chunk_tokens or default_chunk_tokens(self.device, num_threads * pool.tp)
 
     def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
         return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)

@@ -94,8 +94,9 @@ def settle(done: "asyncio.Future[Any]", result: object, error: BaseException | N
         done.set_result(result)
 
 
-def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Runs `work` in a daemon thread of its own, which ends with it; a cancelled future is not waited for.
+def in_thread(work: Callable[[], T], name: str, *, nice: int = 0) -> "asyncio.Future[T]":
+    """Runs `work` in a daemon thread of its own, which ends with it, by so much nicer than others; a cancelled future
+    is not waited for.
 
     A pool's thread would stay: while a thread that has computed lives, libgomp counts its OpenMP team beside the
     engine's, assumes that the machine is overcommitted and lets no thread spin."""
@@ -106,6 +107,7 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
         result: T | None = None
         error: BaseException | None = None
         try:
+            os.nice(nice)  # of this thread alone, on Linux, and of those that it starts
             result = work()
         except BaseException as raised:  # handed to the future
             error = raised

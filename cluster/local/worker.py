@@ -47,7 +47,7 @@ def worker_config(
         silence_seconds=config.silence_seconds,
     )
     budgets = Budgets(
-        chunk_tokens=config.chunk_tokens(pool),
+        chunk_tokens=config.chunk_tokens(pool, num_threads),
         mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
         max_sequences=pool.max_sequences,
         prefix_caching=config.prefix_caching,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
@@ -147,9 +147,9 @@ class WorkerRegistry:
     ) -> Placement | None:
         """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the worker that holds
         the KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker does
-        all. `goes_ahead`: no prompt at a worker is computed before it, as of a stream that was interrupted; so a queue
-        does not keep it from the worker that has most of it cached. None if there is neither, or if no decode worker
-        can take over from `prefill`."""
+        all. `goes_ahead`: no prompt at a worker is computed before it, as of a stream that was interrupted; so neither
+        a queue nor what is guessed of the worker's speed keeps it from the one that has most of it cached. None if
+        there is neither, or if no decode worker can take over from `prefill`."""
         _, _, matched = self._look_up(request)
         decode = self._candidates(_DECODE, avoid, matched)
         if prefill is None and (whole or not decode):
@@ -160,8 +160,10 @@ class WorkerRegistry:
         else:  # it may have left the directory already, and still hold the KV cache
             sources, local_tokens = [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)], 0
         if goes_ahead:
-            sources = [replace(each, pending_tokens=0, num_pending=0) for each in sources]
-            decode = [replace(each, pending_tokens=0, num_pending=0) for each in decode]
+            # Prompts of about one length do not tell how much of their time each token takes, see `LinearFit`.
+            ahead: dict[str, Any] = {"pending_tokens": 0, "num_pending": 0, "prefill": NEUTRAL_PREFILL}
+            sources = [replace(each, **ahead, transfer=NEUTRAL_TRANSFER) for each in sources]
+            decode = [replace(each, **ahead) for each in decode]
         return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
 
     def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int, *, decodes: bool = False) -> None:

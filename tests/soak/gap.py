@@ -32,6 +32,7 @@ from tandem.tests import demo_model
 from tandem.tests.matrix.nodes import Launcher, launched
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
+from tandem.workers.engine.config import default_chunk_tokens
 
 STAGES: Final = ("noticed", "its turn", "queue", "prefill", "KV cache", "decode")
 """Of the time from the last token before the kill to the next one: until the session breaks; until the request is sent
@@ -184,7 +185,7 @@ class Pools:
         """Starts one more worker."""
         nice = _PREFILL_NICE if role == "prefill" else 0
         config = {"model": self._folder, "kv_cache_bytes": 2**29, "num_threads": self._threads, "nice": nice}
-        config |= {"chunk_tokens": 512, "mixed_chunk_tokens": 32}
+        config |= {"chunk_tokens": default_chunk_tokens("cpu", self._threads), "mixed_chunk_tokens": 32}
         worker_id = f"{role}-{len(self._infos)}-{time.monotonic_ns()}"
         absent = dict.fromkeys(("control", "kv_address", "router_address"))
         found = await self._launcher.start(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.workers.threads import available_cores, go_first, let_others_first
+from tandem.workers.threads import available_cores, go_first, in_thread, let_others_first
 
 
 def make_root(folder: Path, cgroup: str, files: dict[str, str]) -> Path:
@@ -59,6 +59,12 @@ def test_without_cgroups_the_cpu_set_counts_and_not_the_machine(tmp_path: Path) 
 
 def test_this_process_has_cores() -> None:
     assert available_cores() >= 1
+
+
+async def test_work_in_a_thread_of_its_own_is_nicer_than_the_rest_of_the_process() -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    assert await in_thread(lambda: os.getpriority(os.PRIO_PROCESS, 0), "test", nice=3) == min(here + 3, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
 def time_slice(thread: int) -> int:

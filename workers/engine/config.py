@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 
 
-def default_chunk_tokens(device: str) -> int:
-    """Returns the prefill chunk size, in tokens, for a kind of device as torch names them."""
-    return 512 if device == "cpu" else 2048
+def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
+    """Returns the prefill chunk size, in tokens, for a kind of device as torch names them, and the threads of a CPU, 0
+    for several. One thread computes chunks of 128 as fast as longer ones, for whose end what is urgent waits longer;
+    two take a sixth longer for them than for 512."""
+    if device != "cpu":
+        return 2048
+    return 128 if num_threads == 1 else 512
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ class Scheduler:
 
     A step takes first every running sequence that only needs its next token; then, in chunks, prompts by
     `SequenceSpec.order`: of equal ones those under way in order of admission, then sequences admitted from the queue in
-    order of arrival. The queue's head waits until its blocks are free; no sequence behind it overtakes it. Not
-    thread-safe.
+    order of arrival. The queue's head waits until its blocks are free; no sequence behind it overtakes it. A prompt
+    that continues a stream shares its steps with no new one, whose tokens that stream would wait for. Not thread-safe.
 
     A step may be scheduled before the last one is updated (see `Sequence` for the counters). A sequence that ends
     meanwhile returns its blocks at once, although the step in flight still writes to them: steps run in order, so the
@@ -80,6 +80,8 @@ class Scheduler:
         while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
             steps.append(self._step(prompt, min(prompt.num_unscheduled, budget), copies))
             budget -= len(steps[-1].token_ids)
+            if prompt.spec.continues and not self._is_next_continuing(prompts):
+                break
         plan = StepPlan(sequences=tuple(steps), dropped=tuple(self._requests.dropped), copies=tuple(copies))
         self._requests.dropped.clear()
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
@@ -129,6 +131,10 @@ class Scheduler:
             if sequence.state is State.RUNNING and not sequence.needs_mask:
                 return sequence
         return prompts.pop(0) if prompts else None
+
+    def _is_next_continuing(self, prompts: list[Sequence]) -> bool:
+        """Whether the next prompt, of those under way or in the queue, continues a stream."""
+        return any(each.spec.continues for each in (*prompts[:1], *self._requests.waiting[:1]))
 
     def _lease(self, sequence: Sequence) -> Suspended:
         """Leases a suspended sequence."""

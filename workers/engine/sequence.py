@@ -84,10 +84,15 @@ class SequenceSpec:
         return len(self.tokens) + (0 if self.task is Task.PREFILL else self.max_tokens - 1)
 
     @property
+    def continues(self) -> bool:
+        """Whether a stream that was interrupted elsewhere stands still until this has its first token."""
+        return self.first_index > 0
+
+    @property
     def order(self) -> tuple[bool, int]:
-        """Sorts what waits, for blocks or for a step: a stream that was interrupted elsewhere stands still until it has
-        its next token, so it goes ahead; then the higher priority."""
-        return not self.first_index, -self.priority
+        """Sorts what waits, for blocks or for a step: a stream that stands still goes ahead; then the higher
+        priority."""
+        return not self.continues, -self.priority
 
     @property
     def num_prompt(self) -> int:

@@ -18,6 +18,10 @@ from .process_group import EMPTY_PLAN, TpExecutor, TpGroup
 from .rank import Rank, RankConfig, load_rank
 from .rank_client import RankClient, RankLost
 
+_LOAD_NICE: Final = 10
+"""Niceness of loading on CPUs, as of prefill: a worker mostly starts in the place of one that has died, while others on
+the same cores compute what its streams need to go on."""
+
 _HEARTBEAT_SHARE: Final = 0.25
 """Interval of an idle rank 0's empty plans, as a share of the collectives' timeout."""
 
@@ -53,7 +57,8 @@ class TpCoordinator:
 
     async def _load(self, config: RankConfig) -> Rank:
         if not self.clients:
-            return await in_thread(partial(load_rank, config), "tandem-load")
+            nice = _LOAD_NICE if config.device == "cpu" else 0
+            return await in_thread(partial(load_rank, config), "tandem-load", nice=nice)
         group = self._group = TpGroup.listen(
             host=config.host,
             size=len(self.clients) + 1,
@@ -70,6 +75,7 @@ class TpCoordinator:
                 timeout_seconds=config.collective_seconds,
             )
             client.send(worker_pb2.RankControlRequest(join_group=join))
+        # Not nicer than others: the threads of the collectives, which it starts, would remain so.
         loading = in_thread(partial(load_rank, config, group), "tandem-load")
         # If another rank fails, gather raises at once: this rank would wait for it in vain.
         loaded, self.endpoints = await asyncio.gather(

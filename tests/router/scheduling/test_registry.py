@@ -167,6 +167,20 @@ def test_one_that_goes_ahead_of_what_waits_goes_where_most_of_it_is_cached() -> 
     assert [each is not None and each.prefill == cached for each in placed] == [False] * 5 + [True] * 5
 
 
+def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompts_were_there() -> None:
+    """Prompts of one length do not tell whether a token or the beginning is slow; a cached one needs few tokens."""
+    registry = registry_of(2, 1)
+    first = request(prompt(1, 1_000), "1")
+    cached, decode = dispatch(registry, first)
+    other = "p1" if cached == "p0" else "p0"
+    for _ in range(10):
+        registry.record_prefill(cached, 1_000, 3.0)
+        registry.record_prefill(other, 1_000, 1.0)
+        registry.record_transfer(cached, decode, 2**25, 1.0)
+    again = request([*first.prompt, *prompt(2, 100)], "1#0")
+    assert {registry.place(again, goes_ahead=True) for _ in range(9)} == {dispatch_of(cached, decode)}
+
+
 def test_a_cache_is_unknown_without_a_session() -> None:
     registry = registry_of(1, 3)
     asked = request(prompt(1), "1")

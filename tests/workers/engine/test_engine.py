@@ -117,6 +117,22 @@ def test_newest_is_preempted_and_continues_with_the_same_tokens(worker: MakeWork
     target.check_idle()
 
 
+def test_prompts_that_continue_streams_share_their_steps_with_no_new_prompt(worker: MakeWorker) -> None:
+    target = worker(chunk_tokens=16, mixed_chunk_tokens=16)
+    target.submit(spec(1, PROMPT, max_tokens=3))
+    target.submit(spec(2, PROMPT[:4], max_tokens=3, first_index=1))
+    target.submit(spec(3, PROMPT[:5], max_tokens=3, first_index=2))
+    events = target.step()
+    assert [step.sequence_id for step in target.executor.plans[-1].sequences] == [2, 3]
+    events += target.step()
+    assert [step.sequence_id for step in target.executor.plans[-1].sequences] == [2, 3, 1]
+    target.submit(spec(4, tuple(range(20, 60)), max_tokens=1, first_index=2))
+    events += run(target)
+    for number, tokens in ((1, PROMPT), (2, PROMPT[:4]), (3, PROMPT[:5])):
+        assert tokens_of(events, number) == expected(tokens, 3)
+    target.check_idle()
+
+
 def test_nobody_overtakes_the_head_of_the_queue(worker: MakeWorker) -> None:
     target = worker(num_blocks=4, block_size=4, growth_tokens=0)
     target.submit(spec(1, PROMPT[:8], max_tokens=3))
