@@ -18,6 +18,10 @@ from .worker_client import SuspendedChoice, WorkerKey, WorkerStream
 _MAX_FETCHES: Final = 2
 """Of one KV cache: after so many that failed, the fault is taken to be the prefill worker's."""
 
+_USUAL_CRASHES: Final = 4
+"""Of the workers of one request. After each further one it has to make twice as many steps until it is proven, so that
+one that always does harm some steps after it has moved is at last on trial then."""
+
 Submitter = Callable[[str, worker_pb2.Submit], WorkerStream | None]
 """Sends a submit to a worker. Returns None if that has left the registry; raises Unavailable if the router closes."""
 
@@ -105,12 +109,14 @@ class Attempt:
         registry: WorkerRegistry,
         timer: RequestTimer,
         may_decode: Callable[["Attempt"], bool] = lambda attempt: True,
+        num_crashes: int = 0,
         source: SuspendedChoice | None = None,
     ) -> None:
-        """`part` is what the registry counts: the request itself, or what is left of one choice. `source` has its KV
-        cache already: then the placement's prefill worker is the one that suspended it."""
+        """`part` is what the registry counts: the request itself, or what is left of one choice. `num_crashes`: of its
+        workers so far, see `_USUAL_CRASHES`. `source` has its KV cache already: then the placement's prefill worker is
+        the one that suspended it."""
         self.interruptions: list[Interruption] = []  # the caller removes them
-        self.is_proven = False  # the worker that decodes has survived a step with it
+        self.is_proven = False  # the worker that decodes has survived its first steps with it
         self.part = part
         # A beam search of one step has nothing to hand over.
         is_whole = submit.HasField("beam_search") and submit.max_tokens == 1
@@ -128,6 +134,7 @@ class Attempt:
         self._opener: WorkerStream | SuspendedChoice | None = source  # computes the prompt, and in a pair nothing else
         self._decoder: WorkerStream | None = None  # the decode worker's stream in a pair
         self._kv = worker_pb2.KvHandle()  # of the prefill worker, once that has admitted the request
+        self._proof = submit.first_index + 1 + 2 ** max(num_crashes - _USUAL_CRASHES, 0)
         self._num_fetches_failed = 0
         self._num_cached = 0
         self._begun = source is not None  # the prompt has been computed
@@ -274,7 +281,7 @@ class Attempt:
         if choice not in self._states:
             return None
         # The first token may be one that the prefill worker drew.
-        self.is_proven |= tokens.first_index + len(tokens.ids) > self._submit.first_index + 1
+        self.is_proven |= tokens.first_index + len(tokens.ids) >= self._proof
         finish_reason = tokens.finish_reason
         if finish_reason:
             del self._states[choice]

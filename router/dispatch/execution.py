@@ -85,6 +85,7 @@ class RequestExecution:
         self._avoided: dict[str, float] = {}  # worker ids, until when
         self._give_up: dict[int, float] = {}  # by choice that was interrupted since its last token, when
         self._num_transfers_lost = [0] * request.num_choices
+        self._num_crashes = 0
 
     @property
     def done(self) -> bool:
@@ -208,9 +209,8 @@ class RequestExecution:
         emitted = [] if choice is None else self._emitted[choice]
         part = self._request if choice is None else rest_of(self._request, choice, emitted)
         lost = max(self._num_transfers_lost) if choice is None else self._num_transfers_lost[choice]
-        whole = lost >= MAX_TRANSFERS_LOST
-        placement = self._registry.place(part, self._avoid(), whole=whole, goes_ahead=bool(emitted))
-        if placement is None or not self._quarantine.may_try(self, placement.prefill or placement.decode):
+        find = partial(self._registry.place, part, whole=lost >= MAX_TRANSFERS_LOST, goes_ahead=bool(emitted))
+        if (placement := self._quarantine.place(self, find, self._avoid())) is None:
             return False
         self._begin_attempt(part, choice or 0, len(emitted), placement)
         return True
@@ -236,6 +236,7 @@ class RequestExecution:
             registry=self._registry,
             timer=self._timer,
             may_decode=self._may_decode,
+            num_crashes=self._num_crashes,
             source=source,
         )
         self._attempts.append(attempt)
@@ -304,6 +305,7 @@ class RequestExecution:
     def _blame(self, interruption: Interruption, attempt: Attempt) -> None:
         """Suspects the request of a crash. Raises InternalError, and has it refused for a while, if nothing else can be
         at fault."""
+        self._num_crashes += 1
         if interruption.choices - set(self._ended) and self._quarantine.blame(
             self, interruption.worker, self._wake, is_proven=attempt.is_proven
         ):
@@ -362,8 +364,7 @@ class RequestExecution:
             return False
         avoided, prefill = self._avoid(), attempt.placement.prefill
         placement = self._registry.place(attempt.part, avoided | {parked.last_worker}, prefill=prefill)
-        placement = placement or self._registry.place(attempt.part, avoided, prefill=prefill)
-        if placement is None:
+        if (placement := placement or self._registry.place(attempt.part, avoided, prefill=prefill)) is None:
             return False
         self._num_attempts += 1
         self._timer.dispatched(placement, self._num_attempts, "rehand")
@@ -379,8 +380,7 @@ class RequestExecution:
             return False
         part = rest_of(self._request, suspended.choice, emitted[:-1])
         worker_id = suspended.worker[0]
-        placement = self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)
-        if placement is None:
+        if (placement := self._registry.place(part, self._avoid() | {worker_id}, prefill=worker_id)) is None:
             return False
         self._begin_attempt(part, suspended.choice, len(emitted) - 1, placement, suspended)
         return True

@@ -6,10 +6,15 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
+from ..scheduling.policy import Placement
 from .convictions import Convictions
 
 TRIAL_SECONDS: Final = 15.0
 """How long a first trial keeps other suspects from a worker, such as one of a very long prompt."""
+
+_MAX_WAITING: Final = 3
+"""Suspects that wait for one worker before others go elsewhere: mostly it has their prompts cached, and a prompt takes
+about as long as so many trials of cached ones."""
 
 _REPORT_SECONDS: Final = 1.0
 """Within so long all requests of a crashed worker report that. One that does so later may be suspected in vain."""
@@ -86,6 +91,22 @@ class Quarantine:
         self._trials.setdefault(worker_id, {})[suspect] = entry
         entry.refused.clear()
         return True
+
+    def place(
+        self, suspect: Hashable, find: Callable[[Collection[str]], Placement | None], avoid: Collection[str]
+    ) -> Placement | None:
+        """Returns the best placement whose first worker may compute the request now, see `may_try`. `find` returns the
+        best one without some workers, at first `avoid`. Any placement will do if it is no suspect."""
+        crowded = set(avoid)
+        while (placement := find(crowded)) is not None:
+            first = placement.prefill or placement.decode
+            if self.may_try(suspect, first):
+                return placement
+            num_waiting = sum(first in each.refused for each in self._suspects.values())
+            if num_waiting <= _MAX_WAITING:
+                return None
+            crowded.add(first)
+        return None
 
     def may_ask(self, suspect: Hashable) -> bool:
         """Returns whether it is worth while to look for a worker: a suspect that has been refused waits."""

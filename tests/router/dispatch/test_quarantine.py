@@ -2,12 +2,14 @@
 
 import random
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.router.dispatch.quarantine import TRIAL_SECONDS, Quarantine
+from tandem.router.scheduling.policy import Placement
 from tandem.tests.router.pools import Clock
 
 WORKERS = ("w0", "w1", "w2")
@@ -144,6 +146,22 @@ def test_all_workers_try_at_once_and_each_one_suspect() -> None:
     assert quarantine.may_ask(third)
     assert quarantine.may_try(third, "w1")
     assert first in quarantine
+
+
+def test_suspects_with_one_cached_prompt_go_elsewhere_once_several_wait_for_its_worker() -> None:
+    service = make_service(1, 10, 0, 0)
+    for each in service.requests:
+        each.at = "w0"
+    service.crash("w0", None)
+
+    def find(avoid: Collection[str]) -> Placement | None:
+        free = [worker for worker in WORKERS if worker not in avoid]
+        return Placement(prefill=free[0], decode="d") if free else None
+
+    placed = [service.quarantine.place(each, find, ()) for each in service.requests]
+    workers = [each and each.prefill for each in placed]
+    assert workers == ["w0", None, None, None, "w1", None, None, None, "w2", None]
+    assert service.quarantine.place(Request(99, is_poison=False), find, {"w0"}) == ("w1", "d"), "it is no suspect"
 
 
 def test_a_trial_keeps_others_away_for_a_while_only_which_grows_until_a_slow_poison_was_alone() -> None:

@@ -177,6 +177,23 @@ def test_crashes_after_its_trial_convict_nobody() -> None:
     only.finish()
 
 
+@pytest.mark.parametrize(("num_steps", "num_lost"), [(1, 6), (3, 7)])
+def test_a_request_that_always_kills_some_steps_after_it_has_moved_is_convicted_at_last(
+    num_steps: int, num_lost: int
+) -> None:
+    (only,) = make_suspects("p1")
+    for number in range(3, 2 + num_lost):
+        only.say(TASK_PREFILL, 2)
+        only.say(TASK_DECODE, 2 + num_steps)
+        only.pools.decode = (f"d{number}",)
+        only.at(TASK_DECODE).client.kill()
+        if number < 1 + num_lost:
+            only.read()
+    with pytest.raises(InternalError, match="two workers"):
+        only.read()
+    only.execution.end()
+
+
 def test_a_suspect_whose_worker_would_do_all_waits_until_it_is_alone() -> None:
     first, second = make_suspects("p1", "p2")
     first.say(TASK_PREFILL, 2)
