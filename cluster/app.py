@@ -202,7 +202,8 @@ class Router(Replica):
         self._runtime = runtime
         files = (watch.run() for watch in runtime.watches)
         sharing = self._directory.keep_sharing(self._convictions)
-        self._run(partial(self._stop, runtime), self._watch(runtime), runtime.console.run(), sharing, *files)
+        tasks = (self._watch(runtime), runtime.keep_ready(), runtime.console.run(), sharing, *files)
+        self._run(partial(self._stop, runtime), *tasks)
 
     def check_health(self) -> None:
         """Raises if the router can serve no more; Serve then replaces the replica."""

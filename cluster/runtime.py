@@ -127,10 +127,21 @@ class RouterRuntime:
 
     async def update(self, workers: Iterable[worker_pb2.WorkerInfo]) -> None:
         """Replaces the registry's list of workers by the directory's."""
-        known = list(workers)
-        self._registry.update(known)
-        can_serve = any(worker.role == worker_pb2.ROLE_DECODE for worker in known)
+        self._registry.update(workers)
+        await self._report_ready()
+
+    async def keep_ready(self) -> None:
+        """Reports at once, without end, that no decode worker can be reached any more, or one again."""
+        changed = asyncio.Event()
+        self._registry.on_reach = changed.set
+        while True:
+            await changed.wait()
+            changed.clear()
+            await self._report_ready()
+
+    async def _report_ready(self) -> None:
         if not self._is_stopping:
+            can_serve = self._registry.reaches_decode
             self._monitor.ops.reason = "" if can_serve else "no decode worker"
             await self._servers.set_serving(can_serve)
 

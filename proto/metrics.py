@@ -149,6 +149,9 @@ RECOVERIES = _counter(
     "computing prompt and tokens again.",
     kind=("rehand", "suspended", "replay"),
 )
+LOST_WORKERS = _counter(
+    "tandem_lost_workers_total", "Sessions with workers that have broken: these have died, or cannot be reached."
+)
 KV_SECONDS = _histogram(
     "tandem_kv_transfer_seconds", _SECONDS, "How long the KV cache of a request was on its way.", transport=()
 )

@@ -10,7 +10,7 @@ from ...proto import inference_pb2, worker_pb2
 from ...proto.channel import PeerChannel
 from ...proto.errors import Unavailable
 from ...proto.identity import PeerIdentity
-from ...proto.metrics import ITERATION_TOKENS, NULL_METRICS, Metrics
+from ...proto.metrics import ITERATION_TOKENS, LOST_WORKERS, NULL_METRICS, Metrics
 from ..request import TokenDelta, TokenRequest
 from ..scheduling.admission import Admission
 from ..scheduling.registry import WorkerRegistry
@@ -133,6 +133,8 @@ class Dispatcher:
         if not self._closed:
             client = self._clients.get(worker)  # that of a probe has heard nothing
             delay = 0 if client is not None and client.heard else PROBE_SECONDS
+            if client is not None and client.was_lost:
+                self._metrics.add(LOST_WORKERS)
             asyncio.get_running_loop().call_later(delay, self._probe, worker)
 
     def _probe(self, worker: WorkerKey) -> None:

@@ -164,6 +164,7 @@ class WorkerClient:
     """Holds the session with one worker, from its making on. Once broken it stays so."""
 
     heard = False  # the worker has sent something
+    was_lost = False  # the session had begun and has ended, and the worker did not end it
     _end = _LOST  # what fails its streams once the session has ended
 
     def __init__(
@@ -229,7 +230,7 @@ class WorkerClient:
         try:
             await self._receive(call)
         except grpc.aio.AioRpcError as error:
-            self._end = _end_of(error)
+            self._end, self.was_lost = _end_of(error), self.heard
             if self.heard:  # else the worker is lost already, and this was a probe
                 logger.warning("the session with %s broke: %s", self.worker[0], error.code().name)
         finally:

@@ -39,6 +39,7 @@ class WorkerRegistry:
     ) -> None:
         """`local_prefill_tokens`: a prompt of which a decode worker lacks no more tokens may be computed there."""
         self.prefill_work = PrefillWork()
+        self.on_reach: Callable[[], object] = lambda: None  # called after a worker was lost, or found again
         self._local_prefill_tokens = local_prefill_tokens
         self._rng = rng or random.Random()
         self._workers: dict[str, WorkerState] = {}
@@ -79,8 +80,10 @@ class WorkerRegistry:
         if message.HasField("load"):
             worker.report(message.load)
         if message.HasField("load") or worker.is_lost:
-            worker.is_lost = False
+            was_lost, worker.is_lost = worker.is_lost, False
             self._recount(worker)
+            if was_lost:
+                self.on_reach()
         if message.stored_blocks or message.evicted_blocks:
             self._prefixes.report(worker_id, message.stored_blocks, message.evicted_blocks)
 
@@ -93,6 +96,7 @@ class WorkerRegistry:
             worker.is_lost = True
             self._recount(worker)
             self._prefixes.add(worker_id, max(worker.info.block_size, 1), worker.info.load.total_blocks)
+            self.on_reach()
 
     def record_prefill(self, worker_id: str, num_tokens: int, seconds: float) -> None:
         """Records that a worker computed so many uncached tokens of a prompt in `seconds`."""
@@ -128,6 +132,11 @@ class WorkerRegistry:
     def has_lost(self) -> bool:
         """Whether some worker is listed whose last session has broken; see `session_lost`."""
         return any(worker.is_lost for worker in self._workers.values())
+
+    @property
+    def reaches_decode(self) -> bool:
+        """Whether a decode worker is listed that is not lost; see `session_lost`."""
+        return any(worker.info.role == _DECODE and not worker.is_lost for worker in self._workers.values())
 
     def has_other(self, worker_id: str) -> bool:
         """Returns whether a decode worker other than this one takes requests."""

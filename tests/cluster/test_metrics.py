@@ -24,6 +24,7 @@ from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument, NotFound
 from tandem.router.client.client import AsyncClient
 from tandem.tests.fleet import Fleet, fake_rank, fleet
+from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -233,6 +234,41 @@ async def test_a_router_is_ready_while_it_can_answer(folder: Path) -> None:
         router.fail()
         assert [await state_of(router, path) for path in ("/live", "/ready")] == [(503, "failed")] * 2
         await router.stop(0)
+
+
+async def test_a_router_that_reaches_no_decode_worker_is_not_ready_until_it_reaches_one(folder: Path) -> None:
+    """The directory may list workers for seconds that it has lost, and for as long as it is cut off from both."""
+    link = Proxy()
+    async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=300)) as running:
+        _, decode = running.workers
+        await link.start()
+        link.target = decode.address
+        decode._server.answer_to(link.address)
+        infos = [worker.info() for worker in running.workers]
+        infos[1].address = link.address
+        router = await start(folder, None)
+        keeping = asyncio.create_task(router.keep_ready())
+        await router.update(infos)
+        async with AsyncClient(router.grpc_address) as client:
+            await client.generate(prompt(1), max_tokens=2, timeout=WAIT)
+        assert await state_of(router, "/ready") == (200, "ok")
+        link.target = "127.0.0.1:1"
+        link.cut()
+        await wait_until_ready(router, (503, "no decode worker"))
+        assert (await scrape(router.ops_address)).value("tandem_lost_workers_total") == 1
+        link.target = decode.address
+        await wait_until_ready(router, (200, "ok"))
+        assert (await scrape(router.ops_address)).value("tandem_lost_workers_total") == 1
+        keeping.cancel()
+        await router.stop(0)
+        await link.close()
+
+
+async def wait_until_ready(router: RouterRuntime, wanted: tuple[int, str]) -> None:
+    """Waits for an answer of /ready."""
+    async with asyncio.timeout(WAIT):
+        while await state_of(router, "/ready") != wanted:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_router_that_drains_is_not_ready_and_lets_its_streams_end(folder: Path) -> None:

@@ -181,6 +181,20 @@ def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompt
     assert {registry.place(again, goes_ahead=True) for _ in range(9)} == {dispatch_of(cached, decode)}
 
 
+def test_whether_a_decode_worker_can_be_reached_is_told_when_it_changes() -> None:
+    registry, told = registry_of(1, 2), [0]
+    registry.on_reach = lambda: told.append(int(registry.reaches_decode))
+    assert registry.reaches_decode
+    for worker in ("p0", "d0", "d1"):
+        registry.session_lost(worker, 1)
+    assert told == [0, 1, 1, 0]
+    for _ in range(2):
+        report(registry, "d1", epoch=1)
+    assert told == [0, 1, 1, 0, 1]
+    registry.update([])
+    assert not registry.reaches_decode
+
+
 def test_a_cache_is_unknown_without_a_session() -> None:
     registry = registry_of(1, 3)
     asked = request(prompt(1), "1")
