@@ -217,6 +217,7 @@ class TandemConfig(BaseModel):
     # goes on with the same tokens. CPUs always compute so where our kernels run; on GPUs it takes slower kernels.
     numerics: Literal["exact", "fast"] = "fast"
     model_impl: ModelImpl = "auto"  # whose code computes; see docs/transformers.md
+    generation_config: Literal["auto", "none"] = "auto"  # auto: the model's own file has the defaults of requests
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
     # Transports of KV cache between workers, preferred to gRPC in this order; each two take the first that both can

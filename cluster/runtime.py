@@ -33,6 +33,7 @@ from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
 from .config import AuthConfig, RouterConfig, TandemConfig, check_interface, is_loopback
 from .scaling.reports import router_report
+from .store.generation_defaults import generation_defaults
 from .telemetry.monitor import RouterMonitor, open_spans
 
 _MAX_PORT: Final = 65_535
@@ -229,6 +230,7 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
         name=config.served_name,
         tokenizer=Tokenizer.load(folder),
         context_tokens=min(config.context_tokens or longest, longest),
+        defaults=generation_defaults(config, folder),
     )
 
 

@@ -30,7 +30,8 @@ class RequestParameter:
 
     `bounds` are those of a number, or each value of a map; `max_items` the entries of a list or map;
     `max_characters` a string or each string of a list, which then has at least one. `default` is the value of an unset
-    field, None where unset has a meaning of its own; a default other than 0 needs presence (`optional`) in the message.
+    field, None where unset has a meaning of its own; a default other than 0 needs presence (`optional`) in the message,
+    and so does one whose place the model's generation_config.json takes.
     """
 
     field: str  # its path in tandem.v1.GenerateRequest
@@ -46,6 +47,7 @@ class RequestParameter:
     completions: tuple[str, ...] | None = None  # names in /v1/completions, the first that is given counts; (): none
     chat: tuple[str, ...] | None = None  # the same in /v1/chat/completions; None: as `completions`
     flag: str = ""  # of the command line, if it is not made of the name
+    generation_config: str = ""  # its name in a model's generation_config.json, whose value takes the default's place
 
     @cached_property
     def leaf(self) -> str:
@@ -77,7 +79,7 @@ class RequestParameter:
     @cached_property
     def has_presence(self) -> bool:
         """Whether the message distinguishes an unset field from one of value 0."""
-        return bool(self.default) or self.default is None
+        return bool(self.default) or self.default is None or bool(self.generation_config)
 
 
 _CHOICES: Final = (0, limits.MAX_CHOICES)
@@ -111,11 +113,12 @@ PARAMETERS: Final = (
     RequestParameter(
         "stopping.max_tokens",
         "int32",
-        "Tokens to generate at most; 0 only with echo or prompt_logprobs. Unset: to the end of the context, in "
-        "/v1/completions 16.",
+        "Tokens to generate at most; 0 only with echo or prompt_logprobs. Unset: of a chat to the end of the context, "
+        "of another prompt 16.",
         bounds=(0, limits.MAX_TOKENS),
         default=None,
         chat=("max_completion_tokens", "max_tokens"),
+        generation_config="max_new_tokens",
     ),
     RequestParameter("stopping.min_tokens", "int32", "No end before so many tokens.", bounds=(0, limits.MAX_TOKENS)),
     RequestParameter(
@@ -129,9 +132,15 @@ PARAMETERS: Final = (
         flag="--stop-token-id",
     ),
     RequestParameter("stopping.ignore_eos", "bool", "Goes on after an end-of-sequence token."),
-    RequestParameter("sampling.temperature", "float", "0 is greedy.", bounds=(0, 2), default=1),
     RequestParameter(
-        "sampling.top_k", "int32", "Keeps the k most likely tokens; 0 or -1 keeps all.", bounds=(-1, 1_000_000)
+        "sampling.temperature", "float", "0 is greedy.", bounds=(0, 2), default=1, generation_config="temperature"
+    ),
+    RequestParameter(
+        "sampling.top_k",
+        "int32",
+        "Keeps the k most likely tokens; 0 or -1 keeps all.",
+        bounds=(-1, 1_000_000),
+        generation_config="top_k",
     ),
     RequestParameter(
         "sampling.top_p",
@@ -140,9 +149,14 @@ PARAMETERS: Final = (
         bounds=(0, 1),
         excludes_minimum=True,
         default=1,
+        generation_config="top_p",
     ),
     RequestParameter(
-        "sampling.min_p", "float", "Keeps tokens so many times as likely as the likeliest.", bounds=(0, 1)
+        "sampling.min_p",
+        "float",
+        "Keeps tokens so many times as likely as the likeliest.",
+        bounds=(0, 1),
+        generation_config="min_p",
     ),
     RequestParameter(
         "sampling.typical_p",
@@ -158,6 +172,7 @@ PARAMETERS: Final = (
         "Divides the positive logits of tokens of prompt and completion (Keskar et al., 2019).",
         bounds=(0.01, 10),
         default=1,
+        generation_config="repetition_penalty",
     ),
     RequestParameter(
         "sampling.presence_penalty", "float", "Taken from the logits of generated tokens.", bounds=(-2, 2)
@@ -313,19 +328,30 @@ def _check_number(row: RequestParameter, value: float, field: str, minimum: floa
         raise InvalidArgument(f"must be from {least:.7g} to {most:.7g}", field)
 
 
+_HEAD: Final = """# Request parameters
+
+Printed by `python -m tandem.proto.parameters`; do not edit.
+
+What a request leaves out has the default. Where that is marked ◆, the model's generation_config.json may say another
+one by the same name, unless the service runs with `generation_config: none`; a beam search takes none of them.
+`max_tokens` is `max_new_tokens` there: of a text 16 still, if that is less.
+"""
+
+
 def markdown() -> str:
     """Returns the table as docs/parameters.md has it."""
     head = ("gRPC field", "type", "bounds", "default", "completions", "chat", "Python", "command line", "meaning")
     lines = [head, ("---",) * len(head), *(_cells(row) for row in PARAMETERS)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"# Request parameters\n\nPrinted by `python -m tandem.proto.parameters`; do not edit.\n\n{table}\n"
+    return f"{_HEAD}\n{table}\n"
 
 
 def _cells(row: RequestParameter) -> Iterator[str]:
     yield f"`{row.field}`"
     yield row.kind.replace("_", " ")
     yield ", ".join(_bounds(row))
-    yield f"{row.default:g}" if row.kind in _NUMBERS and row.default is not None else ""
+    default = f"{row.default:g}" if row.kind in _NUMBERS and row.default is not None else ""
+    yield f"{default} ◆".strip() if row.generation_config else default
     for chat in (False, True):
         yield ", ".join(f"`{name}`" for name in row.body_names(chat=chat))
     yield f"`{row.client_name}`"

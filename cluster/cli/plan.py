@@ -14,7 +14,8 @@ from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig
 from ...workers.model.footprint import check_config_split, kv_bytes_per_token
-from ..config import ModelImpl, Quantization
+from ..config import ModelImpl, Quantization, TandemConfig
+from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import make_table, table_console
 
@@ -119,6 +120,7 @@ def check(
 
     try:
         config = check_checkpoint(folder, model_impl)
+        given = generation_defaults(TandemConfig(model=model), folder)
         refused = [_refusal(config, each) for each in tp or ()]
     except CheckpointError as error:
         typer.echo(f"{model}: refused: {error}")
@@ -131,6 +133,8 @@ def check(
     typer.echo(
         f"{num_parameters:,} parameters, stored as {config.dtype}; context of {config.max_position_embeddings:,} tokens"
     )
+    if defaults := describe_defaults(given):
+        typer.echo(f"defaults of requests, by {FILE}: {defaults}")
     typer.echo(f"in {dtype}, on each rank:")
     sizes = tp or [each for each in DEFAULT_TPS if not _refusal(config, each)]
     table_console().print(memory_table([rank_memory(config, each, dtype) for each in sizes], None))

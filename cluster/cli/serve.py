@@ -16,6 +16,7 @@ from ...router.auth.keys import load_keys
 from ..config import TandemConfig, load_config
 from ..environment import prepare_ray_environment
 from ..store.checked import checked_folder
+from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 
 _KEYS: Final = {
     **{"prefill": "prefill.replicas", "decode": "decode.replicas", "routers": "router.replicas"},
@@ -45,6 +46,10 @@ def serve(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
+    generation_config: Annotated[
+        str | None,
+        typer.Option(help="auto takes defaults of requests from the model's generation_config.json, or none."),
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name under which the model is served.")] = None,
     name: Annotated[str | None, typer.Option(help="The service's name; keeps two apart on one cluster.")] = None,
     host: Annotated[str | None, typer.Option(help="The interface that all servers bind.")] = None,
@@ -97,6 +102,8 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
     from ..launch import start_service  # imports Ray, which reads the environment and takes a second
 
     console = Console(stderr=True)
+    if defaults := describe_defaults(generation_defaults(config, folder)):
+        console.print(f"defaults of requests, by the model's {FILE}: {defaults}", highlight=False)
     with stopped_by_signals() as stopped:
         spinner = console.status(f"Starting {config.num_workers} worker(s) for {config.model}")
         spinner.start()

@@ -6,7 +6,7 @@ The parts are those of the service, but that there is one worker, no server in f
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
 from ...workers.worker import Worker
 from ..config import TandemConfig
+from ..store.generation_defaults import generation_defaults
 from .environment import compute_environment
 from .ranks import local_ranks
 from .session import LocalChannel
@@ -41,13 +42,19 @@ _FAILED: Final = "the engine has failed; make a new one"
 class LocalEngine:
     """Generates as a service does. Make one with `start`, end it with `close`; lives in one event loop."""
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, served_name: str) -> None:
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, served_name: str, defaults: Mapping[str, float]) -> None:
         registry = WorkerRegistry()
         registry.update([worker.info()])
         admission = Admission(
             registry, max_queued_tokens=_UNBOUNDED, max_queued_requests=_UNBOUNDED, max_queue_seconds=_LONG_SECONDS
         )
-        model = ServedModel(name=served_name, tokenizer=tokenizer, context_tokens=worker.info().context_tokens)
+        model = ServedModel(
+            name=served_name,
+            tokenizer=tokenizer,
+            context_tokens=worker.info().context_tokens,
+            defaults=defaults,
+        )
+        self.defaults = defaults
         self._worker = worker
         self._dispatcher = Dispatcher(
             registry, admission, identity=PeerIdentity.generate(), connect=lambda *_: LocalChannel(worker)
@@ -71,7 +78,7 @@ class LocalEngine:
             ranks = await scope.enter_async_context(local_ranks(own.rank, pool.tp - 1, compute_environment(pool)))
             worker = await Worker.start(own, worker_id="local", ranks=ranks, listens=False)
             scope.push_async_callback(worker.stop)
-            engine = cls(worker, tokenizer, config.served_name)
+            engine = cls(worker, tokenizer, config.served_name, generation_defaults(config, folder))
             scope.push_async_callback(engine._dispatcher.close)
             watch = asyncio.create_task(engine._watch())
             scope.callback(watch.cancel)

@@ -17,10 +17,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack, cast
 
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument, Unavailable
+from ...proto.parameters import ROWS
 from ...router.client.request import chat_prompt, generate_request, text_prompt
 from ...router.client.results import Collector
 from ...router.client.types import Completion, Delta, Message, Options, TemplateOptions
@@ -82,6 +83,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
         numerics: str = "fast",
+        generation_config: str = "auto",
         served_model_name: str | None = None,
     ) -> None:
         """Loads `model`: a built-in name, a folder or a hub id, as `tandem serve` takes it.
@@ -90,12 +92,13 @@ class LLM:
         they are loaded: int8 or int4; None takes them as they are. `max_model_len`: the longest prompt plus completion;
         None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each
         process; None shares the cores. `numerics`: fast or exact, as in the configuration of a service.
+        `generation_config`: auto takes what parameters leave out from the model's generation_config.json, or none.
         `served_model_name`: what the requests of a batch may call the model.
 
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
         given: dict[str, object] = {"model": model, "dtype": dtype, "device": device, "numerics": numerics}
-        given |= {"quantization": quantization}
+        given |= {"quantization": quantization, "generation_config": generation_config}
         given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
         given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}
         given |= {"enable_prefix_caching": enable_prefix_caching, "served_model_name": served_model_name}
@@ -195,6 +198,10 @@ class LLM:
                 on_answer=lambda: bar.advance(bar.task_ids[0]),
             )
             return self._loop.run(work)
+
+    def get_default_sampling_params(self) -> Options:
+        """Returns the parameters that the model's generation_config.json names: what is left out has these values."""
+        return cast(Options, {ROWS[field].client_name: value for field, value in self._engine.defaults.items()})
 
     def close(self) -> None:
         """Ends all requests and frees the model, its processes and its memory. Idempotent."""

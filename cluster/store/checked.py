@@ -5,6 +5,7 @@ from pathlib import Path
 from ...proto.errors import InvalidArgument
 from ...workers.model.footprint import check_config_split
 from ..config import TandemConfig
+from .generation_defaults import generation_defaults
 from .store import resolve_model
 
 
@@ -17,6 +18,7 @@ def checked_folder(config: TandemConfig) -> Path:
 
     folder = resolve_model(config.model, progress=True)
     model = open_checkpoint(folder, config.model_impl, quantization=config.quantization).config
+    generation_defaults(config, folder)
     wrong = []
     for role, pool in config.pools.items():
         try:

@@ -74,13 +74,7 @@ class GenerationService:
         """What the servers count in, too."""
         return self.telemetry.metrics
 
-    async def accept(
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: RequestContext,
-        *,
-        default_max_tokens: int | None = None,
-    ) -> PreparedRequest:
+    async def accept(self, request: inference_pb2.GenerateRequest, context: RequestContext) -> PreparedRequest:
         """Checks and tokenizes `request`. Raises InvalidArgument, NotFound, Overloaded or DeadlineExceeded."""
         trace_id = context.trace.trace_id if context.trace else ""
         CURRENT_REQUEST.set((request.request_id, trace_id))
@@ -98,7 +92,6 @@ class GenerationService:
             request,
             model,
             context,
-            default_max_tokens=default_max_tokens,
             admit=admit,
             resume_key=self._resume_key if context.is_resumable else None,
         )

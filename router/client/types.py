@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
     length_penalty: float  # of the beam search; absent: 1
     early_stopping: bool  # of the beam search: as soon as beam_width hypotheses are complete
 
-    temperature: float  # 0 is greedy; absent: 1
+    temperature: float  # 0 is greedy; absent: the model's, or else 1; the same holds where docs/parameters.md says so
     top_k: int  # 0 keeps all
     top_p: float
     min_p: float
@@ -66,7 +66,7 @@ class Options(TypedDict, total=False):
     bad_words: Sequence[str]  # texts that the completion will not have
     seed: int  # same seed, same tokens; absent: a random one
 
-    max_tokens: int  # absent: to the end of the context
+    max_tokens: int  # absent: of a chat to the end of the context, of another prompt 16
     min_tokens: int  # before so many nothing ends a completion
     stop: str | Sequence[str]  # the text ends before the first of these
     stop_token_ids: Sequence[int]

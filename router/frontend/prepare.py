@@ -4,6 +4,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
@@ -27,6 +28,8 @@ from .validation import (
     num_generated,
 )
 
+_DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's and vLLM's, of all that is no chat
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -35,6 +38,9 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     context_tokens: int  # the longest prompt plus completion
+    defaults: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by field, where it has its own; of a request's unset ones
     grammars: GrammarValidator = field(default_factory=GrammarValidator)
 
 
@@ -80,16 +86,15 @@ async def prepare(
     model: ServedModel,
     context: RequestContext,
     *,
-    default_max_tokens: int | None = None,
     admit: Callable[[], None] = lambda: None,
     resume_key: ResumeKey | None = None,
 ) -> PreparedRequest:
     """Checks and tokenizes `request`. `admit` is called once all is checked that needs no tokens. `resume_key`: for an
     answer with resume tokens.
 
-    Without `stopping.max_tokens` the completion may have `default_max_tokens` tokens (None: any number) as far as the
-    context goes. Raises InvalidArgument, which names the field by its path in the message (`sampling.temperature`) and
-    the bound, and Overloaded if a grammar takes too long to check."""
+    Without `stopping.max_tokens` the completion of a text may have 16 tokens, the answer to a chat any number, as far
+    as the context and the model's own default go. Raises InvalidArgument, which names the field by its path in the
+    message (`sampling.temperature`) and the bound, and Overloaded if a grammar takes too long to check."""
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
     check_prompt(request.prompt, tokenizer)
@@ -99,9 +104,9 @@ async def prepare(
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
     bad_words = await _encode_bad_words(request.sampling, tokenizer)
     grammar = await _grammar(request, model)
-    prompt, max_tokens = _fit_context(ids, request, default_max_tokens, model.context_tokens)
+    prompt, max_tokens = _fit_context(ids, request, model)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
-    tokens = _token_request(request, context, prompt, max_tokens, bad_words, grammar)
+    tokens = _token_request(request, model, context, prompt, max_tokens, bad_words, grammar)
     prepared = PreparedRequest(
         request_id=request.request_id or tokens.request_id,
         model=model.name,
@@ -146,6 +151,7 @@ async def encode_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> l
 
 def _token_request(
     request: inference_pb2.GenerateRequest,
+    model: ServedModel,
     context: RequestContext,
     prompt: list[int],
     max_tokens: int,
@@ -159,7 +165,7 @@ def _token_request(
         request_id=f"{request.request_id}.{secrets.token_hex(8)}" if request.request_id else uuid.uuid4().hex,
         prompt=tuple(prompt),
         max_tokens=max(max_tokens, 1),
-        sampling=complete_sampling(request.sampling),
+        sampling=complete_sampling(request, model.defaults),
         bad_words=bad_words,
         num_choices=generated,
         beam_search=complete_beam_search(request),
@@ -225,12 +231,11 @@ async def _encode_bad_words(
     return tuple(found)
 
 
-def _fit_context(
-    ids: list[int], request: inference_pb2.GenerateRequest, default_max_tokens: int | None, context: int
-) -> tuple[list[int], int]:
+def _fit_context(ids: list[int], request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[list[int], int]:
     """Makes prompt and completion fit the context; returns the prompt and max_tokens.
 
     A completion length that the client asked for is kept or refused, never shortened. Raises InvalidArgument."""
+    context = model.context_tokens
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
     if explicit is not None and explicit >= context:
         raise InvalidArgument(
@@ -244,10 +249,15 @@ def _fit_context(
             )
         ids = ids[least - context :]
     rest = context - len(ids)
-    max_tokens = explicit if explicit is not None else min(default_max_tokens or rest, rest)
+    max_tokens = explicit if explicit is not None else min(_default_max_tokens(request, model, rest), rest)
     if request.stopping.min_tokens > max_tokens:
         raise InvalidArgument(f"must be at most max_tokens, which is {max_tokens}", "stopping.min_tokens")
     return ids, max_tokens
+
+
+def _default_max_tokens(request: inference_pb2.GenerateRequest, model: ServedModel, rest: int) -> int:
+    usual = rest if request.prompt.HasField("chat") else _DEFAULT_COMPLETION_TOKENS
+    return min(usual, int(model.defaults.get("stopping.max_tokens", usual)))
 
 
 def _echo(request: inference_pb2.GenerateRequest, prompt: list[int], tokenizer: Tokenizer, *, is_cut: bool) -> str:

@@ -4,7 +4,7 @@ Knows nothing of tokens but the size of the vocabulary.
 """
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ...proto import inference_pb2, limits, parameters
@@ -78,9 +78,18 @@ def check_answer_size(size: int, request: inference_pb2.GenerateRequest) -> None
         )
 
 
-def complete_sampling(given: inference_pb2.SamplingParams) -> inference_pb2.SamplingParams:
-    """Returns a copy of checked parameters with every field set, the seed too, but without bad_words."""
-    values = _complete(given, _SAMPLING)
+def complete_sampling(
+    request: inference_pb2.GenerateRequest, defaults: Mapping[str, float]
+) -> inference_pb2.SamplingParams:
+    """Returns a copy of the checked parameters with every field set, the seed too, but without bad_words. `defaults`
+    are the model's, by field; a beam search, which samples nothing, has none of them."""
+    values = _complete(request.sampling, _SAMPLING)
+    if not request.HasField("beam_search"):
+        values |= {
+            row.leaf: defaults[row.field]
+            for row in _SAMPLING
+            if row.field in defaults and not request.sampling.HasField(row.leaf)
+        }
     del values["bad_words"]
     values["top_k"] = max(values["top_k"], 0)
     if values["seed"] is None:

@@ -30,7 +30,13 @@ _INTEGER: Final = {"type": "integer"}
 _KEY: Final = {"type": "http", "scheme": "bearer"}
 _NULL: Final = {"type": "null"}
 _MODEL: Final = _object(
-    id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, root=_STRING, max_model_len=_INTEGER
+    id=_STRING,
+    object={"const": "model"},
+    created=_INTEGER,
+    owned_by=_STRING,
+    root=_STRING,
+    max_model_len=_INTEGER,
+    default_sampling_params={"type": "object", "additionalProperties": {"type": "number"}},
 )
 _SCHEMAS: Final = {
     "Error": _object(error=_object(message=_STRING, type=_STRING, param={"anyOf": [_STRING, _NULL]}, code=_STRING)),

@@ -26,7 +26,6 @@ from .bodies import (
 from .openapi import LAST_EVENT_ID
 from .parsing import MAX_NAME, http_field, json_text, parse
 
-_DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's, for /v1/completions only
 _BODY_NAMES: Final = [
     [(row, row.body_names(chat=chat)) for row in PARAMETERS if not row.field.startswith("constraint.")]
     for chat in (False, True)
@@ -51,11 +50,6 @@ class OpenAIRequest:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatFields)
-
-    @property
-    def default_max_tokens(self) -> int | None:
-        """The bound of the completion where the body has none; None for the context."""
-        return None if self.is_chat else _DEFAULT_COMPLETION_TOKENS
 
     @property
     def num_choices(self) -> int:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....proto import inference_pb2
 from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
 from ....proto.limits import MAX_MESSAGE_BYTES
+from ....proto.parameters import ROWS
 from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
 from ...frontend.prepare import RequestContext, ServedModel
@@ -149,8 +150,10 @@ class HttpServer:
         return error_response(NotFound("no model of this name is served here"))
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
-        names = {"id": model.name, "object": "model", "owned_by": "tandem", "root": model.name}
-        return names | {"created": self._started_at, "max_model_len": model.context_tokens}
+        names: dict[str, Any] = {"id": model.name, "object": "model", "owned_by": "tandem", "root": model.name}
+        defaults = {ROWS[field].client_name: value for field, value in model.defaults.items()}
+        names |= {"created": self._started_at, "max_model_len": model.context_tokens}
+        return names | {"default_sampling_params": defaults}
 
     async def _complete(self, request: Request) -> Response:
         """Completes prompts."""

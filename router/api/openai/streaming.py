@@ -98,10 +98,9 @@ class GenerationResponse(Response):
         accepted: list[PreparedRequest] = []
         check_num_sequences(len(self._request.prompts), self._request.common)
         size = 0
-        default = self._request.default_max_tokens
         for request in self._request.requests():
             request.resume.extend(self._context.resume)
-            accepted.append(await self._service.accept(request, self._context, default_max_tokens=default))
+            accepted.append(await self._service.accept(request, self._context))
             tokens = accepted[-1].tokens
             size += answer_size(request, len(tokens.prompt), tokens.max_tokens)
             check_answer_size(size, request)

@@ -1,8 +1,10 @@
 """`tandem.LLM`: the service's tokens and transformers', in the caller's process, with nothing left behind."""
 
 import gc
+import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +86,19 @@ def test_greedy_equals_transformers_together_alone_and_from_the_prefix_cache(llm
     assert {each.outputs[0].finish_reason for each in again} == {"length"}
     tokenizer = Tokenizer.load(folder)
     assert [each.outputs[0].text for each in again] == [tokenizer.decode(ids) for ids in ids_of(again)]
+
+
+def test_what_parameters_leave_out_is_as_generation_config_says(folder: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    (copied / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "max_new_tokens": 5}))
+    with LLM(str(copied), max_num_seqs=4, **SMALL) as llm:
+        assert llm.get_default_sampling_params() == Options(temperature=0.0, max_tokens=5)
+        (short,) = llm.generate(PROMPTS[0], Options(ignore_eos=True))
+        (long,) = llm.generate(PROMPTS[0], Options(max_tokens=NUM_TOKENS, ignore_eos=True))
+        (sampled,) = llm.generate(PROMPTS[0], Options(max_tokens=NUM_TOKENS, temperature=2.0, seed=1))
+    assert ids_of([long]) == expected_tokens(folder, [long.prompt_token_ids], NUM_TOKENS)
+    assert ids_of([short]) == [long.outputs[0].token_ids[:5]]
+    assert ids_of([sampled]) != ids_of([long])
 
 
 def test_prompts_of_every_form(llm: LLM) -> None:

@@ -18,10 +18,10 @@ def request(text: str = "hi", **fields: Any) -> inference_pb2.GenerateRequest:
 
 
 async def prepared(
-    message: inference_pb2.GenerateRequest, context: int = 64, default_max_tokens: int | None = None
+    message: inference_pb2.GenerateRequest, context: int = 64, defaults: dict[str, float] | None = None
 ) -> TokenRequest:
-    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=context)
-    return (await prepare(message, model, CONTEXT, default_max_tokens=default_max_tokens)).tokens
+    model = ServedModel(name="tiny", tokenizer=byte_tokenizer(), context_tokens=context, defaults=defaults or {})
+    return (await prepare(message, model, CONTEXT)).tokens
 
 
 async def refused(message: inference_pb2.GenerateRequest, context: int = 64) -> InvalidArgument:
@@ -33,7 +33,7 @@ async def refused(message: inference_pb2.GenerateRequest, context: int = 64) -> 
 async def test_defaults_are_set_explicitly() -> None:
     tokens = await prepared(request())
     assert tokens.prompt == (104, 105)
-    assert tokens.max_tokens == 62
+    assert tokens.max_tokens == 16
     assert (tokens.arrived, tokens.deadline) == (1.0, 9.0)
     assert tokens.sampling.HasField("temperature")
     assert tokens.sampling.HasField("top_p")
@@ -180,7 +180,24 @@ async def test_max_tokens_as_long_as_the_context_are_refused(truncate: bool) -> 
     assert error.field == "stopping.max_tokens"
 
 
-async def test_default_max_tokens_gives_way_to_the_context() -> None:
-    assert (await prepared(request("x" * 10), default_max_tokens=16)).max_tokens == 16
-    assert (await prepared(request("x" * 60), default_max_tokens=16)).max_tokens == 4
-    assert (await prepared(request("x", stopping={"max_tokens": 20}), default_max_tokens=16)).max_tokens == 20
+async def test_without_max_tokens_a_text_has_16_and_a_chat_what_the_context_leaves() -> None:
+    assert (await prepared(request("x" * 10))).max_tokens == 16
+    assert (await prepared(request("x" * 60))).max_tokens == 4
+    assert (await prepared(request("x", stopping={"max_tokens": 20}))).max_tokens == 20
+    chat = await prepared(inference_pb2.GenerateRequest(prompt={"chat": CHAT}))
+    assert len(chat.prompt) + chat.max_tokens == 64
+
+
+async def test_what_a_request_leaves_out_is_as_the_model_says_and_its_own_value_wins() -> None:
+    own = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
+    defaults = {f"sampling.{name}": value for name, value in own.items()} | {"stopping.max_tokens": 5}
+    tokens = await prepared(request(), defaults=defaults)
+    assert {name: getattr(tokens.sampling, name) for name in own} == own
+    assert tokens.max_tokens == 5
+    unset = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    given = await prepared(request(sampling=unset, stopping={"max_tokens": 9}), defaults=defaults)
+    assert {name: getattr(given.sampling, name) for name in unset} == unset
+    assert given.max_tokens == 9
+    assert (await prepared(request(), defaults={"stopping.max_tokens": 50})).max_tokens == 16  # of a text still
+    searched = await prepared(request(beam_search={"width": 2}), defaults=defaults)
+    assert {name: getattr(searched.sampling, name) for name in unset} == unset
