@@ -1,5 +1,5 @@
-// Draws lines over the last minutes as SVG. A value that is null leaves a gap. The pointer, or the arrow keys while the
-// chart has the focus, read single seconds.
+// Draws lines over the last minutes as SVG. Values that are null, for more than a few seconds, leave a gap. The pointer, or
+// the arrow keys while the chart has the focus, read single seconds.
 
 import { h, setAttribute, setText, svg } from "./dom.js";
 import { clock } from "./format.js";
@@ -7,6 +7,7 @@ import { clock } from "./format.js";
 const HEIGHT = 148;
 const PAD = { left: 52, right: 8, top: 10, bottom: 20 };
 const WINDOW = 300; // seconds
+const GAP = 10; // seconds: as long as a line goes on without a value
 const TICKS = 3;
 
 // The least 1, 2 or 5 times a power of ten from which TICKS steps reach `value`.
@@ -81,25 +82,18 @@ export class Chart {
   }
 
   paintLine(line, index) {
+    const known = this.samples.map((sample) => [sample.time, line.of(sample)]).filter(([, value]) => value !== null);
     let path = "";
     let dots = "";
-    let previous = null; // whether the sample before has a value
-    let last = null;
-    this.samples.forEach((sample, number) => {
-      const value = line.of(sample);
-      if (value === null) {
-        previous = null;
-        return;
-      }
-      const place = `${this.x(sample.time).toFixed(1)} ${this.y(value).toFixed(1)}`;
-      path += `${previous === null ? "M" : "L"}${place}`;
-      const next = this.samples[number + 1];
-      if (previous === null && (!next || line.of(next) === null)) dots += `M${place}h0`; // alone, it would be no line
-      previous = last = value;
+    known.forEach(([time, value], number) => {
+      const joins = (other) => other && Math.abs(other[0] - time) <= GAP;
+      const place = `${this.x(time).toFixed(1)} ${this.y(value).toFixed(1)}`;
+      path += `${joins(known[number - 1]) ? "L" : "M"}${place}`;
+      if (!joins(known[number - 1]) && !joins(known[number + 1])) dots += `M${place}h0`; // alone, it would be no line
     });
     setAttribute(this.paths[index], "d", path);
     setAttribute(this.dots[index], "d", dots);
-    setText(this.now[index], last === null ? "–" : this.format(last));
+    setText(this.now[index], known.length ? this.format(known[known.length - 1][1]) : "–");
   }
 
   summary(hasValues) {
