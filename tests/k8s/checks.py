@@ -8,7 +8,7 @@ from typing import Any, Final
 from tandem.cluster.config import STOP_MARGIN_SECONDS, PoolConfig, RouterConfig, TandemConfig, load_config
 from tandem.cluster.scaling.policy import ScalingPolicy
 from tandem.tests.k8s.kuberay import AGENT_PORT, METRICS_PORT
-from tandem.tests.k8s.manifests import ROOT, Group, Manifests
+from tandem.tests.k8s.manifests import DOCKERFILE, ROOT, Group, Manifests
 
 Rule = Callable[[Manifests], list[str]]
 
@@ -18,6 +18,13 @@ DRAIN_ANSWER_SECONDS: Final = 10.0
 """How much longer than its --timeout `tandem drain` may take."""
 MARGIN_SECONDS: Final = 10.0
 GIB: Final = 2**30
+DEMO_MODELS: Final = [
+    f"{home}/models/{name}"
+    for home, name in re.findall(
+        r"^RUN TANDEM_HOME=(\S+) tandem model get (\S+)$", DOCKERFILE.read_text(), re.MULTILINE
+    )
+]
+"""Folders of the image's target demo."""
 
 
 def config_of(manifests: Manifests) -> TandemConfig:
@@ -195,11 +202,24 @@ def scaling_disagrees(manifests: Manifests) -> list[str]:
     return found
 
 
+def monitoring_disagrees(manifests: Manifests) -> list[str]:
+    """Complains unless the head may reach the Prometheus and the Grafana that it is told of."""
+    head, namespace = manifests.groups["head"], "kubernetes.io/metadata.name"
+    policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
+    policies = [each for each in policies if selects(each["podSelector"]["matchLabels"], head.labels)]
+    peers = [peer for each in policies for rule in each.get("egress", ()) for peer in rule.get("to", ())]
+    open_to = {peer.get("namespaceSelector", {}).get("matchLabels", {}).get(namespace) for peer in peers}
+    told = [head.environment.get(name) for name in ("RAY_PROMETHEUS_HOST", "RAY_GRAFANA_HOST")]
+    return [f"head: may not reach {url}" for url in told if url and policies and url.split(".")[1] not in open_to]
+
+
 def files_are_missing(manifests: Manifests) -> list[str]:
-    """Complains about files of the arguments that are not in the pods that read them."""
+    """Complains about files of the arguments that are neither in the pods that read them nor in their image."""
     args = manifests.application["args"]
     found = []
     for path in paths_in(args):
+        if path in DEMO_MODELS and all(each.container["image"].endswith("-demo") for each in manifests.groups.values()):
+            continue
         readers = ("router",) if path.startswith(("/etc/tandem/keys", "/etc/tandem/tls")) else tuple(manifests.groups)
         for name in readers:
             mounts = manifests.groups[name].mounts
@@ -250,5 +270,5 @@ def is_unsafe(manifests: Manifests) -> list[str]:
 
 RULES: Final[tuple[Rule, ...]] = (
     *(ports_disagree, labels_disagree, resources_disagree, times_disagree, versions_disagree, files_are_missing),
-    *(scaling_disagrees, is_unsafe),
+    *(scaling_disagrees, monitoring_disagrees, is_unsafe),
 )

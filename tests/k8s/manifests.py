@@ -15,6 +15,7 @@ import yaml
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 K8S: Final = ROOT / "k8s"
+DOCKERFILE: Final = K8S / "Dockerfile"
 OVERLAYS: Final = tuple(sorted(path.name for path in (K8S / "overlays").iterdir()))
 COMPONENTS: Final = tuple(sorted(path.name for path in (K8S / "components").iterdir()))
 ARGS: Final[dict[str, dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from tandem.proto.errors import InvalidArgument
 from tandem.proto.metrics import METRICS
 from tandem.tests.k8s import checks
 from tandem.tests.k8s.kuberay import container_command, refusals
-from tandem.tests.k8s.manifests import COMPONENTS, K8S, OVERLAYS, ROOT, Document, Manifests, need, render
+from tandem.tests.k8s.manifests import COMPONENTS, DOCKERFILE, K8S, OVERLAYS, ROOT, Document, Manifests, need, render
 from tandem.tests.k8s.schemas import complaints, unknown_keys
 
 Change = Callable[[Manifests], object]
@@ -204,11 +204,18 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
     (checks.versions_disagree, "cpu-demo", lambda m: set_(container(m, "decode"), image="tandem:0.1.0-cpu")),
     (checks.versions_disagree, "gpu", lambda m: set_(args(m), device="cpu")),
     (checks.files_are_missing, "cpu-demo", lambda m: set_(args(m), identity_file="/etc/identity")),
+    (checks.files_are_missing, "cpu-demo", lambda m: set_(args(m), model="/opt/tandem/models/other")),
+    (checks.files_are_missing, "gpu", lambda m: set_(args(m), model="/opt/tandem/models/smollm2-135m-instruct")),
     (checks.files_are_missing, "gpu", lambda m: set_(args(m), auth={"keys_file": "/etc/tandem/keys.json"})),
     (checks.files_are_missing, "gpu", lambda m: set_(args(m), auth={"allow_anonymous": True})),
     (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.application.pop("autoscaling_policy")),
     (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.cluster.update(enableInTreeAutoscaling=False)),
     (checks.scaling_disagrees, "cpu-demo+autoscaling", lambda m: m.groups["decode"].spec.update(maxReplicas=1)),
+    (
+        checks.monitoring_disagrees,
+        "cpu-demo+monitoring+network-policy",
+        lambda m: set_(container(m, "head")["env"][1], value="http://grafana.elsewhere.svc"),
+    ),
     (checks.is_unsafe, "cpu-demo", lambda m: m.groups["decode"].pod["securityContext"].update(runAsNonRoot=False)),
     (checks.is_unsafe, "cpu-demo", lambda m: container(m, "decode")["securityContext"].pop("capabilities")),
     (checks.is_unsafe, "cpu-demo", lambda m: m.groups["head"].pod.update(automountServiceAccountToken=True)),
@@ -290,14 +297,14 @@ def hadolint(dockerfile: Path) -> str:
 
 
 def test_the_dockerfile_is_clean(tmp_path: Path) -> None:
-    assert hadolint(K8S / "Dockerfile") == ""
+    assert hadolint(DOCKERFILE) == ""
     control = tmp_path / "Dockerfile"
-    control.write_text((K8S / "Dockerfile").read_text() + "RUN cd /opt && sudo ls\n")
+    control.write_text(DOCKERFILE.read_text() + "RUN cd /opt && sudo ls\n")
     assert "DL3003" in hadolint(control)
 
 
 def test_the_image_has_the_pinned_versions_a_user_of_its_own_and_each_package() -> None:
-    text = (K8S / "Dockerfile").read_text()
+    text = DOCKERFILE.read_text()
     assert "--constraint constraints.txt ." in text
     assert "USER 1000:1000" in text.partition("AS runtime")[2].partition("AS demo")[0]
     assert text.rstrip().endswith("USER 1000:1000")
