@@ -2,9 +2,10 @@
 
 import re
 import shlex
+from copy import deepcopy
 from typing import Any, Final
 
-from tandem.tests.k8s.manifests import Group, Manifests
+from tandem.tests.k8s.manifests import Document, Group, Manifests
 
 METRICS_PORT: Final = 8080
 """Of Ray's agent on each node; KubeRay adds it to each container under the name metrics."""
@@ -67,6 +68,23 @@ def _group_refusals(group: Group) -> list[str]:
     return found
 
 
+def fault_tolerant(group: Group, options: Document | None) -> Group:
+    """Returns a group with what KubeRay adds for gcsFaultToleranceOptions, if there are any."""
+    if options is None:
+        return group
+    added: list[Document] = [{"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"}]
+    spec = deepcopy(group.spec)
+    if group.name == "head":
+        spec["rayStartParams"]["redis-password"] = "$REDIS_PASSWORD"
+        added = [
+            {"name": "RAY_external_storage_namespace", "value": "uid"},
+            {"name": "RAY_REDIS_ADDRESS", "value": options["redisAddress"]},
+            {"name": "REDIS_PASSWORD", **options["redisPassword"]},
+        ]
+    spec["template"]["spec"]["containers"][0]["env"] += added
+    return Group(group.name, spec)
+
+
 def container_command(group: Group, head: str = "") -> list[str]:
     """Returns the command that KubeRay gives the first container of a pod. `head` is the head's address, for others."""
     params = dict(group.spec.get("rayStartParams", {}))
@@ -81,7 +99,8 @@ def container_command(group: Group, head: str = "") -> list[str]:
     if labels := group.spec.get("labels"):
         params["labels"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
     flags = " ".join(
-        f"--{name}" if value == "true" else f"--{name}={shlex.quote(value)}" for name, value in sorted(params.items())
+        f"--{name}" if value == "true" else f"--{name}={value if value.startswith('$') else shlex.quote(value)}"
+        for name, value in sorted(params.items())
     )
     kind = "ray start --head" if group.name == "head" else "ray start"
     return ["/bin/bash", "-c", "--", f"ulimit -n 65536; {kind} {flags}"]

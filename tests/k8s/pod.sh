@@ -6,6 +6,7 @@
 #     -b PATH           from the host, at the same path, read-only
 #     -m SOURCE TARGET  from the host, read-only
 #     -w TARGET         an empty folder that can be written
+#     -h ADDRESS NAME   the address of a name
 set -euo pipefail
 root=$1
 shift
@@ -27,6 +28,7 @@ while [ "$1" != -- ]; do
     -b) mounts+=("read_only $2 $2"); shift 2 ;;
     -m) mounts+=("read_only $2 $3"); shift 3 ;;
     -w) writable "$2"; shift 2 ;;
+    -h) echo "$2 $3" >> "$root/etc/hosts"; shift 3 ;;
   esac
 done
 shift

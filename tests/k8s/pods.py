@@ -6,6 +6,7 @@ root, iproute2 and util-linux.
 """
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
 from tandem.tests.k8s.kuberay import container_command, liveness_command
-from tandem.tests.k8s.manifests import ROOT, Group, need
+from tandem.tests.k8s.manifests import ROOT, Group, Manifests, need
 
 SCRIPT: Final = Path(__file__).parent / "pod.sh"
 PROBE_SECONDS: Final = 10.0
@@ -72,8 +73,10 @@ class Pod:
             return False
 
     def is_alive(self) -> bool:
-        """Asks the livenessProbe that KubeRay adds."""
-        return self.execute(liveness_command(self.group), PROBE_SECONDS).returncode == 0
+        """Asks the livenessProbe that KubeRay adds. A container whose process is not there yet fails it."""
+        with suppress(ValueError, psutil.NoSuchProcess, subprocess.TimeoutExpired):
+            return self.execute(liveness_command(self.group), PROBE_SECONDS).returncode == 0
+        return False
 
     def delete(self) -> subprocess.CompletedProcess[str]:
         """Ends the pod as kubelet does: preStop, SIGTERM, and SIGKILL when it has had its time. Returns what preStop
@@ -102,17 +105,25 @@ class PodNetwork:
     prefix: str  # of names, so that several networks can be at the same time
     subnet: str  # the first three numbers of the addresses
     pods: list[Pod] = field(default_factory=list)
+    hosts: dict[str, str] = field(default_factory=dict)  # addresses by name, for pods that start from now on
+    secrets: dict[str, str] = field(default_factory=dict)  # values of variables that come from Secrets
     num_started: int = 0
 
     @property
     def head(self) -> Pod:
         return next(pod for pod in self.pods if pod.group.name == "head")
 
-    def start(self, group: Group) -> Pod:
-        """Starts a pod of the group."""
+    @property
+    def gateway(self) -> str:
+        """This machine's address on the network."""
+        return f"{self.subnet}.1"
+
+    def start(self, group: Group, ip: str = "") -> Pod:
+        """Starts a pod of the group; with the address of one that was removed, if that is given, as a container that
+        starts again has it, or a head behind its Service."""
         self.num_started += 1
         number = self.num_started
-        name, ip = f"{self.prefix}{number}", f"{self.subnet}.{number + 1}"
+        name, ip = f"{self.prefix}{number}", ip or f"{self.subnet}.{number + 1}"
         self._connect(name, ip, group)
         environment = self._environment(group, ip)
         log = self.scratch / f"{group.name}-{number}.log"
@@ -142,12 +153,18 @@ class PodNetwork:
         run("ip", "link", "delete", f"{pod.name}h")  # the kernel takes its time to end a namespace
         run("ip", "netns", "delete", pod.name)
 
+    def restart_ended(self) -> None:
+        """Starts containers again that have ended by themselves, as kubelet does: on a busy machine Ray gives up."""
+        for pod in [pod for pod in self.pods if pod.process.poll() is not None]:
+            self.remove(pod)
+            self.start(pod.group, pod.ip)
+
     def _connect(self, name: str, ip: str, group: Group) -> None:
         run("ip", "netns", "add", name)
         run("ip", "link", "add", f"{name}h", "type", "veth", "peer", "name", "eth0", "netns", name)
         run("ip", "link", "set", f"{name}h", "master", self.prefix, "up")
         for command in (
-            f"link set lo up|link set eth0 up|address add {ip}/24 dev eth0|route add default via {self.subnet}.1"
+            f"link set lo up|link set eth0 up|address add {ip}/24 dev eth0|route add default via {self.gateway}"
         ).split("|"):
             run("ip", "-n", name, *command.split())
         for each in group.pod["securityContext"]["sysctls"]:
@@ -156,6 +173,7 @@ class PodNetwork:
     def _environment(self, group: Group, ip: str) -> dict[str, str]:
         paths = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         given = {name: value for name, value in group.environment.items() if value is not None}
+        given |= {name: value for name, value in self.secrets.items() if name in group.environment}
         if "POD_IP" in group.environment:
             given["POD_IP"] = ip
         head = "127.0.0.1" if group.name == "head" else self.head.ip
@@ -178,6 +196,8 @@ class PodNetwork:
                 yield from ("-w", target)
             elif "secret" in volume:
                 yield from ("-m", str(self.identity.parent), target)
+        for name, address in self.hosts.items():
+            yield from ("-h", address, name)
         yield from ("-m", str(self.models), "/models")
         # What the image would have: the interpreter, the packages and the code.
         code = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each]
@@ -209,6 +229,28 @@ def pod_network(models: Path, identity: Path) -> Iterator[PodNetwork]:
         run("ip", "link", "delete", prefix)
 
 
-def logs(network: PodNetwork) -> dict[str, Any]:
+@contextmanager
+def redis(network: PodNetwork, manifests: Manifests) -> Iterator[None]:
+    """Runs the Redis of the component gcs-ft on this machine, by the command of its manifest, and has pods find it."""
+    need("redis-server", "redis-server")
+    (found,) = manifests.of_kind("StatefulSet")
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    network.secrets["REDIS_PASSWORD"] = secrets.token_hex(16)
+    name, _, port = manifests.cluster["gcsFaultToleranceOptions"]["redisAddress"].partition(":")
+    network.hosts[name] = network.gateway
+    folder = network.scratch / "redis"
+    folder.mkdir()
+    *shell, text = container["command"]
+    command = f"{text.replace('/data', str(folder))} --bind {network.gateway} --port {port}"
+    with (network.scratch / "redis.log").open("wb") as log:
+        process = subprocess.Popen([*shell, command], stdout=log, env=dict(os.environ) | network.secrets)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(END_SECONDS)
+
+
+def logs(network: PodNetwork) -> str:
     """Returns the end of what each pod has printed, for messages of failures."""
-    return {pod.log.name: pod.log.read_text(errors="replace")[-2000:] for pod in network.pods}
+    return "\n".join(f"--- {pod.log.name}\n{pod.log.read_text(errors='replace')[-2000:]}" for pod in network.pods)

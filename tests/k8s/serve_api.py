@@ -2,7 +2,6 @@
 
 import json
 import time
-import urllib.error
 import urllib.request
 from typing import Any, Final
 
@@ -29,21 +28,25 @@ def application(dashboard: str) -> dict[str, Any]:
     return found
 
 
+def settled(dashboard: str, status: str) -> dict[str, Any] | None:
+    """Returns the application if it has this status, and as many replicas as it should have."""
+    try:
+        found = application(dashboard)
+    except OSError:  # as while a head starts
+        return None
+    counts = [
+        len([replica for replica in each["replicas"] if replica["state"] == "RUNNING"])
+        == each["target_num_replicas"]
+        == len(each["replicas"])
+        for each in found.get("deployments", {}).values()
+    ]
+    return found if found.get("status") == status and (status != "RUNNING" or all(counts)) else None
+
+
 def wait_for(dashboard: str, status: str, seconds: float = 250.0) -> dict[str, Any]:
     """Returns the application when it has this status, and as many replicas as it should have."""
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            found = application(dashboard)
-        except urllib.error.URLError:
-            found = {}
-        counts = [
-            len([replica for replica in each["replicas"] if replica["state"] == "RUNNING"])
-            == each["target_num_replicas"]
-            == len(each["replicas"])
-            for each in found.get("deployments", {}).values()
-        ]
-        if found.get("status") == status and (status != "RUNNING" or all(counts)):
-            return found
-        assert time.monotonic() < deadline, found
+    while (found := settled(dashboard, status)) is None:
+        assert time.monotonic() < deadline, application(dashboard)
         time.sleep(CHECK_SECONDS)
+    return found

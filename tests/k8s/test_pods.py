@@ -1,9 +1,11 @@
-"""The pods of the overlay cpu-demo as network namespaces: they start, their probes pass, a request is answered through
-the router's address, and each is ended under streams as Kubernetes ends it. No stream may fail or change."""
+"""The pods of the overlay cpu-demo with the component gcs-ft as network namespaces: they start, their probes pass, a
+request is answered through the router's address, each is ended under streams as Kubernetes ends it, the GCS server is
+killed, and the load changes the number of workers. No stream may fail or change."""
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -14,26 +16,28 @@ from tandem.proto.certificate import make_peer_tls
 from tandem.proto.identity import PeerIdentity
 from tandem.router.client.client import Client
 from tandem.tests.k8s.checks import selects
-from tandem.tests.k8s.manifests import Manifests, render
-from tandem.tests.k8s.pods import PodNetwork, logs, pod_network
-from tandem.tests.k8s.serve_api import put_config, wait_for
+from tandem.tests.k8s.kuberay import fault_tolerant
+from tandem.tests.k8s.manifests import Group, Manifests, render
+from tandem.tests.k8s.pods import PodNetwork, logs, pod_network, redis
+from tandem.tests.k8s.serve_api import application, put_config, settled
 from tandem.tests.service import status, wait_until_idle, workers
 from tandem.tests.soak.nemesis import MODEL
 from tandem.tests.soak.traffic import Traffic, fault_free, keep_going, make_cases
 from tandem.tests.tiny import make_tiny_model
 
-pytestmark = [pytest.mark.pods, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.pods, pytest.mark.timeout(2400)]
 
 STREAMS = 16
 NUM_TOKENS = 200
-START_SECONDS = 400.0
+START_SECONDS = 600.0  # of a machine that is slow
 DEPLOYMENTS = {"router": "Router", "prefill": "PrefillPool", "decode": "DecodePool"}
 
 
 @pytest.fixture(scope="module")
 def manifests() -> Manifests:
-    """The overlay, for a small model."""
-    manifests = Manifests(deepcopy(render("cpu-demo").documents))
+    """The overlay, for a small model. The head's preStop lasts longer than all others; here no other pod ends then."""
+    manifests = Manifests(deepcopy(render("cpu-demo", ("gcs-ft",)).documents))
+    manifests.groups["head"].container["lifecycle"]["preStop"]["exec"]["command"] = ["sleep", "1"]
     args = manifests.application["args"]
     args |= {"model": "/models/tiny", "dtype": "bfloat16"}
     for pool in ("prefill", "decode"):
@@ -43,7 +47,7 @@ def manifests() -> Manifests:
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodNetwork]:
+def network(tmp_path_factory: pytest.TempPathFactory, manifests: Manifests) -> Iterator[PodNetwork]:
     folder = tmp_path_factory.mktemp("volumes")
     make_tiny_model(folder / "models" / "tiny", dtype="bfloat16", **MODEL)
     identity = folder / "identity" / "identity"
@@ -51,7 +55,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodNetwork]:
     identity.write_text(PeerIdentity.generate(make_peer_tls("tandem-peer")).to_text())
     for path in folder.rglob("*"):  # the user of the pods reads them as its group
         path.chmod(0o755)
-    with pod_network(folder / "models", identity) as network:
+    with pod_network(folder / "models", identity) as network, redis(network, manifests):
         yield network
 
 
@@ -59,22 +63,27 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodNetwork]:
 def started(network: PodNetwork, manifests: Manifests) -> Manifests:
     """Starts a pod of each group and deploys, as the operator does."""
     for name in ("head", "router", "prefill", "decode"):
-        network.start(manifests.groups[name])
+        network.start(group(manifests, name))
     until(lambda: network.head.is_alive(), network)
     put_config(dashboard(network), manifests.serve_config)
     until(lambda: any(pod.is_ready() for pod in network.pods if pod.group.name == "router"), network)
-    wait_for(dashboard(network), "RUNNING", START_SECONDS)
+    until(lambda: settled(dashboard(network), "RUNNING"), network)
     return manifests
+
+
+def group(manifests: Manifests, name: str) -> Group:
+    return fault_tolerant(manifests.groups[name], manifests.cluster.get("gcsFaultToleranceOptions"))
 
 
 def dashboard(network: PodNetwork) -> str:
     return f"{network.head.ip}:8265"
 
 
-def until(condition: Any, network: PodNetwork) -> None:
+def until(condition: Callable[[], object], network: PodNetwork) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not condition():
         assert time.monotonic() < deadline, logs(network)
+        network.restart_ended()
         time.sleep(0.5)
 
 
@@ -115,22 +124,14 @@ async def test_a_pod_that_is_deleted_under_streams_loses_none(
     (old,) = (pod for pod in network.pods if pod.group.name == role)
     config = deepcopy(started.serve_config)
     (deployment,) = (each for each in config["applications"][0]["deployments"] if each["name"] == DEPLOYMENTS[role])
-    network.start(started.groups[role])
+    network.start(group(started, role))
     deployment["num_replicas"] = 2
     put_config(dashboard(network), config)
-    await asyncio.to_thread(wait_for, dashboard(network), "RUNNING", START_SECONDS)
+    await asyncio.to_thread(until, lambda: settled(dashboard(network), "RUNNING"), network)
     await asyncio.to_thread(until, lambda: len(selected(network, started, "grpc")) == 1 + (role == "router"), network)
     addresses = selected(network, started, "grpc")
-    known = await fault_free(addresses, make_cases(NUM_TOKENS))
-    traffic, over = Traffic(), asyncio.Event()
-    running = asyncio.create_task(keep_going(addresses, known, traffic, concurrency=STREAMS, is_over=over.is_set))
-    try:
-        while len(traffic.ended) < STREAMS:
-            await asyncio.sleep(0.1)
+    async with streams(network, addresses) as traffic:
         before = await asyncio.to_thread(old.delete)
-    finally:
-        over.set()
-        await running
     ended = await asyncio.to_thread(lambda: old.log.read_text(errors="replace"))
     network.remove(old)
     deployment["num_replicas"] = 1
@@ -139,3 +140,100 @@ async def test_a_pod_that_is_deleted_under_streams_loses_none(
     assert not traffic.altered, traffic.altered
     assert before.returncode == 0, before
     await asyncio.to_thread(wait_until_idle, status_url(network), 60)
+
+
+@pytest.mark.parametrize("loss", ["killed", "deleted"])
+async def test_a_head_that_is_lost_under_streams_comes_back_and_loses_none(
+    network: PodNetwork, started: Manifests, loss: str
+) -> None:
+    """Its GCS server is killed, with which the container ends and is started again, or the pod is deleted, and its
+    Service leads to the next one."""
+    old, before = network.head, {each["id"] for each in listed(network)}
+    async with streams(network, selected(network, started, "grpc")) as traffic:
+        if loss == "deleted":
+            await asyncio.to_thread(old.delete)
+        else:
+            (server,) = (each for each in old.init.children(recursive=True) if each.name() == "gcs_server")
+            server.kill()
+            await asyncio.to_thread(old.process.wait, START_SECONDS)
+        network.remove(old)
+        network.start(group(started, "head"), old.ip)
+        await asyncio.to_thread(until, lambda: network.head.is_alive(), network)
+        await asyncio.to_thread(until, lambda: settled(dashboard(network), "RUNNING"), network)
+        count = len(traffic.ended)
+        await asyncio.to_thread(until, lambda: len(traffic.ended) >= count + STREAMS, network)
+    assert not traffic.failed, traffic.failed
+    assert not traffic.altered, traffic.altered
+    await asyncio.to_thread(until, lambda: {each["id"] for each in listed(network)} == before, network)
+    await asyncio.to_thread(wait_until_idle, status_url(network), 60)
+
+
+async def test_the_load_scales_the_decode_pool_up_and_down_and_no_stream_is_lost(
+    network: PodNetwork, started: Manifests
+) -> None:
+    """The pods come and go as Ray's autoscaler would have them: one for each replica that has no place."""
+    config = deepcopy(started.serve_config)
+    (app,) = config["applications"]
+    app["autoscaling_policy"] = {"policy_function": "tandem.cluster.scaling.policy:ScalingPolicy"}
+    scaling = {
+        "max_replicas": 3,
+        "utilization": 0.1,
+        "window_seconds": 2.0,
+        "up_delay_seconds": 1.0,
+        "down_delay_seconds": 10.0,
+    }
+    app["args"]["router"] |= {"max_queue_seconds": 600.0}  # of a machine that is slow
+    app["args"]["decode"] |= {"max_sequences": 32, "autoscaling": scaling}
+    put_config(dashboard(network), config)
+    await asyncio.to_thread(until, lambda: settled(dashboard(network), "RUNNING"), network)
+    await asyncio.to_thread(until, lambda: num_decode(network) == 1 and selected(network, started, "grpc"), network)
+    addresses = selected(network, started, "grpc")
+    async with streams(network, addresses) as many:
+        await asyncio.to_thread(until, lambda: target(network) == 3, network)
+        for _ in range(2):
+            network.start(group(started, "decode"))
+        await asyncio.to_thread(until, lambda: num_decode(network) == 3, network)
+    async with streams(network, addresses, concurrency=1) as few:
+        await asyncio.to_thread(until, lambda: num_decode(network) == 1, network)
+        used = {each["address"].rpartition(":")[0] for each in listed(network)}
+        for pod in [pod for pod in network.pods if pod.group.name == "decode" and pod.ip not in used]:
+            await asyncio.to_thread(pod.delete)
+            network.remove(pod)
+    assert not many.failed + few.failed, many.failed + few.failed
+    assert not many.altered + few.altered, many.altered + few.altered
+    assert len([pod for pod in network.pods if pod.group.name == "decode"]) == 1
+    await asyncio.to_thread(wait_until_idle, status_url(network), 60)
+
+
+@asynccontextmanager
+async def streams(network: PodNetwork, addresses: Sequence[str], concurrency: int = STREAMS) -> AsyncIterator[Traffic]:
+    """Keeps so many streams going while the context is open, which is entered when as many have ended; then lets them
+    end."""
+    known = await fault_free(addresses, make_cases(NUM_TOKENS))
+    traffic, over = Traffic(), asyncio.Event()
+    running = asyncio.create_task(keep_going(addresses, known, traffic, concurrency=concurrency, is_over=over.is_set))
+    try:
+        await asyncio.to_thread(until, lambda: len(traffic.ended) >= concurrency, network)
+        yield traffic
+    finally:
+        over.set()
+        await running
+
+
+def listed(network: PodNetwork) -> list[dict[str, Any]]:
+    """Returns the workers of the status page; none while that does not answer."""
+    try:
+        return workers(status_url(network))
+    except OSError:
+        return []
+
+
+def num_decode(network: PodNetwork) -> int:
+    """Returns how many decode workers are ready; 0 while one is listed that is not."""
+    states = [each["state"] for each in listed(network) if each["role"] == "decode"]
+    return len(states) if set(states) == {"ready"} else 0
+
+
+def target(network: PodNetwork) -> int:
+    """Returns how many decode workers Serve wants."""
+    return int(application(dashboard(network))["deployments"]["DecodePool"]["target_num_replicas"])
