@@ -25,7 +25,7 @@ class PackedLinear:
         self._inputs = tp.part(plain.in_features) if split_input else None
         bias = None if plain.bias is None or (sums and tp.rank) else plain.bias.data
         self._method = UnquantizedLinearMethod.from_tensors(plain.weight.data, bias)
-        if self._method.weight is None:  # some code looks at the dtype
+        if not hasattr(self._method, "weight"):  # some code looks at the dtype
             plain.weight = nn.Parameter(plain.weight.new_empty(0), requires_grad=False)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,12 @@ class LinearPartition:
 class LinearMethod(Module, ABC):
     """Holds the weights of one linear layer and multiplies by them; one instance a layer.
 
-    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method` of config.json."""
+    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method` of config.json. A
+    subclass that keeps `create_weights` loads plain weights, and may give them another form once they are loaded."""
+
+    weight: Parameter  # [outputs, inputs]
+    bias: Parameter | None = None  # [outputs]
+    _gated = False
 
     @classmethod
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "LinearMethod":
@@ -45,14 +50,20 @@ class LinearMethod(Module, ABC):
         to read settings or to leave some layers to another method."""
         return cls()
 
-    @abstractmethod
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
         """Sets the layer's parameters as attributes. `dtype` is what the layer computes in."""
+        self._gated = partition.gated
+        self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
+        if partition.has_bias:
+            self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
 
     def tie(self, weight: Parameter) -> bool:
         """Instead of `create_weights`, takes the weight [outputs, inputs] of an embedding, which keeps it. Returns
-        whether the method can: a format of checkpoints cannot."""
-        return False
+        whether the method can: a format of checkpoints, with parameters of its own, cannot."""
+        if type(self).create_weights is not LinearMethod.create_weights:
+            return False
+        self.weight = weight
+        return True
 
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ..kernels import cpu
 from ..module import Parameter
-from .base import LinearMethod, LinearPartition
+from .base import LinearMethod
 
 BITS: Final = {"int8": 8, "int4": 4}  # by quant_method
 _MAX_GROUP: Final = {8: 256, 4: 64}  # inputs of a group: the fewer, the closer; each costs a scale and a sum
@@ -22,32 +22,22 @@ class IntegerLinearMethod(LinearMethod):
 
     def __init__(self, bits: int) -> None:
         self._bits = bits
-        self.weight: Parameter | None = None  # [outputs, inputs]; None once `process_after_load` has rounded it
-        self.bias: Parameter | None = None  # [outputs]
         self._is_tied = False
-        self._gated = False
 
     @classmethod
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "IntegerLinearMethod":
         """See `LinearMethod.for_layer`. The head is kept in 8 bits: its rounding would reach every logit."""
         return cls(8 if name == "lm_head" else BITS[quantization["quant_method"]])
 
-    def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
-        """See `LinearMethod.create_weights`."""
-        self._gated = partition.gated
-        self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
-        if partition.has_bias:
-            self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
-
     def tie(self, weight: Parameter) -> bool:
         """See `LinearMethod.tie`."""
-        self.weight, self._is_tied = weight, True
-        return True
+        self._is_tied = super().tie(weight)
+        return self._is_tied
 
     def process_after_load(self) -> None:
         """Rounds the weight, packs it where there is a kernel for it, and lets go of the plain form."""
-        assert self.weight is not None
-        weight, self.weight = self.weight.data, None  # so that its memory is free as soon as it is rounded
+        weight = self.weight.data
+        del self.weight  # so that its memory is free as soon as it is rounded
         self._bias = self.bias.data if self.bias else None
         self._num_outputs, inputs = weight.shape
         group_size = _group_size(inputs, self._bits)
@@ -75,7 +65,7 @@ class IntegerLinearMethod(LinearMethod):
 
     def saved_bytes(self) -> int:
         """See `Module.saved_bytes`."""
-        if self.weight is None or self._is_tied:
+        if self._is_tied:
             return 0
         weight = self.weight.data
         outputs, inputs = weight.shape

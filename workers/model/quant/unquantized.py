@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from .. import kernels
 from ..kernels import cpu
-from ..module import Parameter
 from .base import LinearMethod, LinearPartition
 
 _Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
@@ -23,9 +22,6 @@ class UnquantizedLinearMethod(LinearMethod):
         """`batch_invariant`: on GPUs a row's result does not depend on the number of rows; on CPUs it never does where
         the kernel of ours is used."""
         self._batch_invariant = batch_invariant
-        self.weight: Parameter | None = None  # [outputs, inputs]; None once `process_after_load` has packed it
-        self.bias: Parameter | None = None  # [outputs]
-        self._gated = False
         self._uses_kernel = self._uses_onednn = self._fuses_gate = False
         self._invariant_linear: _Linear | None = None
 
@@ -44,21 +40,8 @@ class UnquantizedLinearMethod(LinearMethod):
         method.process_after_load()
         return method
 
-    def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
-        """See `LinearMethod.create_weights`."""
-        self._gated = partition.gated
-        self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
-        if partition.has_bias:
-            self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
-
-    def tie(self, weight: Parameter) -> bool:
-        """See `LinearMethod.tie`."""
-        self.weight = weight
-        return True
-
     def process_after_load(self) -> None:
         """Packs the weight where that is faster, and then lets go of the plain form."""
-        assert self.weight is not None
         weight = self.weight.data
         self._num_outputs = weight.shape[0]
         self._bias = self.bias.data if self.bias else None
@@ -76,7 +59,7 @@ class UnquantizedLinearMethod(LinearMethod):
         else:
             self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight) if self._uses_onednn else weight
         if self._matrix is not weight:
-            self.weight = None
+            del self.weight
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `LinearMethod.apply`."""
