@@ -31,7 +31,7 @@ def router_report(admission: Admission, registry: WorkerRegistry) -> dict[str, f
     return {
         PREFILL_TOKENS: work.uncached_tokens,
         PREFILL_SECONDS: work.seconds,
-        WAITING_PREFILL_TOKENS: waiting.prompt_tokens * work.uncached_rate if lacks_prefill else 0.0,
+        WAITING_PREFILL_TOKENS: waiting.prompt_tokens * registry.uncached_rate if lacks_prefill else 0.0,
         WAITING_SEQUENCES: waiting.sequences if lacks_decode else 0,
         WAITING_KV_TOKENS: waiting.kv_tokens if lacks_decode else 0,
     }

@@ -71,18 +71,14 @@ def used_capacity(request: TokenRequest, *, num_tokens: int, cached_tokens: int,
 class PrefillWork:
     """Adds up the prompts that were sent to workers to compute."""
 
-    _NEWEST_WEIGHT: Final = 0.05  # of the last prompt in a moving mean
-
     def __init__(self) -> None:
         self.uncached_tokens = 0
         self.seconds = 0.0  # that a worker takes for these tokens
-        self.uncached_rate = 1.0  # the part of a prompt that is not cached; a moving mean
 
-    def add(self, used: Capacity, seconds: float) -> None:
-        """Adds a prompt of which the worker computes `used.uncached_tokens`, in about so many seconds."""
-        self.uncached_tokens += used.uncached_tokens
+    def add(self, uncached_tokens: int, seconds: float) -> None:
+        """Adds a prompt of which the worker computes so many tokens, in about so many seconds."""
+        self.uncached_tokens += uncached_tokens
         self.seconds += seconds
-        self.uncached_rate += self._NEWEST_WEIGHT * (used.uncached_tokens / used.prompt_tokens - self.uncached_rate)
 
 
 class DrainRate:

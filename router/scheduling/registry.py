@@ -188,7 +188,7 @@ class WorkerRegistry:
             used = used_capacity(request, num_tokens=num_tokens, cached_tokens=cached_tokens, decodes=decodes)
             worker.add(request.request_id, used, prefix)
             if used.prompt_tokens:
-                self.prefill_work.add(used, self._prefill_cost(worker).seconds(used.uncached_tokens))
+                self.prefill_work.add(used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens))
             self._prefixes.expect(worker_id, prefix)
             self._recount(worker)
         if decodes:
@@ -253,18 +253,29 @@ class WorkerRegistry:
         """Returns the seconds until the workers that compute prompts have computed all that they have, and for each
         token of this router's prompts more. Of these as much is taken to be cached as of those before, and other
         routers to have as many for each of theirs as of the sequences at workers."""
-        role = _PREFILL if self._free[_PREFILL].workers else _DECODE
-        pool = [worker for worker in self._workers.values() if worker.info.role == role and worker.takes_requests]
+        pool = self._computing
         if not pool:
             return LinearCost(fixed=0.0, each=0.0)
         token_seconds = 1 / sum(1 / self._token_seconds(worker) for worker in pool)
-        uncached_rate = sum(worker.uncached_rate for worker in pool) / len(pool)
+        uncached_rate = self.uncached_rate
         own = sum(worker.own.sequences for worker in self._workers.values())
         others = sum(worker.others.sequences for worker in self._workers.values())
         num_tokens = sum(worker.pending_tokens for worker in pool) + uncached_rate * self._total_reserved.prompt_tokens
         return LinearCost(
             fixed=num_tokens * token_seconds, each=uncached_rate * token_seconds * (1 + others / max(own, 1))
         )
+
+    @property
+    def uncached_rate(self) -> float:
+        """The part of a prompt that is not cached where prompts are computed: the mean of the workers'."""
+        rates = [worker.uncached_rate for worker in self._computing]
+        return sum(rates) / len(rates) if rates else 1.0
+
+    @property
+    def _computing(self) -> list[WorkerState]:
+        """The workers that prompts are sent to."""
+        role = _PREFILL if self._free[_PREFILL].workers else _DECODE
+        return [worker for worker in self._workers.values() if worker.info.role == role and worker.takes_requests]
 
     def least_prefill_seconds(self) -> float:
         """Returns how long the fastest worker takes for the shortest prompt; 0 before anything was measured."""
