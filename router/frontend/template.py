@@ -39,11 +39,6 @@ class TemplateRenderer:
             raise InvalidArgument(f"the model's chat template {reply['reason']}", reply.get("field", "prompt.chat"))
         return reply["text"]
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the process can render at once."""
-        return self._child.is_ready
-
     def start(self) -> None:
         """Starts the process. Idempotent."""
         self._child.start()

@@ -64,7 +64,7 @@ async def test_the_first_chat_does_not_wait_for_the_process_of_templates(
         (tmp_path / "chat_template.jinja").unlink()
     before = set(psutil.Process().children())
     router = await start(config, folder, 1)
-    assert (len(set(psutil.Process().children()) - before), renderer.is_ready) == (has_template, has_template)
+    assert (len(set(psutil.Process().children()) - before), renderer._child.is_ready) == (has_template, has_template)
     await router.stop(0)
 
 
