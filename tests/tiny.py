@@ -5,7 +5,7 @@ instead of repeating one token.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import (
@@ -29,6 +29,19 @@ from transformers import (
 )
 
 from tandem.tests.tiny_tokenizer import VOCAB_SIZE, make_tokenizer
+
+SIZES: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "pad_token_id": None,
+}
+"""Of every tiny model, unless it says otherwise."""
 
 ALTERNATING = {
     "num_hidden_layers": 3,
@@ -87,20 +100,8 @@ def make_tiny_model(
 
 
 def _config(family: str, tokenizer: PreTrainedTokenizerBase, overrides: dict[str, Any]) -> PretrainedConfig:
-    values: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": None,
-    }
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    values = SIZES | special | {"tie_word_embeddings": False}
     if family in ("qwen2", "cohere2", "phi3"):
         del values["head_dim"]
     kind, own = TINY[family]

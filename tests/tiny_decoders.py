@@ -6,20 +6,9 @@ from typing import Any, Final
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from tandem.tests.tiny import randomise
-from tandem.tests.tiny_tokenizer import VOCAB_SIZE, make_tokenizer
+from tandem.tests.tiny import SIZES, randomise
+from tandem.tests.tiny_tokenizer import make_tokenizer
 
-_COMMON: Final[dict[str, Any]] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "pad_token_id": None,
-}
 _EXPERTS: Final[dict[str, Any]] = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -69,7 +58,7 @@ DECODERS: Final[dict[str, dict[str, Any]]] = {
 
 def tiny_config(kind: str, **overrides: Any) -> PreTrainedConfig:
     """Returns the config of a tiny model of a `model_type` of transformers."""
-    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(_COMMON | DECODERS.get(kind, {}) | overrides))
+    config: PreTrainedConfig = CONFIG_MAPPING[kind](**(SIZES | DECODERS.get(kind, {}) | overrides))
     return config
 
 
