@@ -21,6 +21,11 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, which every rule walks."""
+        return list(ast.walk(self.tree))
+
     @property
     def is_generated(self) -> bool:
         return self.name.endswith(("_pb2", "_pb2_grpc"))
@@ -52,7 +57,7 @@ def package_modules() -> list[Module]:
 
 
 def imported_names(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

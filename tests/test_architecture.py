@@ -135,6 +135,7 @@ NOT_IN = {
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "marshal", "dill", "shelve", "ray.cloudpickle", "torch.load", "yaml.load"}
 FORBIDDEN_IMPORTS |= {"yaml.unsafe_load", "yaml.full_load", "builtins.eval", "builtins.exec"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "ray.cloudpickle"}
+FORBIDDEN_NAMES = {call.rpartition(".")[2] for call in FORBIDDEN_CALLS}
 
 
 def folder_of(name: str) -> str:
@@ -206,9 +207,11 @@ def decodes_code(modules: list[Module]) -> list[str]:
         for name in module.imports:
             if name in FORBIDDEN_IMPORTS or name.split(".")[0] in FORBIDDEN_IMPORTS:
                 complaints.append(f"{module.name} imports {name}")
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in FORBIDDEN_CALLS:
-                complaints.append(f"{module.name}:{node.lineno} uses {ast.unparse(node)}")
+        for node in module.nodes:
+            if isinstance(node, ast.Attribute | ast.Name):
+                last = node.attr if isinstance(node, ast.Attribute) else node.id
+                if last in FORBIDDEN_NAMES and ast.unparse(node) in FORBIDDEN_CALLS:
+                    complaints.append(f"{module.name}:{node.lineno} uses {ast.unparse(node)}")
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
                 complaints.append(f"{module.name}:{node.lineno} trusts remote code")
     return complaints
@@ -222,7 +225,7 @@ def is_too_long(modules: list[Module]) -> list[str]:
         num_lines = len(module.source.splitlines())
         if num_lines > MAX_FILE_LINES:
             complaints.append(f"{module.name} has {num_lines} lines")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:

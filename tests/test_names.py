@@ -27,7 +27,7 @@ def shares_class_names(modules: list[Module]) -> list[str]:
     for module in modules:
         if module.is_generated or module.name.endswith("_proto"):
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 owners.setdefault(node.name, []).append(module.name)
     return [f"{name} is in {' and '.join(found)}" for name, found in owners.items() if len(found) > 1]
@@ -51,7 +51,7 @@ def identifiers(module: Module) -> set[str]:
     if module.name.endswith("_proto"):
         return set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*|\"[^\"]*\"", "", module.source)))
     names = set() if module.is_generated else {module.name.rpartition(".")[2]}
-    for node in ast.walk(module.tree) if not module.is_generated else ():
+    for node in module.nodes if not module.is_generated else ():
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.arg):
@@ -77,7 +77,7 @@ def is_too_large(modules: list[Module]) -> list[str]:
             num_types += len(re.findall(r"^\s*message \w+", module.source, re.MULTILINE))
         elif not module.is_generated:
             num_lines += len(module.source.splitlines())
-            num_types += sum(isinstance(node, ast.ClassDef) for node in ast.walk(module.tree))
+            num_types += sum(isinstance(node, ast.ClassDef) for node in module.nodes)
     complaints = [f"{num_lines} lines of product code"] if num_lines > MAX_LINES else []
     return complaints + ([f"{num_types} classes and messages"] if num_types > MAX_TYPES else [])
 

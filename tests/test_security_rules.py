@@ -38,7 +38,7 @@ TEMPLATES = {"jinja2.Environment", "jinja2.Template", "jinja2.environment.Enviro
 
 def calls(module: Module) -> Iterator[ast.Call]:
     if not module.is_generated:
-        yield from (node for node in ast.walk(module.tree) if isinstance(node, ast.Call))
+        yield from (node for node in module.nodes if isinstance(node, ast.Call))
 
 
 def asserts_of_callers(modules: list[Module]) -> list[str]:
@@ -48,10 +48,10 @@ def asserts_of_callers(modules: list[Module]) -> list[str]:
     for module in modules:
         integrity = [
             (node.lineno, node.end_lineno or 0)
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.FunctionDef) and node.name == "check_integrity"
         ]
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.Assert) or any(begin <= node.lineno <= end for begin, end in integrity):
                 continue
             if not re.fullmatch(r"[\w.]+ is not None|isinstance\([\w.]+, [\w.]+\)", ast.unparse(node.test)):
