@@ -111,6 +111,7 @@ ARROWS["workers.bench"] = {*FOLDERS["workers"], "workers"}
 ARROWS["cluster"] = {*FOLDERS["workers"], "workers", *FOLDERS["router"], *FOLDERS["cluster"], "cluster.local"}
 ARROWS["cluster.bench.router"] = {*ARROWS["cluster"], "cluster"}
 ARROWS["cluster.bench.console"] = {"cluster.bench", "cluster.bench.router", "cluster.tables"}
+ARROWS["cluster.bench.null_worker"] = {"cluster.bench.router", "workers", "workers.engine", "workers.tp"}
 # The rest of cluster/ knows of Ray; what runs the engine without it knows nothing of the rest.
 ARROWS["cluster.local"] = {
     *(*FOLDERS["workers"], "workers", *FOLDERS["router"], "cluster.config", "cluster.store"),

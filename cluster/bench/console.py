@@ -19,7 +19,7 @@ import typer
 from ...proto.identity import PeerIdentity
 from ..tables import make_table, table_console
 from .options import ServerAddress
-from .router import ChildProcess, child_process, cpu_seconds
+from .router import ChildProcess, cpu_seconds, router_process, worker_process
 from .target import open_target
 from .workload import BenchPrompt
 
@@ -46,8 +46,8 @@ def main(
     identity = PeerIdentity.generate()
     with (
         tempfile.TemporaryDirectory() as scratch,
-        child_process(identity, "serve-worker", str(_STEP_MS)) as worker,
-        child_process(identity, "serve-router", worker[1], scratch) as router,
+        worker_process(identity, _STEP_MS) as worker,
+        router_process(identity, worker, scratch) as router,
     ):
         costs = asyncio.run(_measure(router, [0, *pages], streams, seconds, rounds))
     if as_json:

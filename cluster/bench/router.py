@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -42,25 +42,19 @@ from ...router.frontend.tokenizer import byte_tokenizer
 from ...router.scheduling.registry import WorkerRegistry
 from ...router.telemetry.prometheus import PrometheusMetrics
 from ...router.telemetry.requests import RequestTelemetry
-from ...workers.engine.config import Budgets
-from ...workers.engine.null import NullExecutor
-from ...workers.tp.rank import Rank, RankConfig
-from ...workers.worker import Worker, WorkerConfig
 from ..status import WorkerStatuses
 from ..tables import make_table, table_console
 from .options import ServerAddress
 from .target import StreamCompletion, open_target
 from .workload import BenchPrompt
 
-_CONTEXT_TOKENS: Final = 4096
-_VOCAB_SIZE: Final = 128  # of the byte tokenizer's: whole characters
-_BLOCKS: Final = 65_536
-_MAX_STREAMS: Final = 4096
+CONTEXT_TOKENS: Final = 4096
 _APIS: Final = ("grpc", "http")
 _MODEL: Final = "null"
 _PROMPT: Final = "The quick brown fox jumps over the lazy dog."
 _START_SECONDS: Final = 60.0
 _MODULE: Final = "tandem.cluster.bench.router"
+_WORKER_MODULE: Final = "tandem.cluster.bench.null_worker"  # imports torch, which the others need not
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -85,8 +79,8 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         access = _Access.make(Path(scratch), keys=with_keys, tls=with_tls)
         with (
-            child_process(identity, "serve-worker", str(step_ms)) as worker,
-            child_process(identity, "serve-router", worker[1], scratch, _flag(metrics)) as router,
+            worker_process(identity, step_ms) as worker,
+            router_process(identity, worker, scratch, _flag(metrics)) as router,
         ):
             costs = [
                 max(
@@ -133,13 +127,13 @@ def compare(
     with (
         tempfile.TemporaryDirectory() as scratch,
         tempfile.TemporaryDirectory() as empty,
-        child_process(identity, "serve-worker", str(step_ms)) as worker,
+        worker_process(identity, step_ms) as worker,
     ):
         access = _Access.make(Path(scratch), keys=feature == Feature.KEYS, tls=feature == Feature.TLS)
         without_metrics = _flag(feature != Feature.METRICS)
         with (
-            child_process(identity, "serve-router", worker[1], scratch) as one,
-            child_process(identity, "serve-router", worker[1], empty, without_metrics) as other,
+            router_process(identity, worker, scratch) as one,
+            router_process(identity, worker, empty, without_metrics) as other,
         ):
             both = ((access, one), (_Access(Path(empty)), other))
             costs = [_compare(api, both, worker, streams, tokens, rounds) for api in _APIS]
@@ -184,19 +178,13 @@ def _compare(
 
 
 @app.command(hidden=True)
-def serve_worker(step_ms: float) -> None:
-    """Runs the worker: reads its identity from stdin, prints its address, ends with its stdin."""
-    _run_as_replica(_serve_worker(step_ms / 1e3))
-
-
-@app.command(hidden=True)
 def serve_router(worker: str, scratch: Path, metrics: bool = True) -> None:
     """Runs the router: reads its identity from stdin, prints its gRPC and HTTP addresses, ends with its stdin."""
     counts = PrometheusMetrics(_MODEL) if metrics else NULL_METRICS
-    _run_as_replica(_serve_router(worker, _Access(scratch), counts))
+    run_as_replica(_serve_router(worker, _Access(scratch), counts))
 
 
-def _run_as_replica(work: Coroutine[Any, Any, None]) -> None:
+def run_as_replica(work: Coroutine[Any, Any, None]) -> None:
     """Runs what a replica of Ray Serve runs, on the event loop that Ray takes: its TLS is not written in Python."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work)
@@ -248,10 +236,21 @@ ChildProcess = tuple[int, str]
 """The id of a process of the benchmark, and what it has printed: one address, or those of both API servers."""
 
 
+def worker_process(identity: PeerIdentity, step_ms: float) -> AbstractContextManager[ChildProcess]:
+    """Runs the worker while the context lasts."""
+    return _child_process(identity, _WORKER_MODULE, str(step_ms))
+
+
+def router_process(
+    identity: PeerIdentity, worker: ChildProcess, folder: str, *flags: str
+) -> AbstractContextManager[ChildProcess]:
+    """Runs a router of the worker while the context lasts; `folder` has the files of its keys and certificates."""
+    return _child_process(identity, _MODULE, "serve-router", worker[1], folder, *flags)
+
+
 @contextmanager
-def child_process(identity: PeerIdentity, *command: str) -> Iterator[ChildProcess]:
-    """Runs `serve-worker STEP_MS` or `serve-router ADDRESS_OF_WORKER FOLDER` while the context lasts."""
-    arguments = [sys.executable, "-m", _MODULE, *command]
+def _child_process(identity: PeerIdentity, *command: str) -> Iterator[ChildProcess]:
+    arguments = [sys.executable, "-m", *command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -263,25 +262,6 @@ def child_process(identity: PeerIdentity, *command: str) -> Iterator[ChildProces
             process.wait(_START_SECONDS)
 
 
-async def _serve_worker(step_seconds: float) -> None:
-    identity = PeerIdentity.from_text(sys.stdin.readline())
-    executor = NullExecutor(vocab_size=_VOCAB_SIZE, step_seconds=step_seconds)
-    rank = Rank(
-        executor=executor,
-        kv=executor.kv,
-        num_blocks=_BLOCKS,
-        block_size=16,
-        vocab_size=_VOCAB_SIZE,
-        context_tokens=_CONTEXT_TOKENS,
-        eos_ids=frozenset(),
-    )
-    budgets = Budgets(max_sequences=_MAX_STREAMS, max_waiting=_MAX_STREAMS)
-    config = WorkerConfig(rank=RankConfig(model="", identity=identity, transports=()), budgets=budgets)
-    worker = await Worker.serve(rank, config, worker_id="null", role="decode")
-    await _until_stdin_ends(worker.address)
-    await worker.stop()
-
-
 async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     identity = PeerIdentity.from_text(sys.stdin.readline())
     async with PeerChannel(worker, identity) as channel:
@@ -290,7 +270,7 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     registry = WorkerRegistry()
     registry.update([status.info])
     dispatcher = Dispatcher(registry, identity=identity, metrics=metrics)
-    model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=_CONTEXT_TOKENS)
+    model = ServedModel(name=_MODEL, tokenizer=byte_tokenizer(), context_tokens=CONTEXT_TOKENS)
     tls = ServerTls(access.tls.load()) if access.has_tls else None
     service = GenerationService([model], dispatcher, telemetry=RequestTelemetry(metrics))
     statuses = WorkerStatuses(registry.workers, identity)
@@ -300,7 +280,7 @@ async def _serve_router(worker: str, access: _Access, metrics: Metrics) -> None:
     sampling = asyncio.create_task(console.run())
     gc.collect()
     gc.freeze()  # as replicas do
-    await _until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
+    await until_stdin_ends(f"grpc://{server.grpc_address} http://{server.http_address}")
     sampling.cancel()
     await server.stop(0)
     await statuses.close()
@@ -311,7 +291,8 @@ async def _describe(statuses: WorkerStatuses) -> dict[str, Any]:
     return {"service": _MODEL, "model": _MODEL, "routers": [], "workers": await statuses.get()}
 
 
-async def _until_stdin_ends(addresses: str) -> None:
+async def until_stdin_ends(addresses: str) -> None:
+    """Prints the addresses, and returns when the parent has closed stdin."""
     print(addresses, flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
