@@ -97,6 +97,8 @@ class LocalEngine:
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yields what `GenerationService.run` does. Raises InternalError once the engine has failed."""
+        if self._worker.failed.is_set():  # the request would wait for another worker
+            raise InternalError(_FAILED)
         try:
             with tandem_errors_only():
                 async with aclosing(self.service.run(request, timeline)) as messages:

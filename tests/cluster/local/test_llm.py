@@ -281,7 +281,7 @@ def test_ranks_are_processes_that_end_with_it(folder: Path, llm: LLM) -> None:
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks)
 
 
-def test_a_lost_rank_ends_the_call_and_says_so(folder: Path) -> None:
+def test_a_lost_rank_ends_the_call_and_says_so(folder: Path, llm: LLM) -> None:
     before = set(psutil.Process().children(recursive=True))
     with LLM(str(folder), tensor_parallel_size=2, **SMALL) as split:
         (rank,) = set(psutil.Process().children(recursive=True)) - before
