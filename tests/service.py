@@ -37,20 +37,20 @@ def free_port() -> int:
 
 
 def expected_tokens(model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """Returns what transformers generates greedily."""
+    """Returns what transformers generates greedily, in one batch with padding on the left."""
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    made = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])  # [1, prompt]
-        out = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        made.append(out[0, len(prompt) :].tolist())
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])  # [prompts, longest]
+    kept = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = reference.generate(
+        ids,
+        attention_mask=kept,
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    made: list[list[int]] = out[:, longest:].tolist()
     return made
 
 

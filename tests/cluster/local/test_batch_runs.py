@@ -102,14 +102,16 @@ def test_a_batch_that_is_killed_is_completed_by_the_same_command(folder: Path, t
 def check_texts(folder: Path, answers: dict[str, Any]) -> None:
     """The answers are those of `LLM` to the same requests."""
     lines = {each["custom_id"]: each["body"] for each in request_lines("tiny") if each["custom_id"] in answers}
+    found = {custom_id: answers[custom_id]["body"]["choices"][0] for custom_id in lines}
     with LLM(str(folder), dtype="float32", kv_cache_gb=0.02) as llm:
-        for custom_id, body in lines.items():
-            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=body["max_tokens"])
-            choice = answers[custom_id]["body"]["choices"][0]
-            if "prompt" in body:
-                assert choice["text"] == llm.generate(body["prompt"], params)[0].outputs[0].text
-            else:
-                assert choice["message"]["content"] == llm.chat(body["messages"], params)[0].outputs[0].text
+        for key, complete in (("prompt", llm.generate), ("messages", llm.chat)):
+            asked = {custom_id: body for custom_id, body in lines.items() if key in body}
+            params = [
+                SamplingParams(temperature=0, ignore_eos=True, max_tokens=body["max_tokens"]) for body in asked.values()
+            ]
+            expected = [each.outputs[0].text for each in complete([body[key] for body in asked.values()], params)]
+            texts = [found[each].get("text") or found[each]["message"]["content"] for each in asked]
+            assert texts == expected
 
 
 class HttpService:

@@ -257,14 +257,14 @@ def test_a_stream_with_tokens_waits_for_a_router_to_be_replaced(monkeypatch: pyt
 
 
 async def test_a_router_that_comes_back_is_reached_within_seconds() -> None:
-    """Although the channel has failed to connect for so long that by default grpc would wait for 5 s and more."""
+    """Although the channel has failed to connect for so long that by default grpc would wait for 3 s and more."""
     async with fleet(1, 1, rank=byte_rank) as running, AsyncExitStack() as scope:
         router = Router(running)
         await router.start(scope)
         port = int(router.address.rpartition(":")[2])
         await router.cut()
         async with AsyncClient(router.address, max_retries=0) as client:
-            for _ in range(40):
+            for _ in range(22):
                 with pytest.raises(errors.Unavailable):
                     await client.generate("hi", max_tokens=2)
                 await asyncio.sleep(0.25)

@@ -76,7 +76,7 @@ async def test_two_hundred_cancels_leave_nothing() -> None:
 
 @pytest.mark.parametrize("how", ["close", "channel"])
 async def test_a_router_that_disconnects_leaves_nothing(how: str) -> None:
-    async with fleet(1, 1, rank=small_rank, chunk_tokens=64) as running:
+    async with fleet(1, 1, rank=small_rank, chunk_tokens=64, park_seconds=1.0) as running:
         requests = [token_request(range(n, n + 120), 600, name=str(n)) for n in range(12)]
         tasks = [asyncio.create_task(running.generate(request)) for request in requests]
         async with asyncio.timeout(10):
