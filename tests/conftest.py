@@ -10,6 +10,7 @@ one by one (`pytest --alone`). `pytest` without an option runs all one by one. `
 `make matrix` and `make pods` run the tests marked `soak`, `matrix` and `pods`, which nothing else does.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ SHARING_PATHS: Final = (
         "cluster/bench/test_bench_router.py",
         "cluster/cli/test_bad_commands.py",
         "cluster/cli/test_check.py",
+        "cluster/cli/test_cli.py",
         "cluster/cli/test_drain.py",
         "cluster/cli/test_plan.py",
         "cluster/cli/test_status_page.py",
@@ -36,8 +38,11 @@ SHARING_PATHS: Final = (
         "cluster/local/test_local_ranks.py",
         "cluster/scaling/test_policy.py",
         "cluster/store",
+        "cluster/test_app.py",
         "cluster/test_ranks.py",
         "cluster/test_redeploy.py",
+        "e2e/test_generation.py",
+        "e2e/test_parity.py",
         "fuzz/test_fuzz_plans.py",
         "k8s/test_manifests.py",
         "proto/test_new_parameter.py",
@@ -57,7 +62,7 @@ SHARING_PATHS: Final = (
     *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "rehand")),
     *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
     *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "damaged_messages", "drain", "kv_handle")),
-    *(f"workers/test_{name}.py" for name in ("figures", "peer_tls", "session", "strangers", "worker")),
+    *(f"workers/test_{name}.py" for name in ("figures", "peer_tls", "session", "strangers", "suspend", "worker")),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair", "piece_writer", "receiver")),
     *(f"workers/transfer/test_{name}.py" for name in ("second_fetch", "sender", "shared_memory", "toy_transport")),
     "workers/transfer/test_unequal.py",
@@ -66,8 +71,9 @@ SHARING_PATHS: Final = (
 tests."""
 
 ALONE_PATHS: Final = (
-    *("cluster/cli/test_cli.py", "cluster/test_app.py", "e2e", "gpu", "k8s/test_pods.py", "k8s/test_serve_app.py"),
-    *("soak", "workers/test_suspend.py"),
+    *("cluster/cli/test_serve.py", "gpu", "k8s/test_pods.py", "k8s/test_serve_app.py", "soak"),
+    *(f"e2e/test_{name}.py" for name in ("cluster", "console", "keys", "redeploy", "routers", "tensor_parallel")),
+    "e2e/test_tls.py",
 )
 """Those that want it for themselves: whole services on Ray, and what is to happen in time."""
 
@@ -119,6 +125,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels of the GPU path run here, too: slowly
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Imports without garbage collection, which then looks at none of it again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # modules in C tell at the exit what of them is left
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -4,8 +4,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.tests.service import NODES
-
 
 @pytest.fixture(scope="package")
 def address(cluster: Any) -> str:
@@ -29,6 +27,8 @@ def gcs_server(cluster: Any) -> psutil.Process:
 def cluster() -> Iterator[Any]:
     """Starts a Ray cluster of a head and three nodes on this machine, each with an IP address."""
     from ray.cluster_utils import Cluster
+
+    from tandem.tests.service import NODES  # imports torch, and the quick tier this file
 
     head: dict[str, Any] = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -1,0 +1,213 @@
+"""Tests `tandem serve` with a Ray of its own: services from start to stop, and their ends by signals and faults."""
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.router.client.client import Client
+from tandem.tests.service import ACTIVITY
+
+OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
+TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main()"]
+WAIT = 60  # seconds that anything may take, on however busy a machine
+RAY_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [^]]* [IWE] \d+ \d+\] ")
+SCRATCH = re.compile(rf"{re.escape(tempfile.gettempdir())}/tandem-\w+")
+READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+) ops=127\.0\.0\.1:\d+\n$")
+
+
+def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    command = [*TANDEM, *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=WAIT, env=environment)
+
+
+class Serving:
+    """Runs `tandem serve` as a process of its own."""
+
+    def __init__(self, *args: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in OURS}
+        command = [*TANDEM, "serve", "--grpc-port", "0", "--http-port", "0", *args]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # a process group of its own, as a shell would give it
+        )
+
+    def wait_ready(self) -> tuple[str, str]:
+        """Waits for the ready line; returns the gRPC and the HTTP address."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        ready = READY.match(line)
+        assert ready, (line, self.process.communicate()[1])
+        return ready[1], ready[2]
+
+    def stop(self, signum: signal.Signals) -> str:
+        """Sends the signal, SIGINT to the whole group as a terminal does, and waits until everything has ended; returns
+        the rest of stdout."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        if signum == signal.SIGINT:
+            os.killpg(self.process.pid, signum)
+        else:
+            self.process.send_signal(signum)
+        out, _ = self.process.communicate(timeout=WAIT)
+        _, alive = psutil.wait_procs(family, timeout=WAIT)
+        assert not alive, alive
+        return out
+
+
+@pytest.fixture
+def serving(tiny_model: Path) -> Iterator[Callable[..., Serving]]:
+    started: list[Serving] = []
+
+    def start(*args: str) -> Serving:
+        started.append(Serving(str(tiny_model), "--dtype", "float32", *args))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.stop(signal.SIGTERM)
+
+
+def check_token_of_ray(service: Serving, home: Path) -> None:
+    """Fails unless the service's Ray is in token mode, with a token of its own that no argument or variable has."""
+    family = psutil.Process(service.process.pid).children(recursive=True)
+    (gcs_server,) = (process for process in family if process.name() == "gcs_server")
+    environment = gcs_server.environ()
+    path = Path(environment["RAY_AUTH_TOKEN_PATH"])
+    assert (environment["RAY_AUTH_MODE"], stat.S_IMODE(path.stat().st_mode)) == ("token", 0o600)
+    assert SCRATCH.match(str(path))
+    assert not (home / ".ray").exists()
+    token = path.read_text()
+    for process in family:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            assert not any(token in text for text in (*process.cmdline(), *process.environ().values()))
+    (raylet,) = (process for process in family if process.name() == "raylet")
+    (address,) = {word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--gcs-address=")}
+    (home / "auth_token").write_text("0" * len(token))
+    stranger = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(home / "auth_token")}
+    joins = [sys.executable, "-c", f"import ray; ray.init('{address}', log_to_driver=False)"]
+    joined = subprocess.run(joins, capture_output=True, text=True, timeout=WAIT, env=os.environ | stranger)
+    assert joined.returncode != 0
+    assert "AuthenticationError" in joined.stderr, joined.stderr
+
+
+def test_a_service_from_start_to_stop(
+    serving: Callable[..., Serving], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placed by resources that a local Ray offers because they are asked for."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "placed.yaml"
+    path.write_text(
+        "model: ignored\n"
+        "router: {num_cpus: 4, resources: {front: 1}}\n"
+        "prefill: {num_cpus: 4, resources: {p: 0.5}}\n"
+        "decode: {num_cpus: 4, block_size: 32}\n"
+    )
+    service = serving("--config", str(path), "--served-model-name", "tiny")
+    grpc_address, http_address = service.wait_ready()
+    check_token_of_ray(service, tmp_path)
+
+    generated = run("generate", "The quick brown", "--target", grpc_address, "--max-tokens", "8", "--timeline")
+    assert generated.returncode == 0, generated.stderr
+    assert len(generated.stdout.strip()) > 0
+    assert "Where the time went" in generated.stderr
+    chat = run("chat", "--target", grpc_address, "--max-tokens", "4", stdin="Hello?\nAnd again?\n")
+    assert (chat.returncode, chat.stderr) == (0, "")
+    assert chat.stdout.count("\n") >= 2
+    with urllib.request.urlopen(f"http://{http_address}/v1/models", timeout=WAIT) as answer:
+        assert [each["id"] for each in json.load(answer)["data"]] == ["tiny"]
+    assert service.process.stderr is not None
+    status_url = re.search(r"status page: (\S+)", service.process.stderr.readline())
+    assert status_url
+    status = run("status", "--url", status_url[1], "--json")
+    workers = {worker["role"]: worker for worker in json.loads(status.stdout)["workers"]}
+    assert {role: worker["state"] for role, worker in workers.items()} == {"prefill": "ready", "decode": "ready"}
+    for worker in workers.values():
+        load = worker["load"]
+        assert worker.get("integrity_ok", worker.get("balanced"))
+        assert not any(worker[name] for name in worker if name in ACTIVITY)
+        assert load["free_blocks"] + load["cached_blocks"] == load["total_blocks"] > 0
+    drained = run("drain", "all", "--url", status_url[1])
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert sorted(drained.stdout.splitlines()) == sorted(f"{each['id']}: 0 requests left" for each in workers.values())
+    status = run("status", "--url", status_url[1], "--json")
+    assert {worker["state"] for worker in json.loads(status.stdout)["workers"]} == {"draining"}
+
+    out = service.stop(signal.SIGINT)
+    assert (service.process.returncode, out) == (0, "")
+
+
+def test_sigterm_in_the_middle_of_a_stream_stops_everything_too(serving: Callable[..., Serving]) -> None:
+    service = serving("--prefill", "0")
+    grpc_address, _ = service.wait_ready()
+    with Client(grpc_address) as client, client.stream([5, 6, 7], max_tokens=2000, ignore_eos=True) as stream:
+        assert next(stream).first_index == 0
+        out = service.stop(signal.SIGTERM)
+    assert (service.process.returncode, out) == (0, "")
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.soak)])
+def test_the_end_of_ray_is_told_in_a_line_and_leaves_nothing(serving: Callable[..., Serving], victim: str) -> None:
+    service = serving("--prefill", "0")
+    grpc_address, _ = service.wait_ready()
+    me = psutil.Process(service.process.pid)
+    family = me.children(recursive=True)
+    (folder,) = {found[0] for child in family for word in child.cmdline() if (found := SCRATCH.search(word))}
+    with Client(grpc_address) as client, client.stream([5, 6, 7], max_tokens=1000, ignore_eos=True) as stream:
+        tokens = len(next(stream).token_ids)
+        next(child for child in family if child.name() == victim).kill()
+        tokens += sum(len(delta.token_ids) for delta in stream)
+    assert tokens == 1000
+    _, err = service.process.communicate(timeout=WAIT)
+    assert service.process.returncode == 1
+    ours = [line for line in err.splitlines() if not RAY_LOG_LINE.match(line)]  # Ray's own client may log as it ends
+    assert ours[2:] == [
+        f"error: Ray has ended: its {victim} process is gone"
+    ]  # after the lines of the status page and the console
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive, alive
+    assert not Path(folder).exists()
+
+
+def test_ctrl_c_during_the_start_leaves_nothing_behind(serving: Callable[..., Serving]) -> None:
+    service = serving()
+    me = psutil.Process(service.process.pid)
+    for _ in range(1200):
+        if any("raylet" in child.name() for child in me.children(recursive=True)):
+            break
+        with pytest.raises(subprocess.TimeoutExpired):  # still starting
+            service.process.wait(timeout=0.05)
+    out = service.stop(signal.SIGINT)
+    assert (service.process.returncode, out) == (0, "")
+
+
+def test_an_address_where_nobody_listens_is_named(tiny_model: Path) -> None:
+    done = run("serve", str(tiny_model), "--address", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: address: no Ray cluster answers at 127.0.0.1:1" in done.stderr
+
+
+def test_a_taken_port_is_named(serving: Callable[..., Serving]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        service = serving("--grpc-port", str(port))
+        out, err = service.process.communicate(timeout=WAIT)
+    assert (service.process.returncode, out) == (1, "")
+    assert f"error: router.grpc_port: 127.0.0.1:{port} cannot be bound; is it taken?\n" in err
