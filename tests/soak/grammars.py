@@ -4,7 +4,8 @@
     python -m tandem.tests.soak.grammars --url grpc://127.0.0.1:50051
 
 Prints the gaps between the tokens of the four: alone, beside 64 streams without a grammar, beside 64 with ambiguous
-ones, all different. Exits with 1 if their worst gap beside the grammars is more than three times their worst gap alone.
+ones, all different. Exits with 1 if their worst gap beside the grammars is more than three times their worst gap beside
+as many streams without any: 64 more rows alone make a step several times as long.
 """
 
 import argparse
@@ -90,8 +91,9 @@ async def run(url: str, num_tokens: int) -> bool:
     print(HEAD)
     for name, found in (("alone", alone), ("beside 64 free ones", free), ("beside 64 ambiguous ones", ambiguous)):
         print(line(name, found))
-    ratio = max(ambiguous) / max(alone)
-    print(f"worst gap beside ambiguous grammars / worst gap alone: {ratio:.2f}, at most {MOST:g} is wanted")
+    ratio = max(ambiguous) / max(free)
+    print(f"worst gap beside ambiguous grammars / worst gap alone: {max(ambiguous) / max(alone):.2f}")
+    print(f"worst gap beside ambiguous grammars / beside free ones: {ratio:.2f}, at most {MOST:g} is wanted")
     for outcome, count in sorted(ended.items()):
         print(f"requests with grammars: {count} {outcome}")
     return ratio <= MOST

@@ -4,6 +4,7 @@ Knows nothing of tokenization, text, networks or where its plans are carried out
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from queue import Full
@@ -20,6 +21,7 @@ from .update import update
 
 _WEIGHT: Final = 0.1  # of the newest step in `step_seconds`
 _LEAST_MASK_SECONDS: Final = 0.002
+_NUM_RECENT: Final = 32  # steps
 _LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longer than their transfer
 
 
@@ -37,7 +39,8 @@ class Engine:
         self.scheduler = Scheduler(self.requests, self._prepare_masks)
         self.step_seconds = 0.0  # moving mean of the steps with decodes; read from any thread
         self._prompt_tokens = self._prompt_seconds = 0.0  # moving means of the steps with prompts
-        self._model_seconds = 0.0  # the same of the steps with nothing but decodes, without the time for masks
+        # Of the last steps with nothing but decodes, without the time for masks.
+        self._model_seconds: deque[float] = deque(maxlen=_NUM_RECENT)
         self._mask_seconds = 0.0  # of the step under way
         self._clock = clock
         self._executor = executor
@@ -150,13 +153,16 @@ class Engine:
         if plan.has_decodes:
             self.step_seconds = _moving_mean(self.step_seconds, seconds)
             if plan.num_tokens == len(plan.sequences):
-                self._model_seconds = _moving_mean(self._model_seconds, seconds - self._mask_seconds)
+                # With overlap the device computes while masks are prepared.
+                self._model_seconds.append(seconds if self.config.overlap else seconds - self._mask_seconds)
 
     def _prepare_masks(self, sequences: Sequence[Constrained]) -> Collection[int]:
         """See `Executor.prepare_masks`. Masks take about as long as the model, so that the sequences without a grammar
-        wait for at most twice as long as without those that have one."""
+        wait for at most twice as long as without those that have one. The shortest of the last steps counts: where
+        other processes make steps longer, masks get no more time, or they would make them longer still."""
         started = self._clock()
-        ready = self._executor.prepare_masks(sequences, max(self._model_seconds, _LEAST_MASK_SECONDS))
+        seconds = max(min(self._model_seconds, default=0.0), _LEAST_MASK_SECONDS)
+        ready = self._executor.prepare_masks(sequences, seconds)
         self._mask_seconds += self._clock() - started
         return ready
 

@@ -3,7 +3,8 @@
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import abc
+from collections.abc import Callable, Collection
 from queue import Full
 
 import pytest
@@ -25,7 +26,7 @@ from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, CacheChanged, Event, NewTokens, Preempted, Progress
-from tandem.workers.engine.plan import OnLayers, Samples, StepPlan
+from tandem.workers.engine.plan import Constrained, OnLayers, Samples, SamplingParams, StepPlan
 from tandem.workers.engine.sequence import MOVES, FinishReason, Sequence, State, Task
 
 
@@ -286,6 +287,39 @@ def test_times_are_the_clock_s() -> None:
     assert isinstance(second, NewTokens)
     assert (admitted.queue_seconds, first.prefill_seconds, second.prefill_seconds) == (20.0, 10.0, 0.0)
     assert engine.step_seconds == 10.0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_lengthens_steps_gives_masks_no_more_time(overlap: bool) -> None:
+    """A step takes 10 ms; later other processes make three of four ten times as long."""
+    now, given = 0.0, list[float]()
+
+    class Executor(FakeExecutor):
+        def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+            collect = super().launch(plan, on_layers)
+
+            def timed() -> Samples:
+                nonlocal now
+                now += 0.01 if self.num_steps < 50 or self.num_steps % 4 == 0 else 0.1
+                return collect()
+
+            return timed
+
+        def prepare_masks(self, sequences: abc.Sequence[Constrained], seconds: float) -> Collection[int]:
+            nonlocal now
+            given.append(seconds)
+            now += 0.0 if overlap else seconds  # else it computes meanwhile
+            return [each.sequence_id for each in sequences]
+
+    config = EngineConfig(num_blocks=64, block_size=4, overlap=overlap)
+    engine = Engine(Executor(64, 4), config, clock=lambda: now)
+    engine.submit(spec(1, max_tokens=200, sampling=SamplingParams(grammar="start: /a+/")))
+    while engine.has_work:
+        engine.step()
+    assert len(given) > 100
+    assert max(given) == pytest.approx(0.01), "of masks of one step"
+    assert given[-1] == pytest.approx(0.01)
+    engine.check_integrity()
 
 
 def test_load_counts_the_prompt_tokens_ahead() -> None:
