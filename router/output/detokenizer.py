@@ -1,6 +1,7 @@
 """Turns token ids into text while they arrive: whole characters only, cut before stop strings."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ..frontend.tokenizer import Tokenizer
 
@@ -120,7 +121,8 @@ class StopStrings:
         return matched == len(stop)
 
 
-def _fallbacks(pattern: str) -> list[int]:
+@lru_cache(maxsize=64)  # the same for all completions of a body, of which there may be hundreds
+def _fallbacks(pattern: str) -> tuple[int, ...]:
     """Returns for each prefix of the pattern the length of its longest proper prefix that it also ends with."""
     fallbacks = [0] * len(pattern)
     length = 0
@@ -129,7 +131,7 @@ def _fallbacks(pattern: str) -> list[int]:
             length = fallbacks[length - 1]
         length += pattern[i] == pattern[length]
         fallbacks[i] = length
-    return fallbacks
+    return tuple(fallbacks)
 
 
 class CompletionText:

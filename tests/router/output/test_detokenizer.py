@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.router.output.detokenizer import CompletionText, Detokenizer, StopStrings
+from tandem.router.output.detokenizer import CompletionText, Detokenizer, StopStrings, _fallbacks
 from tandem.tests.router.fake_source import BOS_ID, EOS_ID, byte_tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
@@ -189,3 +189,12 @@ def test_stop_string_of_a_replacement_character_at_the_end() -> None:
     completion = CompletionText(BYTES, [], ["\ufffd"])
     assert completion.push([0x61, 0xE2])[0] == "a"
     assert completion.finish() == ("", True)
+
+
+def test_stop_strings_are_prepared_once_for_all_completions_of_a_body() -> None:
+    """They take 2 ms of the event loop, and a body may ask for 256 completions: half a second of everyone's streams."""
+    stops = [f"{number}{'ab' * 500}" for number in range(16)]
+    before = _fallbacks.cache_info().misses
+    for _ in range(256):
+        assert StopStrings(stops).push("x") == ("x", False)
+    assert _fallbacks.cache_info().misses == before + 16
