@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
+from weakref import WeakValueDictionary
 
 import llguidance
 
@@ -48,9 +49,11 @@ class GrammarValidator:
         self._size = 0
         self._cache: OrderedDict[bytes, str] = OrderedDict()  # grammar by constraint, the longest unused first
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # no other work may wait for a slow grammar
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of tenants
 
-    async def validate(self, constraint: inference_pb2.Constraint, field: str = "") -> str:
-        """Returns the grammar of a constraint, as llguidance reads it.
+    async def validate(self, constraint: inference_pb2.Constraint, field: str = "", tenant: str = "") -> str:
+        """Returns the grammar of a constraint, as llguidance reads it. Checks of one tenant take turns, so that those
+        of another wait for one of them at most.
 
         Raises InvalidArgument, which names `field` or else the constraint's own (`constraint.json_schema`), with a
         short reason, and Overloaded if the check takes too long."""
@@ -65,12 +68,15 @@ class GrammarValidator:
             self._cache.move_to_end(key)
             return self._cache[key]
         _check_size(constraint, field)
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._ask, key, self._seconds)
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
         too_long = f"{field}: took more than {self._seconds:g} seconds to check"
         grammar: str
         try:
-            async with asyncio.timeout(_MAX_WAITS * self._seconds):
-                grammar, reason = json.loads(await work)
+            async with asyncio.timeout(_MAX_WAITS * self._seconds), turn:
+                if key in self._cache:  # by a request that came at the same time
+                    return self._cache[key]
+                loop = asyncio.get_running_loop()
+                grammar, reason = json.loads(await loop.run_in_executor(self._thread, self._ask, key, self._seconds))
         except TimeoutError:
             raise Overloaded(too_long) from None
         except EOFError:

@@ -1,6 +1,8 @@
 """Constraints: each becomes a grammar that takes the right texts and no other, or is refused with a reason."""
 
+import asyncio
 import json
+import threading
 import time
 from typing import Any, ClassVar
 
@@ -192,6 +194,30 @@ async def test_a_slow_grammar_is_given_up_and_its_check_ends() -> None:
         await hurried.validate(inference_pb2.Constraint(grammar=SLOW))
     assert child._connection is None
     assert await GrammarValidator(seconds=60, ask=child.ask).validate(inference_pb2.Constraint(regex="a"))
+
+
+async def test_many_slow_grammars_of_one_tenant_keep_no_other_tenant_waiting() -> None:
+    """But for the one that is checked."""
+    checked, may_end = list[str](), threading.Semaphore(0)
+
+    def ask(request: bytes, _seconds: float) -> bytes:
+        checked.append(inference_pb2.Constraint.FromString(request).regex)
+        may_end.acquire()
+        return json.dumps(["grammar", ""]).encode()
+
+    validator = GrammarValidator(seconds=60, ask=ask)
+    slow = [
+        asyncio.create_task(validator.validate(inference_pb2.Constraint(regex=f"m{number}"), tenant="mallory"))
+        for number in range(20)
+    ]
+    while not checked:
+        await asyncio.sleep(0.01)
+    other = asyncio.create_task(validator.validate(inference_pb2.Constraint(regex="a"), tenant="ada"))
+    await asyncio.sleep(0)  # it has its place
+    may_end.release(21)
+    await asyncio.gather(*slow, other)
+    assert checked.index("a") == 1
+    assert not validator._turns
 
 
 def test_the_library_reads_no_files() -> None:
