@@ -1,6 +1,8 @@
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,31 @@ async def test_no_chat_template() -> None:
     with pytest.raises(InvalidArgument, match="no chat template") as caught:
         await byte_tokenizer(chat_template=None).encode_chat(chat(CHAT))
     assert caught.value.field == "prompt.chat"
+
+
+async def test_many_very_long_texts_keep_no_other_text_and_no_chat_waiting(
+    loaded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats, end = byte_tokenizer(chat_template="{{ messages[0].content }}"), threading.Event()
+    encode = Tokenizer._encode
+
+    def encode_slowly(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > 100_000:
+            end.wait()
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encode", encode_slowly)
+    long = chat([{"role": "user", "content": "x" * 200_000}])
+    many = [asyncio.create_task(loaded.encode("x" * 200_000)) for _ in range(50)]
+    many += [asyncio.create_task(chats.encode_chat(long)) for _ in range(50)]
+    try:
+        async with asyncio.timeout(60):
+            assert await loaded.encode("x" * 10_000)
+            assert await chats.encode_chat(chat(CHAT))
+        assert not any(task.done() for task in many)
+    finally:
+        end.set()
+        await asyncio.gather(*many)
 
 
 @pytest.mark.parametrize(
