@@ -87,7 +87,8 @@ class Authenticator:
         if self._is_open:
             if self._share:
                 return self._anonymous
-            return Caller(cache_salt=self._salt("connection", connection), sees_all=False)
+            salt = self._salt("connection", connection)
+            return Caller(cache_salt=salt, sees_all=False, quota=self._anonymous.quota)
         scheme, _, given = (authorization or "").strip().partition(" ")
         given = given.strip()
         if scheme.lower() != "bearer" or not given:

@@ -11,25 +11,32 @@ from typing import Final
 from ...proto.errors import Overloaded
 
 _MINUTE: Final = 60.0
+_POLLS_PER_SECOND: Final = 10
+"""Of the console's data with one key, and without one of all callers together. A page polls once a second."""
 
 Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """Holds what is left of an amount a minute: it refills evenly, up to one minute's amount.
+    """Holds what is left of an amount a minute: it refills evenly, up to one minute's amount, or `most`.
 
     It may go below zero, since what a request takes is known only when it has ended; the debt is paid by time."""
 
-    def __init__(self, per_minute: int, clock: Clock) -> None:
+    def __init__(self, per_minute: int, clock: Clock, most: int | None = None) -> None:
         self.per_minute = per_minute
+        self._most = most
         self._clock = clock
-        self._level = float(per_minute)
+        self._level = float(self.most)
         self._filled_at = clock()
+
+    @property
+    def most(self) -> int:
+        return self.per_minute if self._most is None else self._most
 
     @property
     def level(self) -> float:
         now = self._clock()
-        self._level = min(self.per_minute, self._level + max(now - self._filled_at, 0.0) * self.per_minute / _MINUTE)
+        self._level = min(self.most, self._level + max(now - self._filled_at, 0.0) * self.per_minute / _MINUTE)
         self._filled_at = now
         return self._level
 
@@ -54,6 +61,7 @@ class Quota:
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self._max_streams: int | None = None
+        self._polls = TokenBucket(round(_POLLS_PER_SECOND * _MINUTE), clock, 2 * _POLLS_PER_SECOND)
         self.num_streams = 0  # calls under way
 
     def resize(self, requests_per_minute: int | None, tokens_per_minute: int | None, max_streams: int | None) -> None:
@@ -75,6 +83,12 @@ class Quota:
             yield
         finally:
             self.num_streams -= 1
+
+    def poll(self) -> None:
+        """Counts one poll of the console's data, which no other limit counts. Raises Overloaded if it is one too
+        many."""
+        _check(self._polls, "polls")
+        self._polls.take(1)
 
     def check_tokens(self) -> None:
         """Raises Overloaded if no token of the minute is left. What is begun before then may take more."""

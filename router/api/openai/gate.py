@@ -12,7 +12,7 @@ from ..console.routes import DATA_PATH, STATIC_PATHS
 from .responses import error_response
 
 _OPEN_PATHS: Final = STATIC_PATHS | {"/health"}  # for probes, and for pages that ask for a key
-_FREE_PATHS: Final = (DATA_PATH,)  # need a key, but do not count against its limits: it is polled
+_POLLED_PATHS: Final = (DATA_PATH,)  # need a key, but do not count against its limits
 
 
 class KeyGate:
@@ -32,11 +32,11 @@ class KeyGate:
                 connection = ":".join(map(str, scope["client"] or ()))
                 caller = self._authenticator.caller(Headers(scope=scope).get("authorization"), connection)
                 scope.setdefault("state", {})["caller"] = caller
-                if scope["path"] in _FREE_PATHS:
-                    await self._app(scope, receive, send)
-                    return
-                limits = caller.quota.headers()
-                call.enter_context(caller.quota.call())
+                if scope["path"] in _POLLED_PATHS:
+                    caller.quota.poll()
+                else:
+                    limits = caller.quota.headers()
+                    call.enter_context(caller.quota.call())
             except TandemError as error:
                 response = error_response(error)
                 response.headers.update(limits)

@@ -109,6 +109,24 @@ async def test_polls_do_not_count_against_the_limits_of_a_key(keyed: httpx.Async
     assert [call.status_code for call in calls] == [200, 200, 200, 429]
 
 
+async def test_polls_of_one_key_are_bounded_and_cost_no_other_key_any(keyed: httpx.AsyncClient) -> None:
+    answers = await asyncio.gather(*(keyed.get(DATA, headers=bearer("bob")) for _ in range(200)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) > 100
+    assert refused[0].headers["retry-after"] == "1"
+    await data(keyed, key="ops")
+    assert (await keyed.get("/v1/models", headers=bearer("bob"))).status_code == 200
+
+
+async def test_polls_without_a_key_are_bounded_together(
+    generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
+) -> None:
+    async for client in served(generation, source, feed, Authenticator(share_anonymous_prefixes=False)):
+        answers = await asyncio.gather(*(client.get(DATA) for _ in range(200)))
+        assert {answer.status_code for answer in answers} == {200, 429}
+        assert (await client.get("/v1/models")).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/console", DATA])
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
 async def test_another_page_reads_neither_page_nor_data(

@@ -117,3 +117,16 @@ def test_the_headers_are_openais() -> None:
         "x-ratelimit-remaining-tokens": "0",
         "x-ratelimit-reset-tokens": "69.500s",
     }
+
+
+def test_polls_have_a_limit_of_their_own() -> None:
+    """Ten a second, and twenty after a silence."""
+    made, clock = quota(requests=1)
+    for expected in (20, 10):
+        for _ in range(expected):
+            made.poll()
+        with pytest.raises(Overloaded):
+            made.poll()
+        clock.now += 1.0
+    with made.call():
+        pass
