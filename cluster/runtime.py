@@ -16,8 +16,8 @@ from ..proto.identity import PeerIdentity
 from ..proto.metrics import Metrics
 from ..router.api.browsers import ANY as ANY_HOST
 from ..router.api.browsers import BrowserRules
+from ..router.api.connection import ConnectionBounds
 from ..router.api.console.feed import ConsoleFeed
-from ..router.api.openai.connection import ConnectionBounds
 from ..router.api.servers import ApiServers
 from ..router.api.service import GenerationService
 from ..router.auth.authenticator import Authenticator

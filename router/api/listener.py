@@ -1,18 +1,31 @@
 """Serves an ASGI application over HTTP on one port, with uvicorn in the running event loop."""
 
 import asyncio
+import errno
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 import uvicorn
+
+from .connection import ConnectionBounds
+
+_BUSY: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_BUSY_SECONDS: Final = 1.0
+"""After which a connection is accepted again when there was no file or memory left for one; as asyncio does."""
 
 
 class HttpListener:
     """Listens from `start` to `stop`."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        self._server = _Server(config)
+    def __init__(
+        self, config: uvicorn.Config, bounds: ConnectionBounds | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """With `tls`, `bounds` hold for connections from before their handshakes on."""
+        self._server = _Server(config, bounds or ConnectionBounds(), tls)
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
         """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With `shares_port` others
@@ -40,14 +53,95 @@ class HttpListener:
 class _Server(uvicorn.Server):
     """Leaves the process's signals alone and sets `ready` when it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, bounds: ConnectionBounds, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._bounds = bounds
+        self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            acceptors = [_TlsAcceptor(each, self._connection, self._tls, self._bounds) for each in sockets or ()]
+            self.servers = cast(list[Any], acceptors)
         self.ready.set()
+
+    def _connection(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+@dataclass(eq=False)
+class _Handshake:
+    """Is a connection before the end of its TLS handshake."""
+
+    task: asyncio.Task[None]
+
+    def abort(self) -> None:
+        """See Abortable."""
+        self.task.cancel()
+
+
+class _TlsAcceptor:
+    """Accepts connections, until `close`, and begins with each when its TLS handshake has ended.
+
+    asyncio's own servers tell nobody of a connection before that, and leave it a minute."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_connection: Callable[[], asyncio.Protocol],
+        context: ssl.SSLContext,
+        bounds: ConnectionBounds,
+    ) -> None:
+        self._listener = listener.dup()  # who waits for it closes it
+        self._listener.setblocking(False)
+        self._make_connection = make_connection
+        self._context = context
+        self._bounds = bounds
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept(), name="tls acceptor")
+
+    def close(self) -> None:
+        """Begins with no further connection."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Waits until nothing is left of what `close` has ended."""
+        await asyncio.wait({self._accepting, *self._handshakes})
+
+    async def _accept(self) -> None:
+        with self._listener:
+            while True:
+                try:
+                    accepted, address = await asyncio.get_running_loop().sock_accept(self._listener)
+                except OSError as error:
+                    await asyncio.sleep(_BUSY_SECONDS if error.errno in _BUSY else 0)
+                else:
+                    task = asyncio.create_task(self._shake_hands(accepted, address[0]))
+                    self._handshakes.add(task)
+                    task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket, address: str) -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        handshake = _Handshake(task)
+        self._bounds.enter(address, handshake)
+        try:
+            with suppress(OSError):  # TLS's own errors, too
+                await loop.connect_accepted_socket(
+                    self._make_connection,
+                    accepted,
+                    ssl=self._context,
+                    ssl_handshake_timeout=self._bounds.head_seconds,
+                )
+        finally:
+            self._bounds.leave(address, handshake)

@@ -4,7 +4,8 @@ No key is needed, and nothing of a request is told. Knows nothing of what it ser
 """
 
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,11 +16,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...proto.errors import TandemError
+from ...proto.shared_result import SharedResult
 from .browsers import BrowserRules
+from .connection import ConnectionBounds, HttpConnection
 from .listener import HttpListener
 
 _MAX_IDLE_SECONDS: Final = 60
-_MAX_CONNECTIONS: Final = 64  # at a time; further ones get 503
+_MAX_CONNECTIONS: Final = 64  # at a time; for a further one the one that has been idle for longest is ended
+_REQUEST_SECONDS: Final = 10.0  # for a whole request
+_SHARE: Final = 0.25  # of the event loop's time, that the figures may take, for whoever asks
 
 
 class OpsServer:
@@ -33,23 +38,27 @@ class OpsServer:
         self.reason = "starting"
         self._has_started = False
         self.failure = ""  # for good: neither ready nor live
-        self._metrics = metrics
+        self._metrics = SharedResult(partial(_render, metrics), share=_SHARE) if metrics else None
         self._content_type = content_type
         self._browsers = browsers
         pages = {"/live": self._live, "/ready": self._ready}
         if metrics is not None:
             pages["/metrics"] = self._scrape
         self._app = Starlette(routes=[Route(path, page, methods=["GET"]) for path, page in pages.items()])
+        # Probes are answered whatever strangers open: who finds a router not live ends it.
+        bounds = ConnectionBounds(
+            request_seconds=_REQUEST_SECONDS, max_connections=_MAX_CONNECTIONS, max_per_address=_MAX_CONNECTIONS
+        )
         config = uvicorn.Config(
             self._checked,
             interface="asgi3",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=_MAX_IDLE_SECONDS,
-            limit_concurrency=_MAX_CONNECTIONS,
+            http=cast(Any, partial(HttpConnection, bounds=bounds)),
             ws="none",
         )
         self._listener = HttpListener(config)
@@ -75,7 +84,7 @@ class OpsServer:
 
     async def _scrape(self, _request: Request) -> Response:
         assert self._metrics is not None  # else there is no route
-        return Response(self._metrics(), headers={"content-type": self._content_type})
+        return Response(await self._metrics.get(), headers={"content-type": self._content_type})
 
     async def _live(self, _request: Request) -> Response:
         """Answers as long as this process works."""
@@ -84,6 +93,10 @@ class OpsServer:
     async def _ready(self, _request: Request) -> Response:
         """Answers 200 while the router takes requests."""
         return _state(self.failure or self.reason)
+
+
+async def _render(metrics: Callable[[], bytes]) -> bytes:
+    return metrics()
 
 
 def _state(reason: str) -> Response:

@@ -8,9 +8,9 @@ from ..auth.authenticator import Authenticator
 from ..auth.tls import ServerTls
 from .audit import AuditLog
 from .browsers import BrowserRules
+from .connection import ConnectionBounds
 from .console.feed import ConsoleFeed
 from .grpc_server import GrpcServer
-from .openai.connection import ConnectionBounds
 from .openai.server import HttpServer
 from .service import GenerationService
 

@@ -29,12 +29,12 @@ from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
 from ..audit import AuditLog, is_refusal
 from ..browsers import BrowserRules, check_json
+from ..connection import ConnectionBounds, HttpConnection
 from ..console.feed import ConsoleFeed
 from ..console.routes import console_endpoints
 from ..listener import HttpListener
 from ..service import GenerationService, tandem_errors_only
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from .connection import ConnectionBounds, HttpConnection
 from .gate import KeyGate
 from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document, generation, request_body, responses
 from .parsing import parse
@@ -73,20 +73,19 @@ class HttpServer:
         self._started_at = int(time.time())
         # uvicorn's own configuration of logging would close the handlers of the whole process, and with Ray Serve's a
         # replica cannot answer a controller that restarts, which then stops it.
+        audit, bounds = audit or AuditLog(), bounds or ConnectionBounds()
         config = uvicorn.Config(
-            _Gate(KeyGate(self._app(), authenticator or Authenticator()), browsers, audit or AuditLog()),
+            _Gate(KeyGate(self._app(), authenticator or Authenticator()), browsers, audit),
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # its warnings are of what clients send, as often as they like
             access_log=False,
             proxy_headers=False,  # X-Forwarded-For, by which a local client could give itself any address
             timeout_keep_alive=_MAX_IDLE_SECONDS,
-            http=cast(Any, partial(HttpConnection, bounds=bounds or ConnectionBounds())),
+            http=cast(Any, partial(HttpConnection, bounds=bounds, audit=audit)),
             ws="none",
         )
-        config.load()
-        config.ssl = None if tls is None else tls.http_context
-        self._listener = HttpListener(config)
+        self._listener = HttpListener(config, bounds, None if tls is None else tls.http_context)
 
     async def start(self, address: str, *, shares_port: bool = False) -> str:
         """Listens on HOST:PORT (port 0: a free one); returns the address with the real port. With `shares_port` others

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import logging
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from tandem.proto import inference_pb2
 from tandem.router.api.audit import MAX_BURST, AuditLog
 from tandem.tests.router.api.http_bodies import TEXT, body
+from tandem.tests.router.api.test_connections import connected
 from tandem.tests.router.conftest import Service
 
 CANARY = "canary-3fd1c2"
@@ -29,6 +31,27 @@ async def test_each_refused_call_over_http_is_a_line(service: Service, caplog: p
     found = lines(caplog)
     assert [line["reason"] for line in found] == ["400", "404", "403", "404"]
     assert {(line["event"], line["api"], line["peer"]) for line in found} == {("refused", "http", "127.0.0.1")}
+    assert CANARY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (f"{CANARY} {CANARY}\r\n\r\n", "400"),
+        (f"GET /{CANARY} HTTP/1.1\r\nHost: localhost\r\nX: {CANARY * 10_000}\r\n\r\n", "400"),
+        ("GET / HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", "404"),
+    ],
+    ids=["no HTTP", "a long head", "an upgrade"],
+)
+async def test_what_is_no_request_is_one_line_too_and_no_other_log_has_it(
+    service: Service, caplog: pytest.LogCaptureFixture, said: str, status: str
+) -> None:
+    """uvicorn would write as many lines as strangers like."""
+    async with asyncio.timeout(10), connected(service.http) as (reader, writer):
+        writer.write(said.encode())
+        assert (await reader.readline()).split()[1] == status.encode()
+    assert [line["reason"] for line in lines(caplog)] == [status]
+    assert {record.name for record in caplog.records if record.levelno > logging.INFO} == {"tandem.audit"}
     assert CANARY not in caplog.text
 
 

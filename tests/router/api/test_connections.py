@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.proto.limits import MAX_HEAD_BYTES, MAX_MESSAGE_BYTES
-from tandem.router.api.openai.connection import ConnectionBounds
+from tandem.router.api.connection import ConnectionBounds
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel

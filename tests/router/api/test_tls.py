@@ -3,15 +3,18 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from cryptography import x509
 
 from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.router.api.connection import ConnectionBounds
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.auth.tls import ServerTls, TlsFiles, TlsMaterial
@@ -21,6 +24,7 @@ from tandem.router.client.wire import ClientTls
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.certificates import Certificate, make_certificate
 from tandem.tests.router.api.test_authentication import HeldSource
+from tandem.tests.router.api.test_connections import connected
 
 WAIT = 10.0
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
@@ -164,6 +168,75 @@ async def test_a_client_that_never_begins_its_handshake_keeps_nobody_waiting(sec
     with socket.create_connection(tuple(secure.servers.http_address.split(":"))):  # type: ignore[arg-type]
         async with secure.http() as http:
             assert (await http.get("/health")).status_code == 200
+
+
+@asynccontextmanager
+async def bounded_service(tmp_path: Path, model: ServedModel, bounds: ConnectionBounds) -> AsyncIterator[SecureService]:
+    ca = make_certificate("ca")
+    ca.write(tmp_path / "ca.pem")
+    write(tmp_path, "server", ca)
+    files = TlsFiles(certificate=tmp_path / "server.pem", key=tmp_path / "server.key")
+    tls, source = ServerTls(files.load()), HeldSource(answer=b"abcd")
+    servers = await ApiServers.start(GenerationService([model], source), tls=tls, bounds=bounds)
+    await servers.set_serving(True)
+    watch = FileWatch(files.paths, files.load, tls.replace)
+    try:
+        async with asyncio.timeout(2 * WAIT):
+            yield SecureService(folder=tmp_path, ca=ca, servers=servers, watch=watch, source=source)
+    finally:
+        source.released.set()
+        await servers.stop(0)
+    assert not bounds.per_address
+    assert not bounds.num_connections
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half a greeting"])
+async def test_a_connection_without_its_handshake_is_ended_as_one_without_its_head(
+    tmp_path: Path, model: ServedModel, said: bytes
+) -> None:
+    bounds = ConnectionBounds(head_seconds=0.3)
+    async with (
+        bounded_service(tmp_path, model, bounds) as service,
+        connected(service.servers.http_address) as (reader, writer),
+    ):
+        writer.write(said)
+        with suppress(ConnectionError):
+            await reader.read()  # to its end
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_handshakes_that_never_end_give_way_to_a_good_client(
+    tmp_path: Path, model: ServedModel, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Also on the event loop that replicas have."""
+    bounds = ConnectionBounds(max_per_address=8)
+
+    async def attack() -> None:
+        async with bounded_service(tmp_path, model, bounds) as service, AsyncExitStack() as scope:
+            service.source.released.set()
+            streams = [await scope.enter_async_context(connected(service.servers.http_address)) for _ in range(40)]
+            async with service.http() as http:
+                assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+                assert bounds.per_address.total() == bounds.num_connections <= 8
+            for reader, _ in streams[:30]:
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(attack())
+
+
+async def test_a_server_that_stops_leaves_no_handshake(tmp_path: Path, model: ServedModel) -> None:
+    bounds = ConnectionBounds()
+    async with (
+        bounded_service(tmp_path, model, bounds) as service,
+        connected(service.servers.http_address) as (reader, _),
+    ):
+        while not bounds.num_connections:
+            await asyncio.sleep(0.01)
+        await service.servers.stop(0)
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
 
 
 def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:

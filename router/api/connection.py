@@ -1,4 +1,4 @@
-"""Bounds what an HTTP connection may take: time to send a request, time to read the answer, and their number.
+"""Bounds what HTTP connections may take: time to send a request, time to read the answer, and their number.
 
 uvicorn bounds an idle connection only. What is here concerns bytes and time; the app sees whole requests.
 """
@@ -6,17 +6,25 @@ uvicorn bounds an idle connection only. What is here concerns bytes and time; th
 import asyncio
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ....proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_HEAD_BYTES, STALL_SECONDS
+from ...proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_HEAD_BYTES, STALL_SECONDS
+from .audit import AuditLog
 
 _HEAD_SECONDS: Final = 10.0
-"""For the head of a request, from the begin of the connection or from its first byte."""
+"""For the head of a request, from the begin of the connection or from its first byte; and for TLS before it."""
 
 _LEAST_PROGRESS_BYTES: Final = 4_096
 """That a client takes of its answer in `stall_seconds`, or it is cut."""
+
+
+class Abortable(Protocol):
+    """Is a connection, at whatever stage."""
+
+    def abort(self) -> None:
+        """Ends it at once."""
 
 
 @dataclass(kw_only=True)
@@ -30,19 +38,49 @@ class ConnectionBounds:
     max_connections: int = MAX_CONNECTIONS
     max_per_address: int = MAX_CONNECTIONS_PER_ADDRESS  # HTTP connections, gRPC calls
     per_address: Counter[str] = field(default_factory=Counter)
+    num_connections: int = 0
     # Without a whole request: of all addresses (under ""), and of each; the one that has been so for longest first.
-    idle: "defaultdict[str, OrderedDict[HttpConnection, None]]" = field(
-        default_factory=lambda: defaultdict(OrderedDict)
-    )
+    idle: defaultdict[str, OrderedDict[Abortable, None]] = field(default_factory=lambda: defaultdict(OrderedDict))
+
+    def enter(self, address: str, connection: Abortable) -> None:
+        """Counts a connection, which is idle. If that is one too many, the one that has been idle for longest ends, of
+        its address or of all."""
+        self.num_connections += 1
+        self.per_address[address] += 1
+        self.set_idle(address, connection, True)
+        if self.per_address[address] > self.max_per_address:
+            next(iter(self.idle[address])).abort()
+        elif self.num_connections > self.max_connections:
+            next(iter(self.idle[""])).abort()
+
+    def leave(self, address: str, connection: Abortable) -> None:
+        """Forgets a connection that has ended."""
+        self.set_idle(address, connection, False)
+        self.num_connections -= 1
+        self.per_address[address] -= 1
+        if not self.per_address[address]:
+            del self.per_address[address]
+
+    def set_idle(self, address: str, connection: Abortable, is_idle: bool) -> None:
+        """Notes that a connection waits for a request from now on, or that it has one."""
+        for name in ("", address):
+            idle = self.idle[name]
+            idle.pop(connection, None)
+            if is_idle:
+                idle[connection] = None
+            elif not idle:
+                del self.idle[name]
 
 
 class HttpConnection(HttpToolsProtocol):
     """Serves one connection. When there are too many, one without a request gives way to a new one."""
 
-    def __init__(self, *args: Any, bounds: ConnectionBounds, **kwargs: Any) -> None:
-        """Takes uvicorn's arguments, and the bounds that all connections of a server share."""
+    def __init__(self, *args: Any, bounds: ConnectionBounds, audit: AuditLog | None = None, **kwargs: Any) -> None:
+        """Takes uvicorn's arguments, the bounds that all connections of a server share, and what is told of requests
+        that are none."""
         super().__init__(*args, **kwargs)
         self._bounds = bounds
+        self._audit = audit
         self._address = ""
         self._request_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -50,23 +88,18 @@ class HttpConnection(HttpToolsProtocol):
         self._has_resumed = False  # since then
         self._head_bytes: int | None = 0  # of a head that is not complete; None elsewhere
 
+    def abort(self) -> None:
+        """See Abortable."""
+        self.transport.abort()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        bounds = self._bounds
         self._address = self.client[0] if self.client else ""
-        bounds.per_address[self._address] += 1
-        if bounds.per_address[self._address] > bounds.max_per_address:
-            self._make_room(self._address)
-        elif len(self.connections) > bounds.max_connections:
-            self._make_room("")
-        self._set_idle(True)
-        self._time_request(bounds.head_seconds)
+        self._bounds.enter(self._address, self)
+        self._time_request(self._bounds.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._set_idle(False)
-        self._bounds.per_address[self._address] -= 1
-        if not self._bounds.per_address[self._address]:
-            del self._bounds.per_address[self._address]
+        self._bounds.leave(self._address, self)
         for timer in (self._request_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -82,6 +115,12 @@ class HttpConnection(HttpToolsProtocol):
         if self in self._bounds.idle[""] and self._request_timer is None and self.timeout_keep_alive_task is None:
             self._time_request(self._bounds.head_seconds)
 
+    def send_400_response(self, msg: str) -> None:
+        if self._audit is not None:  # the app never hears of it
+            self._audit.failed("http", "400")
+            self._audit.refused("http", self._address, "400")
+        super().send_400_response(msg)
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 0
@@ -94,14 +133,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._time_request(None)
-        self._set_idle(False)
+        self._bounds.set_idle(self._address, self, False)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         if self.transport.get_write_buffer_size():
             self._watch_writes()
         if not self.pipeline:
-            self._set_idle(True)
+            self._bounds.set_idle(self._address, self, True)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -111,20 +150,6 @@ class HttpConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._has_resumed = True
-
-    def _set_idle(self, is_idle: bool) -> None:
-        for address in ("", self._address):
-            idle = self._bounds.idle[address]
-            idle.pop(self, None)
-            if is_idle:
-                idle[self] = None
-            elif not idle:
-                del self._bounds.idle[address]
-
-    def _make_room(self, address: str) -> None:
-        """Ends the connection of the address ("": of all) that has been idle for longest; without one, this."""
-        victim = next(iter(self._bounds.idle.get(address, ())), self)
-        victim.transport.abort()
 
     def _time_request(self, seconds: float | None) -> None:
         """Ends the connection after so long, unless it is called again."""
