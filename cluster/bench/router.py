@@ -303,21 +303,21 @@ async def _measure(
     """Returns the figures of one round over an API, grpc or http; the times are CPU microseconds a token. Tokens that
     wait for the client are merged into one message."""
     address = access.address(router[1].split()[_APIS.index(api)])
-    prompt = BenchPrompt(prompt=_PROMPT, max_tokens=num_tokens)
     processes = (router[0], worker[0], os.getpid())
 
-    async def read(stream_completion: StreamCompletion) -> int:
+    async def read_all(stream_completion: StreamCompletion, length: int) -> int:
         chunk_times: list[float] = []
-        _, count = await stream_completion(prompt, chunk_times)
-        if count != num_tokens:
-            raise RuntimeError(f"{count} tokens, {num_tokens} were requested")
+        prompt = BenchPrompt(prompt=_PROMPT, max_tokens=length)
+        counts = await asyncio.gather(*(stream_completion(prompt, chunk_times) for _ in range(num_streams)))
+        if {count for _, count in counts} != {length}:
+            raise RuntimeError(f"{counts} tokens, {length} were requested of each stream")
         return len(chunk_times)
 
     async with open_target(address, ignore_eos=True) as stream_completion:
-        await read(stream_completion)
+        await read_all(stream_completion, 2)  # so that the connections are there: a handshake is not of a token
         before = list(map(cpu_seconds, processes))
         begin = time.perf_counter()
-        num_messages = sum(await asyncio.gather(*(read(stream_completion) for _ in range(num_streams))))
+        num_messages = await read_all(stream_completion, num_tokens)
         seconds = time.perf_counter() - begin
         after = list(map(cpu_seconds, processes))
     total = num_streams * num_tokens

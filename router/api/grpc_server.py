@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection as reflection_service
 
 from ...proto import inference_pb2
@@ -32,6 +32,7 @@ from ..auth.tls import ServerTls
 from ..frontend.prepare import RequestContext
 from ..telemetry.trace import TRACEPARENT, parse_traceparent
 from .audit import AuditLog, is_refusal
+from .health import HealthStatus
 from .service import GenerationService, tandem_errors_only
 from .stall import StallTimer
 
@@ -92,8 +93,9 @@ class GrpcServer:
         self._message_seconds = message_seconds
         self._max_calls_per_address = max_calls_per_address
         self._calls: Counter[str] = Counter()  # under way, by address
+        self._health_calls: Counter[str] = Counter()
         self._tls = tls
-        self._health = health.aio.HealthServicer()
+        self._health = HealthStatus(("", SERVICE))
         self._authenticator = authenticator or Authenticator()
         self._server = grpc.aio.server(
             interceptors=[_KeyInterceptor(self._authenticator, self._audit)],
@@ -108,8 +110,7 @@ class GrpcServer:
             ],
             compression=compression,
         )
-        self._server.add_generic_rpc_handlers((self._handlers(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((self._handlers(), self._health_handlers()))
         if reflection:
             names = (SERVICE, health.SERVICE_NAME, reflection_service.SERVICE_NAME)
             reflection_service.enable_server_reflection(names, self._server)
@@ -126,20 +127,16 @@ class GrpcServer:
         except RuntimeError:
             await self._server.stop(0)
             raise
-        await self.set_serving(False)
         await self._server.start()
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def set_serving(self, serving: bool) -> None:
         """Sets what grpc.health.v1 answers, for the server and for the service."""
-        statuses = health_pb2.HealthCheckResponse
-        status = statuses.SERVING if serving else statuses.NOT_SERVING
-        for service in ("", SERVICE):
-            await self._health.set(service, status)
+        self._health.set(serving)
 
     async def stop(self, grace: float) -> None:
         """Accepts no more requests; cancels those that still run after `grace` seconds."""
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         await self._server.stop(grace)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
@@ -155,6 +152,36 @@ class GrpcServer:
                 "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
             },
         )
+
+    def _health_handlers(self) -> grpc.GenericRpcHandler:
+        """Makes the handlers of grpc.health.v1. They need no key, and bound calls of an address by themselves, so that
+        probes are answered whatever else it calls."""
+
+        async def read(context: _Context) -> health_pb2.HealthCheckRequest:
+            return await self._read(health_pb2.HealthCheckRequest, context)
+
+        async def check(_messages: object, context: _Context) -> Message:
+            try:
+                with _counted(self._health_calls, context, self._max_calls_per_address):
+                    return self._health.check(await read(context))
+            except TandemError as error:
+                await _abort(context, error, inference_pb2.Timeline(), self._audit)
+
+        async def watch(_messages: object, context: _Context) -> None:
+            async def write(answer: Message) -> None:
+                with StallTimer(self._stall_seconds) as writes:
+                    writes.begin()
+                    await context.write(answer)
+
+            try:
+                with _counted(self._health_calls, context, self._max_calls_per_address):
+                    await self._health.watch(await read(context), write)
+            except TandemError as error:
+                await _abort(context, error, inference_pb2.Timeline(), self._audit)
+
+        checks = grpc.stream_unary_rpc_method_handler(check, None, _serialize)
+        watches = grpc.stream_stream_rpc_method_handler(watch, None, _serialize)
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": checks, "Watch": watches})
 
     async def _generate(self, _messages: object, context: _Context) -> None:
         timeline = inference_pb2.Timeline()
@@ -203,18 +230,10 @@ class GrpcServer:
     def _call(self, context: _Context) -> Iterator[Caller]:
         """Counts a call among those of its address and of its key, from before its message is read to its end; returns
         who calls. Raises Unauthenticated, and Overloaded if it is one too many."""
-        address, most = _peer_address(context), self._max_calls_per_address
-        if self._calls[address] >= most:
-            raise Overloaded(f"the limit of {most} calls at a time of one address is reached")
-        self._calls[address] += 1
-        try:
+        with _counted(self._calls, context, self._max_calls_per_address):
             caller = self._caller(context)
             with caller.quota.call():
                 yield caller
-        finally:
-            self._calls[address] -= 1
-            if not self._calls[address]:
-                del self._calls[address]
 
     async def _read(self, kind: type[_M], context: _Context) -> _M:
         """Reads the message of a call. Raises InvalidArgument, and DeadlineExceeded if it does not come."""
@@ -258,6 +277,21 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):
             except Unauthenticated as error:
                 return _refusal(error, self._audit)
         return await continuation(handler_call_details)
+
+
+@contextmanager
+def _counted(calls: Counter[str], context: _Context, most: int) -> Iterator[None]:
+    """Counts a call among those of its address. Raises Overloaded if it is one too many."""
+    address = _peer_address(context)
+    if calls[address] >= most:
+        raise Overloaded(f"the limit of {most} calls at a time of one address is reached")
+    calls[address] += 1
+    try:
+        yield
+    finally:
+        calls[address] -= 1
+        if not calls[address]:
+            del calls[address]
 
 
 def _refusal(error: TandemError, audit: AuditLog) -> "grpc.RpcMethodHandler[Any, Any]":

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tandem.cluster.local import batch, batch_senders
 from tandem.cluster.local.batch import BatchAnswer, BatchOutput, BatchRequest, answer_requests, read_requests
 from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.tests.damaged import NUM_INPUTS, damaged
 
 
 def line(custom_id: object = "a", **changes: Any) -> str:
@@ -47,6 +49,28 @@ def test_a_wrong_line_is_named(tmp_path: Path, lines: list[str], number: int, wo
     with pytest.raises(InvalidArgument, match=words.replace("(", ".")) as caught:
         read_requests(path)
     assert caught.value.field == f"{path}:{number}"
+
+
+def test_five_hundred_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
+    """Requests, and answers of an earlier run; a file that is refused stays as it is."""
+    answer = {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": None}
+    files = {name: tmp_path / name for name in ("in.jsonl", "out.jsonl")}
+    seeds = {"in.jsonl": f"{line()}\n{line('b')}\n", "out.jsonl": f"{json.dumps(answer)}\n"}
+    for name, path in files.items():
+        reasons = []
+        for data in damaged([seeds[name].encode()]):
+            path.write_bytes(data)
+            try:
+                if name == "in.jsonl":
+                    assert {each.url for each in read_requests(path)} == {"/v1/completions"}
+                else:
+                    with BatchOutput(path, ["a", "b"]):
+                        pass
+            except InvalidArgument as error:
+                reasons.append(error.message)
+                assert path.read_bytes() == data
+        assert NUM_INPUTS // 3 < len(reasons) <= NUM_INPUTS
+        assert not re.search(r"Traceback|\.py\b|0x[0-9a-f]{6}", "".join(reasons))
 
 
 def test_an_empty_input_is_refused(tmp_path: Path) -> None:

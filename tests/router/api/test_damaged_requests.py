@@ -9,8 +9,13 @@ import grpc.aio
 import httpx
 import pytest
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
+from tandem.router.api.console.feed import ConsoleFeed
+from tandem.router.auth.authenticator import Caller
+from tandem.router.telemetry.requests import RequestTelemetry
 from tandem.tests.damaged import LEAK, NUM_INPUTS, damaged
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
 from tandem.tests.router.conftest import Service
@@ -76,6 +81,27 @@ async def test_unary_calls_over_grpc(grpc_service: Service, method: str) -> None
             assert await call.code() in DOCUMENTED, (data, await call.details())
             assert not LEAK.search(await call.details()), (data, await call.details())
         assert await ask(seeds[0]) == expected
+
+
+async def test_health_checks(grpc_service: Service) -> None:
+    """Which need no key."""
+    request = health_pb2.HealthCheckRequest(service="tandem.v1.Inference").SerializeToString()
+    async with grpc.aio.insecure_channel(grpc_service.grpc) as channel:
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        expected = await check(request)
+        for data in damaged([request]):
+            call = check(data)
+            assert await call.code() in DOCUMENTED, (data, await call.details())
+            assert not LEAK.search(await call.details()), (data, await call.details())
+        assert await check(request) == expected
+
+
+async def test_cursors_of_the_console() -> None:
+    feed = ConsoleFeed(RequestTelemetry())
+    cursor = json.loads(await feed.answer("", Caller()))["cursor"]
+    for data in damaged([cursor.encode()]):
+        with suppress(InvalidArgument):
+            assert json.loads(await feed.answer(data.decode("latin-1"), Caller()))["cursor"] == cursor
 
 
 @pytest.mark.parametrize("stream", [False, True])
