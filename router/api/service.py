@@ -118,7 +118,7 @@ class GenerationService:
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         """Returns the token ids that `run` would see. Raises InvalidArgument or NotFound."""
         tokenizer = self.model(request.model).tokenizer
-        check_prompt(request.prompt, tokenizer)
+        await check_prompt(request.prompt, tokenizer)
         ids = await encode_prompt(request.prompt, tokenizer)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 

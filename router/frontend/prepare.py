@@ -15,6 +15,7 @@ from ..request import TokenRequest
 from ..telemetry.trace import TraceContext
 from .chat import check_chat
 from .constraint import GrammarValidator
+from .long_texts import LONG_FROM, in_thread
 from .resume import ChoiceProgress, ResumeBinding, ResumeKey, check_resume, digest_request
 from .tokenizer import Tokenizer
 from .tools import tool_call_constraint
@@ -97,7 +98,7 @@ async def prepare(
     message (`sampling.temperature`) and the bound, and Overloaded if a grammar takes too long to check."""
     tokenizer = model.tokenizer
     check_parameters(request, tokenizer.vocab_size)
-    check_prompt(request.prompt, tokenizer)
+    await check_prompt(request.prompt, tokenizer)
     admit()
     ids = await encode_prompt(request.prompt, tokenizer)
     if not ids:
@@ -127,12 +128,20 @@ async def prepare(
     return _resumed(prepared, request, resume_key, digest)
 
 
-def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
-    """Checks the bounds that need no encoding. Raises InvalidArgument."""
+async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
+    """Checks the bounds that need no encoding, of a long prompt in a thread. Raises InvalidArgument."""
+    if (size := prompt.ByteSize()) < LONG_FROM:
+        _check_prompt(prompt, tokenizer)
+    else:
+        await in_thread(size, _check_prompt, prompt, tokenizer)
+
+
+def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
     match prompt.WhichOneof("kind"):
         case "text":
             check_count(len(prompt.text), limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
         case "token_ids":
+            check_count(len(prompt.token_ids.ids), limits.MAX_TOKENS, "ids", "prompt.token_ids")
             check_token_ids(prompt.token_ids.ids, tokenizer.vocab_size, "prompt.token_ids")
         case "chat":
             check_chat(prompt.chat)

@@ -6,9 +6,8 @@ Imports neither torch nor code from the model's folder.
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,16 +22,12 @@ from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables
+from .long_texts import in_thread
 from .spelled_tokens import Disguise, LiteralEncoder, Spellings
 from .template import TemplateRenderer
 
 _THREAD_FROM_CHARACTERS = 4_096
 """Byte-pair encoding takes about 1 ms for this many characters; longer texts leave the event loop."""
-
-_LONG_FROM_CHARACTERS: Final = 65_536
-_LONG_TEXTS: Final = ThreadPoolExecutor(2, thread_name_prefix="tandem-long")
-"""Threads for texts from so many characters on, which take up to half a second each: whoever sends many keeps only
-those waiting who send such."""
 
 _TEMPLATE_SECONDS = 5.0
 _RENDERER: Final = TemplateRenderer()
@@ -110,7 +105,7 @@ class Tokenizer:
         """Returns the token ids of `text`, by default with the special tokens that the tokenizer adds itself."""
         if len(text) < _THREAD_FROM_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await _in_thread(len(text), self._encode, text, add_special_tokens)
+        return await in_thread(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
         """Returns the token ids of a checked chat as the model's template renders it, with the opening of the
@@ -119,7 +114,7 @@ class Tokenizer:
         Raises InvalidArgument if the model has no chat template, or the template refuses the messages, renders too many
         characters, or does not end within 5 seconds."""
         # Always in a thread, which waits for the template's process.
-        return await _in_thread(chat.ByteSize(), self._encode_chat, chat)
+        return await in_thread(chat.ByteSize(), self._encode_chat, chat)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns the text of `ids`, by default without special tokens; a cut character decodes to U+FFFD."""
@@ -197,11 +192,6 @@ def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
         tokenizer_object=backend, eos_token="<|end|>", bos_token="<|begin|>", chat_template=chat_template
     )
     return Tokenizer(fast)
-
-
-async def _in_thread(num_characters: int, encode: Callable[..., list[int]], *args: Any) -> list[int]:
-    threads = _LONG_TEXTS if num_characters >= _LONG_FROM_CHARACTERS else None
-    return await asyncio.get_running_loop().run_in_executor(threads, partial(encode, *args))
 
 
 def _vocab_size(config: Path) -> int | None:

@@ -1,6 +1,7 @@
 """Serves OpenAI's completions and chats, models, tokenization, health, and the OpenAPI document over HTTP."""
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ from ....proto.limits import MAX_MESSAGE_BYTES
 from ....proto.parameters import ROWS
 from ...auth.authenticator import Authenticator, Caller
 from ...auth.tls import ServerTls
+from ...frontend.long_texts import in_thread
 from ...frontend.prepare import RequestContext, ServedModel
 from ...frontend.validation import check_request_id
 from ...telemetry.trace import TRACEPARENT, parse_traceparent
@@ -50,6 +52,7 @@ _VERSION = version("tandem-llm")
 _MAX_IDLE_SECONDS = 60  # a connection without a request
 _MAX_BODY_SECONDS = 60
 _THREAD_FROM_BYTES = 65_536
+_THREAD_FROM_TOKENS = 4_096
 
 
 class HttpServer:
@@ -181,10 +184,15 @@ class HttpServer:
         model = self._service.model(request.model)
         if parsed.prompt is not None and parsed.add_special_tokens is False:
             ids = await model.tokenizer.encode(parsed.prompt, add_special_tokens=False)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_tokens, "tokens": ids}
-        if parsed.return_token_strs:
-            found["token_strs"] = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
-        return JSONResponse(found)
+
+        def answer() -> bytes:
+            found: dict[str, Any] = {"count": len(ids), "max_model_len": model.context_tokens, "tokens": ids}
+            if parsed.return_token_strs:
+                found["token_strs"] = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+            return json.dumps(found).encode()
+
+        found = await in_thread(len(ids), answer) if len(ids) >= _THREAD_FROM_TOKENS else answer()
+        return Response(found, media_type="application/json")
 
     async def _text(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
         parsed = await _off_loop(body, partial(parse, DetokenizeBody))

@@ -4,6 +4,7 @@ leaves the event loop to others."""
 import json
 import threading
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_c
 from tandem.router.api.openai.server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
-from tandem.tests.router.api.http_bodies import TEXT, body, events
+from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import FakeTokenSource
 
@@ -141,6 +142,33 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
     # A stream tells it once, with the first choice; otherwise each choice has it, as in vLLM.
     expected = {(0, 100), (3, 140)}
     assert lengths == (expected if stream else expected | {(1, 100), (2, 100), (4, 140), (5, 140)})
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "function"),
+    [
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 100}] * 100}, "chat._check_tool_name"),
+        (TEXT, {"prompt": [1] * 100_000}, "prepare.check_token_ids"),
+        ("/tokenize", {"prompt": "x" * 100_000, "return_token_strs": True}, "tokenizer.Tokenizer.token_bytes"),
+    ],
+)
+async def test_what_takes_long_of_a_large_body_leaves_the_event_loop_to_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch, path: str, said: dict[str, Any], function: str
+) -> None:
+    """A million names, ids or tokens take up to half a second, in which no stream would get a token."""
+    ran: set[threading.Thread] = set()
+    place = f"tandem.router.frontend.{function}"
+    original = resolve_name(place)
+
+    def noted(*arguments: Any) -> Any:
+        ran.add(threading.current_thread())
+        return original(*arguments)
+
+    monkeypatch.setattr(place, noted)
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=60) as http:
+        assert (await http.post(path, json=said)).status_code in (200, 400)
+    assert ran
+    assert threading.main_thread() not in ran
 
 
 async def test_the_last_event_of_a_broken_stream_names_the_field_of_the_body(service: Service) -> None:
