@@ -86,7 +86,7 @@ class HttpConnection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_unwritten = 0  # bytes, when the timer was set
         self._has_resumed = False  # since then
-        self._head_bytes: int | None = 0  # of a head that is not complete; None elsewhere
+        self._head_bytes = 0  # since the last head or part of a body: of a head, or of trailers
 
     def abort(self) -> None:
         """See Abortable."""
@@ -106,10 +106,9 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too large.")
         # Bytes between two requests end uvicorn's timer of an idle connection.
         if self in self._bounds.idle[""] and self._request_timer is None and self.timeout_keep_alive_task is None:
@@ -123,15 +122,19 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = self._head_bytes or 0
         self._time_request(self._bounds.head_seconds)
 
     def on_headers_complete(self) -> None:
-        self._head_bytes = None
+        self._head_bytes = 0
         self._time_request(self._bounds.request_seconds)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._head_bytes = 0
         self._time_request(None)
         self._bounds.set_idle(self._address, self, False)
         super().on_message_complete()

@@ -103,12 +103,22 @@ async def test_a_connection_that_sends_a_byte_now_and_then_is_ended(
     assert not bounds.idle
 
 
-async def test_a_head_without_end_is_refused(model: ServedModel) -> None:
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [
+        (b"GET /health HTTP/1.1\r\nA: ", b"a" * 1_024),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"A: " + b"a" * 1_024 + b"\r\n"),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;a=", b"a" * 1_024),
+    ],
+    ids=["headers", "trailers", "extensions of a chunk"],
+)
+async def test_a_head_without_end_is_refused(model: ServedModel, first: bytes, more: bytes) -> None:
+    """And what may come after a body, or beside it."""
     async with serving(model, ConnectionBounds()) as (servers, _), connected(servers.http_address) as streams:
-        streams[1].write(b"GET /health HTTP/1.1\r\nA: ")
+        streams[1].write(first)
         with suppress(ConnectionError):
             for _ in range(MAX_HEAD_BYTES // 1_024 + 1):
-                streams[1].write(b"a" * 1_024)
+                streams[1].write(more)
                 await streams[1].drain()
         assert (await streams[0].readline()).startswith(b"HTTP/1.1 400")
 

@@ -147,7 +147,7 @@ async def test_a_report_is_written_once_and_off_the_event_loop(
 @pytest.mark.parametrize(
     ("path", "said", "function"),
     [
-        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 100}] * 100}, "chat._check_tool_name"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL] * 120}] * 250}, "chat._check_tool_name"),
         (TEXT, {"prompt": [1] * 100_000}, "prepare.check_token_ids"),
         ("/tokenize", {"prompt": "x" * 100_000, "return_token_strs": True}, "tokenizer.Tokenizer.token_bytes"),
     ],
