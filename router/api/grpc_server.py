@@ -163,7 +163,8 @@ class GrpcServer:
         async def check(_messages: object, context: _Context) -> Message:
             try:
                 with _counted(self._health_calls, context, self._max_calls_per_address):
-                    return self._health.check(await read(context))
+                    answer: Message = self._health.check(await read(context))
+                    return answer
             except TandemError as error:
                 await _abort(context, error, inference_pb2.Timeline(), self._audit)
 
@@ -179,9 +180,11 @@ class GrpcServer:
             except TandemError as error:
                 await _abort(context, error, inference_pb2.Timeline(), self._audit)
 
-        checks = grpc.stream_unary_rpc_method_handler(check, None, _serialize)
-        watches = grpc.stream_stream_rpc_method_handler(watch, None, _serialize)
-        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": checks, "Watch": watches})
+        handlers: dict[str, Any] = {
+            "Check": grpc.stream_unary_rpc_method_handler(check, None, _serialize),
+            "Watch": grpc.stream_stream_rpc_method_handler(watch, None, _serialize),
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
 
     async def _generate(self, _messages: object, context: _Context) -> None:
         timeline = inference_pb2.Timeline()
