@@ -7,8 +7,8 @@ import pytest
 
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
-MAX_LINES = 36_470
-MAX_TYPES = 496
+MAX_LINES = 36_780
+MAX_TYPES = 500
 
 # Names that this project alone used for what vLLM, SGLang, PyTorch or the papers call otherwise: words that no
 # identifier may have as one of its parts, and whole identifiers.
