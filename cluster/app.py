@@ -24,11 +24,9 @@ from ..proto.metrics import NULL_METRICS
 from ..router.api.browsers import BrowserRules
 from ..router.dispatch.convictions import Convictions
 from ..workers.threads import go_first
-from ..workers.worker import Worker
 from .config import PoolRole, TandemConfig
 from .directory import HEARTBEAT_SECONDS, DirectoryClient, DirectoryWatcher, RouterInfo
 from .local.environment import compute_environment
-from .local.worker import rank_threads, worker_config
 from .members import Continuity, Members
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .scaling.reports import worker_report
@@ -37,6 +35,7 @@ from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
 
 if TYPE_CHECKING:
+    from ..workers.worker import Worker
     from .runtime import RouterRuntime
 
 log = logging.getLogger(__name__)
@@ -97,11 +96,14 @@ class Replica:
 class WorkerPool(Replica):
     """Runs one worker of a pool: starts it, keeps it registered in the directory, stops it."""
 
-    _worker: Worker | None = None  # until the start has succeeded
+    _worker: "Worker | None" = None  # until the start has succeeded
 
     async def __init__(  # type: ignore[misc]
         self, config: TandemConfig, folder: str, role: PoolRole, ranks_per_node: int, identity: PeerIdentity
     ) -> None:
+        from ..workers.worker import Worker  # imports torch for seconds, which a router must not pay
+        from .local.worker import rank_threads, worker_config
+
         super().__init__(config, role)
         pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
@@ -136,7 +138,7 @@ class WorkerPool(Replica):
         """Returns what Serve hands to the autoscaling policy."""
         return {} if self._worker is None else worker_report(self._worker.info())
 
-    async def _exit_on_failure(self, worker: Worker) -> None:
+    async def _exit_on_failure(self, worker: "Worker") -> None:
         """Ends the process when the engine has failed or lost a rank, which cannot be mended: Serve starts another."""
         await worker.failed.wait()
         with suppress(TimeoutError):
@@ -144,7 +146,7 @@ class WorkerPool(Replica):
                 await asyncio.gather(worker.stop(), self._directory.remove(worker.worker_id), return_exceptions=True)
         os._exit(1)
 
-    async def _heartbeat(self, worker: Worker) -> None:
+    async def _heartbeat(self, worker: "Worker") -> None:
         """Keeps the worker registered until it fails; from then on nothing may undo its removal."""
         while not worker.failed.is_set():
             info = worker.info()

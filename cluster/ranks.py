@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util import get_node_ip_address
@@ -12,8 +12,9 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..workers.threads import go_first
-from ..workers.tp.rank import RankConfig
-from ..workers.tp.rank_server import RankServer
+
+if TYPE_CHECKING:
+    from ..workers.tp.rank import RankConfig
 
 
 def node_host(host: str | None) -> str:
@@ -32,7 +33,7 @@ def ray_dashboard_url() -> str:
 class RankActor:
     """Runs one rank other than 0. Its process ends as soon as rank 0 does. `threads` is called in that process."""
 
-    def __init__(self, config: RankConfig, host: str | None, label: str, threads: Callable[[], int]) -> None:
+    def __init__(self, config: "RankConfig", host: str | None, label: str, threads: Callable[[], int]) -> None:
         go_first()
         self._config = replace(config, host=node_host(host), port=0, num_threads=threads())
         self._label = label
@@ -42,6 +43,8 @@ class RankActor:
 
     async def start(self) -> str:
         """Starts the rank's server; returns its address, HOST:PORT."""
+        from ..workers.tp.rank_server import RankServer  # imports torch, which routers, that import this file, must not
+
         self._server = await RankServer.start(self._config)
         self._ending = asyncio.create_task(self._end())
         return self._server.address
@@ -53,7 +56,7 @@ class RankActor:
 
 
 def start_ranks(
-    config: RankConfig,
+    config: "RankConfig",
     size: int,
     *,
     host: str | None,

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -124,6 +126,13 @@ async def test_a_worker_that_cannot_stop_is_exited_from_and_registers_no_more(
         await exited.wait()
         await asyncio.gather(*tasks)
     assert calls[-2:] == ["remove", "exit 1"]
+
+
+def test_a_router_loads_no_torch() -> None:
+    """Which takes seconds and hundreds of megabytes."""
+    code = "import sys, tandem.cluster.app, tandem.cluster.runtime; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_the_limits_of_liveness_reach_a_worker() -> None:
