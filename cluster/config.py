@@ -274,7 +274,8 @@ class TandemConfig(BaseModel):
     @property
     def served_name(self) -> str:
         """Returns the name under which the model is served."""
-        return self.served_model_name or PurePath(re.sub(r"^([\w.-]+/[\w.-]+)@.*", r"\1", self.model)).name
+        name = PurePath(re.sub(r"^([\w.-]+/[\w.-]+)@.*", r"\1", self.model)).name
+        return self.served_model_name or name.removesuffix(".gguf")
 
     @property
     def pools(self) -> dict[PoolRole, PoolConfig]:

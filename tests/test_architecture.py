@@ -83,7 +83,10 @@ ARROWS: dict[str, set[str]] = {
     "cluster.config": {
         *("router.auth", "router.scheduling", "workers.engine", "cluster.scaling.config", "cluster.text_files"),
     },
-    "cluster.store": {"cluster.config", "workers.model.config", "workers.model.footprint", "workers.model.loader"},
+    "cluster.store": {
+        *("cluster.config", "router.frontend", "workers.kv_cache"),
+        *(f"workers.model.{name}" for name in ("config", "footprint", "loader", "registry")),
+    },
     "cluster.telemetry": {"router.api", "router.dispatch", "router.scheduling", "router.telemetry"},
     "cluster.scaling.config": set(),
     "cluster.scaling": {"router.scheduling", "cluster.scaling.config"},

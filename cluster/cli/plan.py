@@ -84,7 +84,7 @@ def memory_command(
     _check("--utilization", utilization, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
     _check("--context-tokens", context_tokens, 2, 1_048_576)
-    folder = resolve_model(model, progress=True)
+    folder = resolve_model(model, dtype=dtype, progress=True)
     from ...workers.model.loader import open_checkpoint
 
     config = open_checkpoint(folder, quantization=quantization).config
@@ -115,10 +115,10 @@ def check(
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
     if model_impl not in MODEL_IMPLS:
         raise InvalidArgument(f"must be one of {', '.join(MODEL_IMPLS)}", "--model-impl")
-    folder = resolve_model(model, progress=True)
     from ...workers.model.loader import check_checkpoint, weight_shapes  # with torch, which takes a second
 
     try:
+        folder = resolve_model(model, dtype=dtype, progress=True)
         config = check_checkpoint(folder, model_impl)
         given = generation_defaults(TandemConfig(model=model), folder)
         refused = [_refusal(config, each) for each in tp or ()]

@@ -31,7 +31,8 @@ _KEYS: Final = {
 def serve(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(help="A built-in model's name, a local folder or a Hugging Face hub id.")
+        str | None,
+        typer.Argument(help="A built-in model's name, a local folder, a GGUF file or a Hugging Face hub id."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file; flags win over it.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 lets decode workers prefill.")] = None,

@@ -86,7 +86,7 @@ class LLM:
         generation_config: str = "auto",
         served_model_name: str | None = None,
     ) -> None:
-        """Loads `model`: a built-in name, a folder or a hub id, as `tandem serve` takes it.
+        """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve` takes it.
 
         `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of the weights, when
         they are loaded: int8 or int4; None takes them as they are. `max_model_len`: the longest prompt plus completion;

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ...proto.errors import InvalidArgument
+from ...workers.model.config import CheckpointError
 from ...workers.model.footprint import check_config_split
 from ..config import TandemConfig
 from .generation_defaults import generation_defaults
@@ -14,11 +15,16 @@ def checked_folder(config: TandemConfig) -> Path:
     split over the ranks of each pool.
 
     Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads."""
-    from ...workers.model.loader import open_checkpoint  # with torch, which takes a second
+    from ...router.frontend.tokenizer import Tokenizer  # with transformers, which takes a second
+    from ...workers.model.loader import open_checkpoint  # with torch, which does, too
 
-    folder = resolve_model(config.model, progress=True)
+    folder = resolve_model(config.model, dtype=config.dtype, progress=True)
     model = open_checkpoint(folder, config.model_impl, quantization=config.quantization).config
     generation_defaults(config, folder)
+    try:
+        Tokenizer.load(folder).check_chat_template()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     wrong = []
     for role, pool in config.pools.items():
         try:

@@ -1,80 +1,166 @@
-"""Converts a Llama-family GGUF file into a bf16 safetensors folder: `python -m tandem.cluster.store.gguf_convert FILE`.
+"""Converts a GGUF file into a folder of safetensors: `python -m tandem.cluster.store.gguf_convert FILE DTYPE`.
 
 The result, written to the working folder, is what `save_pretrained` makes: config.json, model.safetensors,
-tokenizer.json, tokenizer_config.json, chat_template.jinja. transformers converts; this module adds what it leaves out,
-and refuses a result that disagrees with the file's own header.
+tokenizer.json, tokenizer_config.json, chat_template.jinja. transformers converts; this module adds what it leaves out
+(scaled RoPE, end-of-turn tokens, splitting of digits), and refuses a file of which it would leave out more.
 """
 
+import json
+import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
-from gguf import GGUFReader
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-_PROBE = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
+from ...workers.model.config import CheckpointError
+from ...workers.model.loader import check_checkpoint, weight_shapes
+from ...workers.model.registry import load_model_config
+from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
+
+_PROBE: Final = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
+_ENDS: Final = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_ROPE_FREQS: Final = "rope_freqs.weight"
+_ROPE_FACTORS: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
+_F32: Final = 0
 
 
-def convert(gguf: Path, out: Path) -> None:
-    """Writes the model of `gguf` to the existing folder `out`. Raises ValueError if the result differs."""
-    header = {name: field.contents() for name, field in GGUFReader(gguf).fields.items() if _is_small(name)}
+def convert(gguf: Path, out: Path, dtype: str) -> None:
+    """Writes the model of `gguf` to the existing folder `out`. Raises CheckpointError for a file that transformers
+    does not know, or not whole, or that Tandem does not serve."""
+    header = read_gguf_header(gguf)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    config = AutoConfig.from_pretrained(**source)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
+    config.dtype = getattr(torch, dtype)
+    if key_length := header.of_model("attention.key_length"):
+        config.head_dim = key_length
+    _restore_rope(config, header, gguf)
+    config.save_pretrained(out)
+    _check_size(out, header, gguf.name)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **source,
+        config=config,
+        dtype=config.dtype,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
     )
+    model, report = loaded
+    if missing := min(report["missing_keys"], default=""):
+        raise CheckpointError(f"{gguf.name}: {missing}: missing")
     tokenizer = AutoTokenizer.from_pretrained(**source)
     _restore_digit_splitting(tokenizer.backend_tokenizer, header)
-    _check_config(model.config, header)
     _check_tokenizer(tokenizer, header)
+    ends = [header.values[name] for name in _ENDS if name in header.values]
+    if len(ends) > 1:
+        model.generation_config.eos_token_id = sorted(set(ends))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    _drop_invented_tokens(out, header.values.get("tokenizer.ggml.tokens", 0))
+    check_checkpoint(out)
 
 
-def _is_small(name: str) -> bool:
-    # The vocabulary's three arrays take seconds to decode, and transformers reads them anyway.
-    return name not in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
-
-
-def _restore_digit_splitting(tokenizer: Tokenizer, header: dict[str, Any]) -> None:
+def _restore_digit_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
     """Restores the splitting of digits: the `smollm` pre-tokenizer splits off every digit first, which transformers
     drops when it reads GGUF.
 
     Without it two blanks before a number become two tokens where the model was trained on one.
     """
-    if header["tokenizer.ggml.pre"] == "smollm":
+    if header.values.get("tokenizer.ggml.pre") == "smollm":
         tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
 
 
-def _check_config(config: Any, header: dict[str, Any]) -> None:
-    expected = {
-        "num_hidden_layers": header["llama.block_count"],
-        "hidden_size": header["llama.embedding_length"],
-        "intermediate_size": header["llama.feed_forward_length"],
-        "num_attention_heads": header["llama.attention.head_count"],
-        "num_key_value_heads": header["llama.attention.head_count_kv"],
-        "max_position_embeddings": header["llama.context_length"],
-        "vocab_size": header["llama.vocab_size"],
-        "rms_norm_eps": header["llama.attention.layer_norm_rms_epsilon"],
-        "eos_token_id": header["tokenizer.ggml.eos_token_id"],
-    }
-    for name, value in expected.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"{name} became {getattr(config, name)}, the GGUF header has {value}")
-    if config.rope_parameters["rope_theta"] != header["llama.rope.freq_base"]:
-        raise ValueError(f"rope_theta became {config.rope_parameters}, not {header['llama.rope.freq_base']}")
+def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:
+    """Drops special tokens that transformers' classes add to a vocabulary without them: the model has no rows for
+    these."""
+    path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    fields, config = json.loads(path.read_bytes()), json.loads(config_path.read_bytes())
+    invented = [token["content"] for token in fields["added_tokens"] if token["id"] >= num_tokens]
+    if invented:
+        fields["added_tokens"] = [token for token in fields["added_tokens"] if token["id"] < num_tokens]
+        path.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+        kept = {name: value for name, value in config.items() if value not in invented}
+        config_path.write_text(json.dumps(kept, ensure_ascii=False), encoding="utf-8")
 
 
-def _check_tokenizer(tokenizer: Any, header: dict[str, Any]) -> None:
-    if tokenizer.chat_template != header["tokenizer.chat_template"]:
-        raise ValueError("the chat template was lost")
-    if tokenizer.eos_token_id != header["tokenizer.ggml.eos_token_id"]:
-        raise ValueError(f"eos_token became {tokenizer.eos_token!r}")
-    if tokenizer.decode(tokenizer.encode(_PROBE)) != _PROBE:
-        raise ValueError("the tokenizer does not decode to the text that it encoded")
+def _restore_rope(config: Any, header: GgufHeader, gguf: Path) -> None:
+    """Restores the scaling of rotary embeddings, which transformers drops when it reads GGUF: without it a model knows
+    short prompts only. Raises CheckpointError for one that is not known."""
+    if not getattr(config, "rope_parameters", None):
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    target = config.rope_parameters.get("full_attention", config.rope_parameters)  # which alone is scaled
+    if (rotated := header.of_model("rope.dimension_count", head_dim)) < head_dim:
+        target["partial_rotary_factor"] = rotated / head_dim
+    kind = header.of_model("rope.scaling.type", "none")
+    original = header.of_model("rope.scaling.original_context_length", config.max_position_embeddings)
+    rope: dict[str, Any]
+    factors = [_read_factors(gguf, header.tensors.get(name)) for name in (*_ROPE_FACTORS, _ROPE_FREQS)]
+    if factors[0] and factors[1]:
+        rope = {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+        rope["attention_factor"] = header.of_model("rope.scaling.attn_factor", 1.0)
+    elif factors[2]:  # of Llama 3.1, already computed: what each frequency is divided by
+        rope = {"rope_type": "longrope", "short_factor": factors[2], "long_factor": factors[2], "attention_factor": 1.0}
+    elif kind in ("linear", "yarn"):
+        rope = {"rope_type": kind, "factor": header.of_model("rope.scaling.factor", 1.0)}
+    elif kind == "none":
+        return
+    else:
+        field = f"{header.architecture}.rope.scaling.type"
+        raise CheckpointError(f"{gguf.name}: {field}: {kind!r:.60} is not supported, only linear, yarn and longrope")
+    if rope["rope_type"] != "linear":
+        rope["original_max_position_embeddings"] = original
+        if hasattr(config, "original_max_position_embeddings"):
+            config.original_max_position_embeddings = original
+    target.update(rope)
+
+
+def _read_factors(gguf: Path, tensor: GgufTensor | None) -> list[float]:
+    if tensor is None or tensor.kind != _F32:
+        return []
+    values = np.fromfile(gguf, dtype="<f4", count=math.prod(tensor.shape), offset=tensor.begin)
+    return [float(value) for value in values]
+
+
+def _check_size(folder: Path, header: GgufHeader, name: str) -> None:
+    """Checks, before the model is built, that it takes each number of the file, and that there are no more of them.
+
+    transformers leaves out tensors that it does not know, and gives those that it misses random values."""
+    config = load_model_config(folder)
+    taken = sum(map(math.prod, weight_shapes(config).values()))
+    aside = (_ROPE_FREQS, *_ROPE_FACTORS)
+    held = sum(math.prod(tensor.shape) for key, tensor in header.tensors.items() if key not in aside)
+    if taken != held:
+        text = f"holds {held} numbers, of which {config.architecture} of transformers would take {taken}"
+        raise CheckpointError(f"{name}: tensors: {text}")
+
+
+def _check_tokenizer(tokenizer: Any, header: GgufHeader) -> None:
+    if tokenizer.chat_template != header.values.get("tokenizer.chat_template"):
+        raise CheckpointError("tokenizer.chat_template: was lost")
+    if tokenizer.eos_token_id != header.values.get(_ENDS[0]):
+        raise CheckpointError(f"{_ENDS[0]}: became {tokenizer.eos_token!r:.60}")
+    is_byte_level = header.values.get("tokenizer.ggml.model") == "gpt2"
+    if is_byte_level and tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False)) != _PROBE:
+        raise CheckpointError("tokenizer.ggml.tokens: does not decode to the text that it encoded")
+
+
+def main(gguf: Path, dtype: str) -> None:
+    """Converts into the working folder; says in the last line of stderr why it cannot."""
+    try:
+        convert(gguf, Path.cwd(), dtype)
+    except CheckpointError as error:
+        sys.exit(f"ERROR: {error}")
+    except Exception as error:  # whatever a hostile file does to transformers
+        reason = " ".join(str(error).replace(str(gguf), gguf.name).split())
+        sys.exit(f"ERROR: transformers {transformers.__version__} cannot read it: {type(error).__name__} {reason:.200}")
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path.cwd())
+    main(Path(sys.argv[1]), sys.argv[2])

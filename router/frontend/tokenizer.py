@@ -40,6 +40,8 @@ _TRUSTED_ROLES: Final = ("assistant", "system", "developer")
 """Whose messages may have what is no special token, but which templates write, such as <think>: the model wrote them,
 or the service's operator."""
 
+_PROBE: Final = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="Hello")])
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # what SentencePiece writes for a space
 
@@ -83,6 +85,8 @@ class Tokenizer:
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {reason}") from error
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _processor_template(folder / "chat_template.json")
         if tokenizer.chat_template is not None:
             _RENDERER.start()
         return cls(tokenizer, _vocab_size(folder / "config.json"))
@@ -91,6 +95,16 @@ class Tokenizer:
         """Waits until chats can be rendered at once, if the model has a template for them. Raises Unavailable."""
         if self._template.chat_template is not None:
             await asyncio.to_thread(_RENDERER.wait)
+
+    def check_chat_template(self) -> None:
+        """Renders a chat of one message, if the model has a template. Raises ValueError, in one line, for one that
+        cannot be rendered; one that refuses the message by words of its own is good."""
+        try:
+            self._render(_PROBE, template_variables(_PROBE))
+        except InvalidArgument as error:
+            reason = error.message.removeprefix("prompt.chat: ")
+            if self._template.chat_template is not None and ": " not in reason:
+                raise ValueError(f"{reason}: it cannot render a chat of one message") from None
 
     def chat_template(self, tools: bool) -> str:
         """Returns the source of the chat template, of that for tools where the model has a separate one; "" if none."""
@@ -192,6 +206,19 @@ def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
         tokenizer_object=backend, eos_token="<|end|>", bos_token="<|begin|>", chat_template=chat_template
     )
     return Tokenizer(fast)
+
+
+def _processor_template(path: Path) -> str | None:
+    """Reads the chat template that older processors have in a file of its own."""
+    if not path.is_file():
+        return None
+    try:
+        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path.name}: chat_template: is missing") from None
+    if not isinstance(template, str):
+        raise ValueError(f"{path.name}: chat_template: must be a string")
+    return template
 
 
 def _vocab_size(config: Path) -> int | None:

@@ -13,6 +13,7 @@ from ...proto import inference_pb2, limits
 from ...proto.errors import InvalidArgument
 from .chat import must_call, parameters_schema
 from .constraint import JSON_STYLE
+from .open_schemas import close_objects
 from .tokenizer import CALL_MARKUP, Tokenizer
 
 ToolFormat = Literal["hermes", "llama3"]
@@ -49,7 +50,7 @@ def tool_call_constraint(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> infe
     for i, tool in enumerate(tools):
         # The schema is a document of its own, so that its references stay right.
         head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-        schema = json.dumps(parameters_schema(tool) | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
+        schema = json.dumps(close_objects(parameters_schema(tool)) | {"x-guidance": JSON_STYLE}, ensure_ascii=False)
         rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {schema}"]
     grammar = "\n".join(rules)
     if len(grammar) > limits.MAX_GRAMMAR_CHARACTERS:

@@ -107,7 +107,7 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
 def _read_index(folder: Path) -> dict[str, Path]:
     """Returns the file of each tensor of a sharded checkpoint."""
     if not (folder / INDEX_FILE).exists():
-        raise CheckpointError(f"{SINGLE_FILE}: not found, nor {INDEX_FILE} (only safetensors weights are read)")
+        raise CheckpointError(f"{SINGLE_FILE}: not found, nor {INDEX_FILE}{_other_weights(folder)}")
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{INDEX_FILE}: weight_map: must be an object")
@@ -118,6 +118,17 @@ def _read_index(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{INDEX_FILE}: {name}: {file!r} is not the name of a safetensors file in the folder")
         files[name] = folder / file
     return files
+
+
+def _other_weights(folder: Path) -> str:
+    """Says what to do with the weights of another kind that a folder has."""
+    names = sorted(path.name for path in folder.iterdir())
+    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
+        text = f"; {pickles[0]:.80} may run code when it is read, so it is not: "
+        return text + "save the model anew by transformers' save_pretrained, which writes safetensors"
+    if others := [name for name in names if name.endswith(".safetensors")]:
+        return f"; {others[0]:.80} is none of them"
+    return " (only safetensors weights are read)"
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

@@ -94,6 +94,8 @@ def read_fields(folder: Path) -> "Fields":
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     _check_files(folder)
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"config.json: not found{_instead_of_config(folder)}")
     return Fields("config.json", read_json(folder / "config.json"))
 
 
@@ -113,6 +115,16 @@ def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple
     path = folder / "generation_config.json"
     generation = Fields(path.name, read_json(path) if path.exists() else {})
     return generation.token_ids("eos_token_id", vocab_size) or fields.token_ids("eos_token_id", vocab_size)
+
+
+def _instead_of_config(folder: Path) -> str:
+    """Says what to do with what a folder has instead of a model's config."""
+    names = sorted(path.name for path in folder.iterdir())
+    if files := [name for name in names if name.endswith(".gguf")]:
+        return f"; {files[0]:.80} is a model by itself: name that file instead of its folder"
+    if "adapter_config.json" in names:
+        return "; this is an adapter (adapter_config.json): name the folder of its base model"
+    return ""
 
 
 def _check_files(folder: Path) -> None:

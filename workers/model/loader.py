@@ -103,7 +103,7 @@ def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
 
     Does not use `safetensors.safe_open`, which has no call to release the pages that were read: they would count as
     memory of the process as long as the file is mapped. Reading raises KeyError if the checkpoint has no such tensor,
-    OSError if its file is gone."""
+    OSError if its file is gone, CheckpointError if not all of its numbers are finite."""
     maps: dict[Path, mmap.mmap] = {}
 
     def read(part: WeightSlice, target: torch.Tensor) -> None:
@@ -114,9 +114,18 @@ def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
         dtype, size = _TORCH_DTYPES[stored.dtype], math.prod(stored.shape)
         whole = torch.frombuffer(maps[stored.file], dtype=dtype, count=size, offset=stored.begin)
         target.copy_(whole.view(stored.shape)[part.slices])
+        if not _is_finite(target):
+            raise CheckpointError(f"{stored.file.name}: {part.name}: has NaN or infinite numbers in {target.dtype}")
         maps[stored.file].madvise(mmap.MADV_DONTNEED)
 
     return read
+
+
+def _is_finite(data: torch.Tensor) -> bool:
+    """Returns whether no number is NaN or infinite, without memory for each, as torch.isfinite takes it."""
+    if data.dtype not in DTYPES.values() or not data.numel():
+        return True
+    return all(bool(bound.isfinite()) for bound in data.aminmax())
 
 
 def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:

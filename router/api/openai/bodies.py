@@ -103,6 +103,27 @@ _TYPES: Final = {
 }
 
 
+REASONS: Final = {
+    "reasoning_effort": "must be a string of at most 32 characters",
+    "verbosity": "the model knows no verbosity; ask for short answers in a message, or set max_tokens",
+    "functions": "is deprecated by OpenAI and not supported; send tools",
+    "function_call": "is deprecated by OpenAI and not supported; send tool_choice",
+    "web_search_options": "there is no web search here; offer one of your own in tools",
+    "audio": "the model writes text only",
+    "modalities": "the model writes text only",
+    "moderation": "nothing is moderated here; do it before and after the request",
+    "chat_template": "templates of requests are not run; chat_template_kwargs has variables for the model's own",
+    "allowed_token_ids": "is not supported; logit_bias, bad_words and structured_outputs say what may come",
+    "return_token_ids": "is not supported over HTTP; the gRPC API reports them",
+    "include_reasoning": "is not supported; the reasoning is part of the answer",
+    "suffix": "is not supported; write the model's own tokens for filling in into the prompt",
+    "prompt_embeds": "is not supported; send text or token ids",
+    "kv_transfer_params": "is not supported; the service moves KV cache itself",
+    "truncate_prompt_tokens": "is not supported; truncate_prompt keeps what fits the context",
+    "documents": "must be a list of objects",
+}
+"""Why a value of a field that clients of OpenAI or vLLM know is refused, and what to do instead."""
+
 _GIVEN: Final = core_schema.with_default_schema(core_schema.none_schema(), default=True, on_error="default")
 Given = Annotated[Literal[True] | None, GetPydanticSchema(lambda _source, _handler: _GIVEN)]
 """Anything but null, validated to True without making objects of it."""
@@ -138,6 +159,10 @@ class ResponseFormat(OpenModel):
 class StructuredOutputs(OpenModel):
     """Declares vLLM's constraints, of which one may be given."""
 
+    disable_additional_properties: bool | None = Field(
+        None, description="Closes the objects of a JSON schema that say nothing of it; by default of response_format."
+    )
+
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
@@ -165,6 +190,7 @@ class Body(OpenModel):
     include_stop_str_in_output: Only[Literal[False]] = None
     return_token_ids: Only[Literal[False]] = None
     guided_decoding_backend: Ignored[str] = None
+    prompt_cache_options: Ignored[dict[str, Any]] = None
 
 
 class CompletionFields(Body):
@@ -231,6 +257,10 @@ class TemplateFields(OpenModel):
     continue_final_message: bool | None = Field(None, description="Goes on with the last message, the assistant's.")
     parse_special: bool | None = Field(None, description="Special tokens that messages spell are no text.")
     add_generation_prompt: bool | None = Field(None, description="False goes with continue_final_message only.")
+    documents: list[dict[str, Any]] | None = Field(None, description="A variable of the chat template.")
+    reasoning_effort: Annotated[str | None, Field(max_length=32)] = Field(
+        None, description="A variable of the chat template, which may know none such."
+    )
 
 
 class ChatFields(Body, TemplateFields):
@@ -245,6 +275,11 @@ class ChatFields(Body, TemplateFields):
     modalities: Annotated[list[Literal["text"]] | None, Field(min_length=1, max_length=1)] = None
     echo: Only[Literal[False]] = None
     add_special_tokens: Only[Literal[False]] = None
+    prediction: Ignored[dict[str, Any]] = None
+    verbosity: Only[Literal["medium"]] = None
+    functions: Annotated[list[Any] | None, Field(max_length=0)] = None
+    function_call: Only[Literal["none", "auto"]] = None
+    include_reasoning: Only[Literal[True]] = None
 
 
 class TokenizeBody(TemplateFields):

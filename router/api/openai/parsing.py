@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ....proto.errors import InvalidArgument
-from .bodies import OpenModel
+from .bodies import REASONS, OpenModel
 
 MAX_NAME: Final = 64  # characters that an error repeats of a name in a body
 
@@ -48,12 +48,13 @@ def parse(kind: type[_B], body: bytes) -> _B:
             parsed = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        reason = REASONS.get(str(first["loc"][0])) if first["loc"] else None
     else:
         _refuse_unknown(parsed, "")
         return parsed
     if first["type"] == "json_invalid":
         raise InvalidArgument("the body is not valid JSON")
-    message: str = first["msg"]
+    message: str = reason or first["msg"]
     raise InvalidArgument(message[:1].lower() + message[1:], _path(first["loc"]))
 
 
@@ -87,7 +88,8 @@ def _refuse_unknown(model: BaseModel, prefix: str) -> None:
     """Raises InvalidArgument for an unknown field that is not null, also in nested objects."""
     for name, value in (model.model_extra or {}).items():
         if value is not None:
-            raise InvalidArgument("is not a field that is known here", f"{prefix}{name[:MAX_NAME]}")
+            reason = REASONS.get(name) if not prefix else None
+            raise InvalidArgument(reason or "is not a field that is known here", f"{prefix}{name[:MAX_NAME]}")
     for name, value in model:
         values = value if isinstance(value, list) else [value]
         for i, inner in enumerate(values):

@@ -12,6 +12,7 @@ from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
 from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of
 from ...frontend.chat import must_call
+from ...frontend.open_schemas import close_objects
 from .bodies import (
     Body,
     ChatBody,
@@ -207,8 +208,10 @@ def _response_format(body: Body) -> Iterator[tuple[inference_pb2.Constraint, str
     if (form.type == "json_schema") != (form.json_schema is not None):
         raise InvalidArgument("goes together with type json_schema, and only with it", "response_format.json_schema")
     if form.json_schema is not None:
-        schema = json_text(form.json_schema.schema_, "response_format.json_schema.schema")
-        yield inference_pb2.Constraint(json_schema=schema), "response_format"
+        schema = form.json_schema.schema_
+        schema = close_objects(schema) if _is_closed(body, True) else schema
+        text = json_text(schema, "response_format.json_schema.schema")
+        yield inference_pb2.Constraint(json_schema=text), "response_format"
     elif form.type == "json_object":
         yield inference_pb2.Constraint(json_object=True), "response_format"
 
@@ -222,11 +225,16 @@ def _other_constraints(body: Body) -> Iterator[tuple[inference_pb2.Constraint, s
             if value is None or value is False:
                 continue
             if row.kind == "json" and not isinstance(value, str):
-                value = json_text(value, field)
+                value = json_text(close_objects(value) if _is_closed(body, False) else value, field)
             elif row.kind == "strings":
                 value = inference_pb2.StringChoices(texts=value)
             found: dict[str, Any] = {row.leaf: value}
             yield inference_pb2.Constraint(**found), field
+
+
+def _is_closed(body: Body, default: bool) -> bool:
+    given = body.structured_outputs and body.structured_outputs.disable_additional_properties
+    return default if given is None else bool(given)
 
 
 def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb2.Chat:
@@ -234,7 +242,8 @@ def _chat(body: TemplateFields, messages: Sequence[MessageBody]) -> inference_pb
         raise InvalidArgument("false goes with continue_final_message only", "add_generation_prompt")
     if body.add_generation_prompt and body.continue_final_message:
         raise InvalidArgument("true does not go with continue_final_message", "add_generation_prompt")
-    kwargs = body.chat_template_kwargs
+    named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+    kwargs = {name: value for name, value in named.items() if value is not None} | (body.chat_template_kwargs or {})
     return inference_pb2.Chat(
         messages=[_message(message) for message in messages],
         tools=[_tool(tool, f"tools[{i}].function.parameters") for i, tool in enumerate(body.tools or ())],

@@ -53,6 +53,7 @@ _MAX_IDLE_SECONDS = 60  # a connection without a request
 _MAX_BODY_SECONDS = 60
 _THREAD_FROM_BYTES = 65_536
 _THREAD_FROM_TOKENS = 4_096
+_MAX_PATH = 80  # characters that an error repeats
 
 
 class HttpServer:
@@ -307,9 +308,14 @@ async def _off_loop(body: bytes, parse_body: Callable[..., _T], *args: Any) -> _
     return await asyncio.to_thread(parse_body, body, *args)
 
 
-async def _not_found(_request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     """Answers an unknown path or method in OpenAI's form."""
     if not isinstance(error, HTTPException):
         raise error
-    body = plain_error(error.status_code, error.detail, None, error.detail.lower().replace(" ", "_"))
+    path, text = repr(request.url.path)[1:-1][:_MAX_PATH], error.detail
+    if error.status_code == 404:
+        text = f"{path}: there is no such path here; OpenAI's begin with /v1, and /docs lists all"
+    elif error.status_code == 405:
+        text = f"{path}: does not take {request.method[:16]}"
+    body = plain_error(error.status_code, text, None, error.detail.lower().replace(" ", "_"))
     return JSONResponse(body, error.status_code, error.headers)

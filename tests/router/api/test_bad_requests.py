@@ -178,7 +178,7 @@ CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("modalities", "list", (["text", "audio"], [])),
     ("echo", "flag", (True,)),
 ]
-UNKNOWN = ("temprature", "functions", "function_call", "audio", "chat_template", "documents", "truncate_prompt_tokens")
+UNKNOWN = ("temprature", "function", "logits_processors", "mm_processor_kwargs")
 
 
 def by_field() -> Iterator[Case]:

@@ -343,6 +343,10 @@ async def test_no_such_path(http: httpx.AsyncClient) -> None:
         answer = await http.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert answer.json()["error"]["message"].startswith(f"{path}: ")
+    long = (await http.get("/v1/" + "x%0a" * 400)).json()["error"]["message"]
+    assert len(long) < 200
+    assert "\n" not in long
 
 
 @pytest.mark.parametrize("declared", [False, True])

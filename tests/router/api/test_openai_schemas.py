@@ -50,10 +50,32 @@ async def test_output_of_random_weights_fits_every_schema(real_client: openai.As
     await asyncio.gather(*(ask(seed) for seed in range(NUM_SCHEMAS)))
 
 
+def opened(schema: Any) -> Any:
+    """The schema as pydantic would write it."""
+    if isinstance(schema, list):
+        return [opened(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: opened(value) for name, value in schema.items() if name != "additionalProperties"}
+
+
+async def test_output_fits_schemas_that_are_left_open_and_has_no_key_twice(real_client: openai.AsyncOpenAI) -> None:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    for seed in range(NUM_SCHEMAS, NUM_SCHEMAS + 20):
+        schema = random_schema(seed)
+        form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": opened(schema)}}
+        said = await real_client.chat.completions.create(model="tiny", messages=ASK, seed=seed, response_format=form)
+        assert said.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(said.choices[0].message.content or "", object_pairs_hook=unique), schema)
+
+
 async def test_a_named_tool_is_called_with_arguments_of_its_schema(real_client: openai.AsyncOpenAI) -> None:
-    tools: Any = json.loads(json.dumps(TOOLS).replace('"string"', '"string", "maxLength": 9'))
+    tools: Any = opened(json.loads(json.dumps(TOOLS).replace('"string"', '"string", "maxLength": 9')))
     said = await real_client.chat.completions.create(
         model="tiny", messages=ASK, tools=tools, tool_choice={"type": "function", "function": {"name": "weather"}}
     )
     (call,) = [call for call in said.choices[0].message.tool_calls or () if call.type == "function"]
-    jsonschema.validate(json.loads(call.function.arguments), tools[0]["function"]["parameters"])
+    jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])

@@ -1,6 +1,7 @@
 """Folders that can be served, and a table of those that cannot: each refusal is one line naming file and tensor."""
 
 import json
+import math
 import mmap
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.tests.peers import IDENTITY
-from tandem.tests.tiny import FAMILIES, make_tiny_model
+from tandem.tests.tiny import FAMILIES, TINY, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers.model import checkpoint, loader
 from tandem.workers.model.config import CheckpointError, RopeConfig, read_context_tokens
@@ -140,6 +141,22 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "partial rotary": (rope(rope_type="default", partial_rotary_factor=0.5), ("config.json", "partial_rotary_factor")),
     "rope is no object": (set_config(rope_parameters=[1]), ("config.json", "rope_parameters")),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), (SINGLE, "not found")),
+    "pickled weights": (
+        lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"),
+        (SINGLE, "not found", "pytorch_model.bin may run code", "save_pretrained"),
+    ),
+    "weights by another name": (
+        lambda folder: (folder / SINGLE).rename(folder / "consolidated.safetensors"),
+        (SINGLE, "not found", "consolidated.safetensors is none of them"),
+    ),
+    "a GGUF in a folder": (
+        lambda folder: (folder / "config.json").rename(folder / "tiny.gguf"),
+        ("config.json", "not found", "tiny.gguf is a model by itself: name that file"),
+    ),
+    "an adapter": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        ("config.json", "not found", "adapter", "base model"),
+    ),
     "weights truncated": (cut(SINGLE, -100), (SINGLE, "truncated", "model.")),
     "header truncated": (cut(SINGLE, 100), (SINGLE, "truncated")),
     "length truncated": (cut(SINGLE, 5), (SINGLE, "truncated")),
@@ -204,6 +221,9 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 }
 
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "cohere2": "Cohere2ForCausalLM", "gemma3": "Gemma3ForCausalLM"}
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
     check_checkpoint(folder)
@@ -215,6 +235,30 @@ def test_bad_folder_is_refused_in_one_line(folder: Path, name: str) -> None:
     assert "\n" not in message
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name_when_they_are_loaded(folder: Path, value: float) -> None:
+    def put(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[QUERY][3, 5] = value
+
+    edit_tensors(put)(folder)
+    with pytest.raises(CheckpointError, match=rf"^{SINGLE}: {QUERY}: has NaN or infinite numbers in torch.float32$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+@pytest.mark.parametrize("family", ["llama", "cohere2", "gemma3"])
+@pytest.mark.parametrize("value", [10**9, -1, "2", [2]])
+@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+def test_security_hostile_sizes_are_refused_before_anything_has_them(
+    tmp_path: Path, family: str, model_impl: str, field: str, value: object
+) -> None:
+    """Of a config alone: nobody gets as far as the weights."""
+    config = TINY[family][0](**TINY[family][1]).to_dict() | {field: value, "architectures": [ARCHITECTURES[family]]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"^(config\.json: \w+: |model\.safetensors: not found)"):
+        check_checkpoint(tmp_path, model_impl)
 
 
 def test_missing_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 Code of a model's folder is never run: only the classes that the installed transformers brings."""
 
+import math
 import re
 import sys
 from inspect import getsource
@@ -56,9 +57,10 @@ def _config(fields: Fields) -> PreTrainedConfig:
         raise fields.error("model_type", f"{kind!r:.60} is not known to transformers {transformers.__version__}")
     if fields.boolean("is_encoder_decoder", False):
         raise fields.error("is_encoder_decoder", "models with an encoder are not supported")
-    for name, value in fields.items():
-        if "expert" in name and type(value) is int and value > _MAX_EXPERTS:
-            raise fields.error(name, f"must be at most {_MAX_EXPERTS}, is {value}")
+    for name, value in fields.items():  # before transformers makes a list of so many
+        most = _MAX_EXPERTS if "expert" in name else _MAX_LAYERS if "layer" in name else math.inf
+        if type(value) is int and value > most:
+            raise fields.error(name, f"must be at most {most}, is {value!r:.60}")
     config_class = CONFIG_MAPPING[kind]
     left_out = ("auto_map", "quantization_config", "dtype", "torch_dtype")
     values = {name: value for name, value in fields.items() if name not in left_out and not name.startswith("_")}

@@ -1,0 +1,294 @@
+"""GGUF files: the tokens of transformers' own dequantised load, one conversion, and hostile headers."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from typer.testing import CliRunner
+
+from tandem import LLM, SamplingParams
+from tandem.cluster.cli.main import app
+from tandem.cluster.store import gguf_convert, store
+from tandem.cluster.store.gguf_header import read_gguf_header
+from tandem.cluster.store.store import resolve_model
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.damaged import LEAK, damaged
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_gguf import write_gguf
+from tandem.tests.workers.model.helpers import Driver, load, prompt, reference_greedy
+from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.registry import load_model_config
+
+NUM_TOKENS = 24
+GEMMA3: dict[str, Any] = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+}
+GEMMA3 |= {"num_hidden_layers": 7, "sliding_window": 24, "layer_types": None}
+TEXT = "In 2024,  7 naïve cafés <|end|> served\n\t12.50!"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "models" / "gguf"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return write_gguf(make_tiny_model(folder / "model"), folder / "llama.gguf")
+
+
+def expected(file: Path, ids: list[int]) -> list[int]:
+    """The greedy tokens of what transformers makes of the file."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    return reference_greedy(model, ids, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "overrides"),
+    [
+        ("llama", Kind.F16, {}),
+        ("llama", Kind.Q4_0, {"tie_word_embeddings": True}),
+        ("qwen2", Kind.Q8_0, {}),
+        ("qwen3", Kind.BF16, {"head_dim": 128}),
+        ("gemma3", Kind.Q8_0, GEMMA3),
+    ],
+)
+def test_a_converted_file_has_the_tokens_of_transformers(
+    tmp_path: Path, family: str, kind: Kind, overrides: dict[str, Any]
+) -> None:
+    file = write_gguf(make_tiny_model(tmp_path / "model", family, **overrides), tmp_path / "x.gguf", kind)
+    out = tmp_path / "out"
+    out.mkdir()
+    gguf_convert.convert(file, out, "float32")
+    for length in (5, 40):
+        ids = prompt(length)
+        assert Driver(load(out)).generate(1, ids, NUM_TOKENS) == expected(file, ids)
+    tokenizer, theirs = Tokenizer.load(out), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert tokenizer._encode(TEXT, True) == theirs.encode(TEXT)
+    assert tokenizer.chat_template(tools=False) == theirs.chat_template
+
+
+def test_scaled_rotary_embeddings_are_not_lost(tmp_path: Path) -> None:
+    """transformers drops them: a model of 131,072 tokens would then know 8,192."""
+    yarn: dict[str, str | float] = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf", values=yarn)
+    out = tmp_path / "out"
+    out.mkdir()
+    gguf_convert.convert(file, out, "float32")
+    (rope, _) = load_model_config(out).ropes
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 2048)
+
+
+def test_a_file_is_converted_once_for_each_dtype(llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[str] = []
+
+    def convert(gguf: Path, out: Path, dtype: str) -> None:
+        converted.append(dtype)
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+
+    monkeypatch.setattr(store, "_convert", convert)
+    monkeypatch.setattr(store, "_MAX_CONVERTED", 1)
+    first = resolve_model(str(llama))
+    assert resolve_model(str(llama)) == first
+    assert resolve_model(str(llama), dtype="float32") != first
+    assert converted == ["bfloat16", "float32"]
+    assert first.exists()  # this process may use it
+    os.utime(llama, (1, 1))
+    assert resolve_model(str(llama)) != first
+    assert len(converted) == 3
+    # Nobody holds those any more but the process that asks, for another file.
+    script = f"""
+from pathlib import Path
+from tandem.cluster.store import store
+store._MAX_CONVERTED = 1
+def convert(gguf, out, dtype):
+    out.mkdir()
+    (out / "config.json").write_text("{{}}")
+store._convert = convert
+store.resolve_model({str(llama)!r}, dtype="float16")
+"""
+    for file in store._kept.values():
+        os.close(file)
+    store._kept.clear()
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert [path.name for path in home.iterdir() if path.is_dir()] == [resolve_model(str(llama), dtype="float16").name]
+
+
+def test_the_engine_and_the_check_take_a_file(llama: Path, home: Path) -> None:
+    ids = prompt(12)
+    with LLM(str(llama), dtype="float32", max_num_seqs=2, kv_cache_gb=0.01, num_threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        (output,) = llm.generate(prompt_token_ids=ids, sampling_params=params, progress=False)
+    assert output.outputs[0].token_ids == expected(llama, ids)
+    result = CliRunner().invoke(app, ["check", str(llama), "--dtype", "float32"])
+    assert result.exit_code == 0
+    assert "runs, by Tandem's own LlamaForCausalLM" in result.output
+
+
+def test_a_file_with_tensors_that_transformers_drops_is_refused(tmp_path: Path) -> None:
+    file = write_gguf(make_tiny_model(tmp_path / "m", attention_bias=True), tmp_path / "x.gguf")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=r"^x.gguf: tensors: holds \d+ numbers, of which LlamaForCausalLM"):
+        gguf_convert.convert(file, tmp_path / "out", "float32")
+
+
+def text(value: str | bytes) -> bytes:
+    data = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def value(key: str, kind: int, data: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + data
+
+
+def array(kind: int, count: int, data: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + data
+
+
+def tensor(name: str, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+NAME = value("general.architecture", 8, text("llama"))
+LAYERS = value("llama.block_count", 4, struct.pack("<I", 1))
+
+
+def made(*values: bytes, tensors: tuple[bytes, ...] = (), num_values: int = -1, num_tensors: int = -1) -> bytes:
+    counts = (len(tensors) if num_tensors < 0 else num_tensors, len(values) if num_values < 0 else num_values)
+    header = b"GGUF" + struct.pack("<IQQ", 3, *counts) + b"".join((*values, *tensors))
+    return header + bytes(-len(header) % 32 + 128)
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is empty"),
+    "other": (b"PK\x03\x04" + bytes(100), "header: is no GGUF file"),
+    "version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "header: version 1 is not supported, only 2 and 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "header: version 50331648 is not supported"),
+    "tensors": (made(num_tensors=2**60), f"tensor_count: {2**60} is beyond 65536"),
+    "values": (made(num_values=2**60), f"metadata_kv_count: {2**60} is beyond 4096"),
+    "key": (made(struct.pack("<Q", 2**60)), f"metadata 0: {2**60} is beyond 256"),
+    "text": (made(value("x", 8, struct.pack("<Q", 2**40))), f"x: {2**40} is beyond 1048576"),
+    "cut": (made(NAME, value("x", 8, struct.pack("<Q", 2**20))), "x: truncated: the header goes beyond"),
+    "array": (made(value("x", 9, array(4, 2**60))), f"x: {2**60} is beyond 4194304"),
+    "bomb": (
+        made(value("x", 9, array(8, 2**22, bytes(2**25))), value("y", 9, array(8, 1))),
+        "y: 1 is beyond 0",
+    ),
+    "entry": (made(value("x", 9, array(8, 1, text("x" * 2_000)))), "x: has an entry of 2000 bytes, beyond 1024"),
+    "entries": (made(value("x", 9, array(8, 2**20))), "x: truncated: the header goes beyond"),
+    "nested": (made(value("x", 9, array(9, 1, array(9, 1)))), "x: an array of type 9 is not supported"),
+    "kind": (made(value("x", 99, b"")), "x: type 99 is not known"),
+    "twice": (made(NAME, NAME), "general.architecture: is there twice"),
+    "letters": (made(value("x", 8, text(b"\xff\xfe"))), "x: is not UTF-8"),
+    "unnamed": (made(LAYERS, tensors=(tensor("a", 1),)), "general.architecture: is missing, or no text"),
+    "alignment": (made(NAME, value("general.alignment", 4, bytes(4))), "general.alignment: must be a power of 2"),
+    "layers": (
+        made(NAME, value("llama.block_count", 4, struct.pack("<I", 10**9)), tensors=(tensor("a", 1),)),
+        "llama.block_count: must be from 1 to the number of tensors, 1, is 1000000000",
+    ),
+    "split": (
+        made(NAME, LAYERS, value("split.count", 2, b"\3\0")),
+        "split.count: is a part of 3 files; join them first",
+    ),
+    "dimensions": (made(NAME, tensors=(tensor("a", *[1] * 9),)), "a: has 9 dimensions; 1 to 4 are possible"),
+    "size": (made(NAME, LAYERS, tensors=(tensor("a", 2**62, 2**62),)), "a: truncated: ends at byte "),
+    "place": (made(NAME, LAYERS, tensors=(tensor("a", 1, offset=2**63),)), "a: truncated: ends at byte "),
+    "nothing": (made(NAME, LAYERS, tensors=(tensor("a", 0),)), "a: shape [0] does not fit blocks of 1"),
+    "blocks": (made(NAME, LAYERS, tensors=(tensor("a", 33, kind=2),)), "a: shape [33] does not fit blocks of 32"),
+    "quantised": (made(NAME, LAYERS, tensors=(tensor("a", 32, kind=99),)), "a: type 99 is not known"),
+    "over": (made(NAME, LAYERS, tensors=(tensor("a", 8), tensor("b", 8))), "b: lies over another tensor"),
+    "double": (made(NAME, LAYERS, tensors=(tensor("a", 1), tensor("a", 1, offset=32))), "a: is there twice"),
+}
+
+
+@pytest.mark.parametrize("damage", HOSTILE)
+def test_security_a_hostile_header_is_refused_by_field_before_anything_is_allocated(
+    tmp_path: Path, home: Path, damage: str
+) -> None:
+    data, reason = HOSTILE[damage]
+    file = tmp_path / "x.gguf"
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError) as failure:
+        resolve_model(str(file))
+    assert str(failure.value).startswith(f"x.gguf: {reason}")
+    assert not home.exists()  # nothing was begun
+
+
+def refusal(file: Path) -> str:
+    try:
+        read_gguf_header(file)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_damaged_headers_are_refused_in_a_line_or_read(llama: Path, tmp_path: Path) -> None:
+    whole = llama.read_bytes()
+    start = min(tensor.begin for tensor in read_gguf_header(llama).tensors.values())
+    file, num_refused = tmp_path / "x.gguf", 0
+    for header in damaged([whole[:2_000], whole[start - 2_000 : start]]):
+        first = header if header[:4] == b"GGUF" else whole[: start - 2_000] + header
+        file.write_bytes(first + (whole[2_000:] if first is header else whole[start:]))
+        refused = refusal(file)
+        num_refused += bool(refused)
+        assert not LEAK.search(refused), refused
+        assert len(refused) < 500
+        assert "\n" not in refused
+    assert num_refused > 100
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("cut", "x.gguf: .*: truncated: ends at byte"),
+        ("unknown", "cannot convert x.gguf: .*GGUF model with architecture nosuc is not supported"),
+        ("heads", "cannot convert x.gguf: .*number of attention heads"),
+    ],
+)
+def test_the_check_refuses_in_a_line(llama: Path, tmp_path: Path, home: Path, damage: str, reason: str) -> None:
+    file = tmp_path / "x.gguf"
+    data = llama.read_bytes()
+    if damage == "cut":
+        data = data[:-100]
+    elif damage == "unknown":
+        data = data.replace(b"llama", b"nosuc")
+    else:
+        key = text("llama.attention.head_count")
+        place = data.index(key) + len(key) + 4
+        data = data[:place] + struct.pack("<I", 7) + data[place + 4 :]
+    file.write_bytes(data)
+    result = CliRunner().invoke(app, ["check", str(file)])
+    assert result.exit_code == 1, result.output
+    line = result.output.splitlines()[-1]
+    assert line.startswith(f"{file}: refused: ")
+    assert re.search(reason, line), line
+    assert "Traceback" not in result.output
+
+
+def test_numbers_of_the_file_are_read_as_they_lie(llama: Path) -> None:
+    reader = gguf.GGUFReader(llama)
+    header = read_gguf_header(llama)
+    assert {each.name: (each.data_offset, each.n_bytes) for each in reader.tensors} == {
+        name: (each.begin, each.end - each.begin) for name, each in header.tensors.items()
+    }
+    assert header.of_model("embedding_length") == 64
+    assert np.prod(header.tensors["token_embd.weight"].shape) == 512 * 64

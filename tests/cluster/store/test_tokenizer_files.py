@@ -1,0 +1,107 @@
+"""Tokenizers without tokenizer.json, and chat templates in each place that folders of the hub have them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.store.checked import checked_folder
+from tandem.cluster.store.store import resolve_model
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.workers.model.config import CheckpointError
+
+PLAIN, TOOLS = "{{ messages[0].content }} plain", "{{ messages[0].content }} tools"
+TEXT = "The capital of France,  2024: naïve 日本?"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def put_in_config(folder: Path, template: object) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+
+
+@pytest.mark.parametrize("place", ["config", "list", "file", "folder", "processor"])
+def test_a_chat_template_is_found_in_every_place(folder: Path, place: str) -> None:
+    assert Tokenizer.load(folder).chat_template(tools=False) == ""
+    if place == "config":
+        put_in_config(folder, PLAIN)
+    elif place == "list":
+        put_in_config(folder, [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TOOLS}])
+    elif place == "processor":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
+    else:
+        (folder / "chat_template.jinja").write_text(PLAIN)
+    if place == "folder":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.chat_template(tools=False) == PLAIN
+    assert tokenizer.chat_template(tools=True) == (TOOLS if place in ("list", "folder") else PLAIN)
+
+
+def without_json(folder: Path) -> Path:
+    """A folder with the files that GPT-2's tokenizer had before there was a tokenizer.json."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("".join(" ".join(merge) + "\n" for merge in model["merges"]))
+    (folder / "tokenizer.json").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_tokenizer_of_vocabulary_and_merges_is_converted_once(folder: Path) -> None:
+    expected = AutoTokenizer.from_pretrained(without_json(folder)).encode(TEXT)
+    assert resolve_model(str(folder)) == folder
+    made = (folder / "tokenizer.json").stat().st_mtime_ns
+    assert Tokenizer.load(folder)._encode(TEXT, True) == expected
+    assert resolve_model(str(folder)) == folder
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == made
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError) as failure:
+        resolve_model(str(folder))
+    assert str(failure.value).startswith("tokenizer.json: not found, and it cannot be made of tokenizer.model: ")
+    assert not re.search(r"Traceback|\n", str(failure.value))
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content }}", "refuses these messages: it cannot render a chat of one message"),
+        ("{{ messages[0].content | nothing }}", "refuses these messages: it cannot render a chat of one message"),
+        ("{{ nothing() }}", "refuses these messages: it cannot render a chat of one message"),
+        ("{{ raise_exception('a system message is needed') }}", ""),
+        ("{{ messages[0].content }}", ""),
+        (None, ""),
+    ],
+)
+def test_a_chat_template_that_cannot_render_is_refused_at_the_start(
+    tmp_path: Path, template: str | None, reason: str
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    put_in_config(folder, template)
+    config = TandemConfig(model=str(folder))
+    if not reason:
+        assert checked_folder(config) == folder
+        return
+    with pytest.raises(CheckpointError) as failure:
+        checked_folder(config)
+    assert str(failure.value) == f"the model's chat template {reason}"

@@ -1,0 +1,121 @@
+"""The fields that clients send: each one of the openai package, and vLLM's, is known or refused with a reason."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from tandem.proto.errors import InvalidArgument
+from tandem.router.api.openai.bodies import REASONS, ChatBody, CompletionBody
+from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def parse(path: str, **fields: Any) -> OpenAIRequest:
+    if path == "chat":
+        return parse_chat(json.dumps({"messages": MESSAGES} | fields).encode(), "id")
+    return parse_completion(json.dumps({"prompt": "x"} | fields).encode(), "id")
+
+
+@pytest.mark.parametrize(
+    ("params", "body"),
+    [
+        (chat_create_params.CompletionCreateParamsBase, ChatBody),
+        (completion_create_params.CompletionCreateParamsBase, CompletionBody),
+    ],
+)
+def test_every_parameter_of_the_openai_package_is_a_field_or_refused_with_a_reason(params: Any, body: Any) -> None:
+    names = set(params.__annotations__)
+    assert {"model", "temperature", "top_p", "seed"} <= names
+    assert names - set(body.model_fields) - set(REASONS) == set()
+
+
+ACCEPTED: list[tuple[str, str, Any]] = [
+    ("chat", "verbosity", "medium"),
+    ("chat", "functions", []),
+    ("chat", "function_call", "auto"),
+    ("chat", "function_call", "none"),
+    ("chat", "include_reasoning", True),
+    ("chat", "prediction", {"type": "content", "content": "x"}),
+    ("chat", "modalities", ["text"]),
+    ("both", "return_token_ids", False),
+    ("both", "prompt_cache_options", {}),
+    ("both", "service_tier", "auto"),
+    ("completions", "suffix", ""),
+    ("both", "web_search_options", None),
+    ("both", "functions", None),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "value"), ACCEPTED)
+def test_a_value_that_asks_for_nothing_changes_nothing(path: str, name: str, value: Any) -> None:
+    for each in ("chat", "completions") if path == "both" else (path,):
+        assert parse(each, **{name: value}).common == parse(each).common
+
+
+REFUSED: list[tuple[str, str, Any]] = [
+    ("chat", "verbosity", "low"),
+    ("chat", "reasoning_effort", 3),
+    ("chat", "reasoning_effort", "x" * 33),
+    ("chat", "functions", [{"name": "f"}]),
+    ("chat", "function_call", {"name": "f"}),
+    ("chat", "web_search_options", {}),
+    ("chat", "audio", {"voice": "x"}),
+    ("chat", "modalities", ["audio"]),
+    ("chat", "moderation", {}),
+    ("chat", "documents", "x"),
+    ("chat", "chat_template", "{{ messages }}"),
+    ("chat", "include_reasoning", False),
+    ("both", "allowed_token_ids", [1]),
+    ("both", "return_token_ids", True),
+    ("completions", "suffix", "x"),
+    ("completions", "prompt_embeds", "x"),
+    ("both", "kv_transfer_params", {}),
+    ("both", "truncate_prompt_tokens", 5),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "value"), REFUSED)
+def test_what_cannot_be_honoured_is_refused_with_what_to_do(path: str, name: str, value: Any) -> None:
+    for each in ("chat", "completions") if path == "both" else (path,):
+        with pytest.raises(InvalidArgument) as caught:
+            parse(each, **{name: value})
+        assert caught.value.field.partition("[")[0] == name
+        assert str(caught.value) == f"{caught.value.field}: {REASONS[name]}"
+
+
+def test_documents_and_effort_are_variables_of_the_template_and_its_own_win() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    (prompt,) = parse("chat", documents=documents, reasoning_effort="low").prompts
+    assert json.loads(prompt.chat.template_kwargs) == {"documents": documents, "reasoning_effort": "low"}
+    (prompt,) = parse("chat", reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}).prompts
+    assert json.loads(prompt.chat.template_kwargs) == {"reasoning_effort": "high"}
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CLOSED = OPEN | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": OPEN}}}, CLOSED),
+        (
+            {
+                "response_format": {"type": "json_schema", "json_schema": {"schema": OPEN}},
+                "structured_outputs": {"disable_additional_properties": False},
+            },
+            OPEN,
+        ),
+        ({"structured_outputs": {"json": OPEN}}, OPEN),
+        ({"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}, CLOSED),
+        ({"guided_json": OPEN}, OPEN),
+    ],
+)
+def test_a_schema_of_response_format_is_closed_unless_the_request_says_otherwise(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert json.loads(parse("chat", **fields).common.constraint.json_schema) == expected
