@@ -78,7 +78,7 @@ def compare(file: Path) -> int:
         outputs = llm.generate(list(PROMPTS), params)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ids = [output.prompt_token_ids for output in outputs]
-    same_ids = sum(tokenizer.encode(text) == each for text, each in zip(PROMPTS, ids, strict=True))
+    same_ids = sum(bool(tokenizer.encode(text) == each) for text, each in zip(PROMPTS, ids, strict=True))
     found = [output.outputs[0].token_ids for output in outputs]
     equal = sum(ours == theirs for ours, theirs in zip(found, expected(file, ids), strict=True))
     print(f"{file.stem}: prompts with equal token ids {same_ids} of {len(PROMPTS)}, with equal greedy tokens {equal}")
