@@ -31,6 +31,7 @@ from .members import Continuity, Members
 from .ranks import node_host, ray_dashboard_url, start_ranks
 from .scaling.reports import worker_report
 from .status import WorkerStatuses, describe_routers, drain_workers
+from .store.adapters import configured_adapters
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
 
@@ -176,10 +177,11 @@ class Router(Replica):
         members = self._members = Members(self._application, continuity.layout)
         self._statuses = WorkerStatuses(lambda: members.workers, continuity.identity)
         host = node_host(config.host)
-        self._convictions = Convictions()
+        self._convictions, self._adapters = Convictions(), await asyncio.to_thread(configured_adapters, config)
         with suppress(Unavailable):  # the list of members comes later
             watcher, snapshot = DirectoryWatcher(), await self._directory.snapshot()
             self._convictions.learn(snapshot.convicted)
+            self._adapters.learn(snapshot.adapters)
             await self._members.update(watcher.apply(snapshot), watcher.routers)
         runtime = await RouterRuntime.start(
             config,
@@ -192,6 +194,7 @@ class Router(Replica):
             workers=self._members.fitting,
             replaced=[each.addresses for each in self._members.other_routers],
             convictions=self._convictions,
+            adapters=self._adapters,
             describe=self.status,
         )
         await runtime.serve_ops(
@@ -203,7 +206,7 @@ class Router(Replica):
         self._authenticator = runtime.authenticator
         self._runtime = runtime
         files = (watch.run() for watch in runtime.watches)
-        sharing = self._directory.keep_sharing(self._convictions)
+        sharing = self._directory.keep_sharing(self._convictions, self._adapters)
         tasks = (self._watch(runtime), runtime.keep_ready(), runtime.console.run(), sharing, *files)
         self._run(partial(self._stop, runtime), *tasks)
 
@@ -284,7 +287,7 @@ class Router(Replica):
                 application=self._application,
             )
             try:
-                workers = await self._directory.watch(watcher, me, self._convictions)
+                workers = await self._directory.watch(watcher, me, self._convictions, self._adapters)
             except Unavailable as error:
                 log.warning("list of workers not refreshed: %s", error)
                 await asyncio.sleep(HEARTBEAT_SECONDS)

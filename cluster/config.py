@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from ..proto.errors import InvalidArgument
 from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
+from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
 from ..router.auth.tls import TlsFiles
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import default_chunk_tokens
@@ -51,8 +52,6 @@ Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(ma
 _LabelKey = Annotated[str, Field(max_length=317, pattern=r"^([a-z0-9.-]+/)?[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
 _LabelValue = Annotated[str, Field(max_length=63, pattern=r"^[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
 Labels = Annotated[dict[_LabelKey, _LabelValue], Field(max_length=32)]
-
-
 _SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -242,6 +241,8 @@ class TandemConfig(BaseModel):
     identity_file: AbsolutePath | None = None
     metrics: bool = True  # False counts nothing, to measure what it costs
     log_format: Literal["text", "json"] = "text"  # json: a line for each request, and the request's id in all lines
+    adapters: Annotated[dict[AdapterName, AbsolutePath], Field(max_length=MAX_ADAPTERS)] = {}  # LoRA, folders by name
+    lora: LoraConfig = LoraConfig()
     tracing: TracingConfig = TracingConfig()
     auth: AuthConfig = AuthConfig()
     peer_tls: PeerTlsConfig = PeerTlsConfig()
@@ -257,6 +258,8 @@ class TandemConfig(BaseModel):
             raise ValueError("peer_tls.mode: does not go with identity_file, which holds the certificates")
         if self.quantization is not None and self.device == "cuda" and self.numerics == "exact":
             raise ValueError("quantization: does not go with numerics exact on cuda, where it has no kernel for that")
+        if self.served_name in self.adapters:
+            raise ValueError(f"adapters.{self.served_name}: is the name of the model")
         return self
 
     @model_validator(mode="after")
@@ -287,9 +290,7 @@ class TandemConfig(BaseModel):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        if self.kv_transports is None:
-            return ("shared",) if self.device == "cpu" else ()
-        return self.kv_transports
+        return (("shared",) if self.device == "cpu" else ()) if self.kv_transports is None else self.kv_transports
 
     def chunk_tokens(self, pool: PoolConfig, num_threads: int) -> int:
         return pool.chunk_tokens or default_chunk_tokens(self.device, num_threads * pool.tp)
@@ -307,10 +308,8 @@ class NodeOffer:
 
     def takes(self, section: RouterConfig | PoolConfig) -> bool:
         """Returns whether replicas of this section may run here."""
-        wanted = section.resources
-        return all(self.resources.get(name, 0) >= wanted[name] for name in wanted) and (
-            section.labels.items() <= self.labels.items()
-        )
+        has_resources = all(self.resources.get(name, 0) >= amount for name, amount in section.resources.items())
+        return has_resources and section.labels.items() <= self.labels.items()
 
 
 def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[NodeOffer]) -> int:

@@ -1,6 +1,7 @@
 """Lists the workers and routers of a service: workers register with every heartbeat, routers with every long poll.
 
-With that routers also share which prompts have crashed workers, so that each of them refuses these.
+With that routers also share which prompts have crashed workers, so that each of them refuses these, and which adapters
+were loaded and unloaded while they run.
 
 `Directory` is plain asyncio; `open_directory` runs it as a named Ray actor, one for each service, and
 `DirectoryClient` calls that. Workers are sent as serialized `WorkerInfo`. A member that is silent for `expiry` seconds
@@ -20,6 +21,7 @@ import ray
 
 from ..proto import worker_pb2
 from ..proto.errors import Unavailable
+from ..router.adapters import AdapterRegistry, Shared
 from ..router.dispatch.convictions import Convictions
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Snapshot:
     workers: tuple[bytes, ...]  # serialized WorkerInfo, sorted by worker id
     routers: tuple[RouterInfo, ...] = ()  # sorted by router id
     convicted: Mapping[bytes, float] = field(default_factory=dict)  # see Convictions.remaining
+    adapters: Shared = field(default_factory=dict)  # see AdapterRegistry.shared
 
 
 class Directory:
@@ -74,6 +77,7 @@ class Directory:
         # By worker id or router id: what it has registered, its order, and when, by the directory's clock.
         self._entries: dict[str, tuple[bytes | RouterInfo, _Order, float]] = {}
         self._convictions = Convictions(clock)  # of all routers
+        self._adapters = AdapterRegistry()  # loaded and unloaded at any of them
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -101,6 +105,7 @@ class Directory:
             workers=tuple(info for info in members if isinstance(info, bytes)),
             routers=tuple(info for info in members if isinstance(info, RouterInfo)),
             convicted=self._convictions.remaining(),
+            adapters=self._adapters.shared(),
         )
 
     async def watch(
@@ -110,14 +115,16 @@ class Directory:
         timeout: float,
         router: RouterInfo | None = None,
         convicted: Mapping[bytes, float] | None = None,
+        adapters: Shared | None = None,
     ) -> Snapshot:
         """Returns a snapshot as soon as the directory differs from the caller's version, or after `timeout` seconds.
 
         `router` is the caller: it is registered, or refreshed, by watching. `convicted`: what it knows of convictions,
-        see Convictions.remaining."""
+        see Convictions.remaining; `adapters`: of adapters, see AdapterRegistry.shared."""
         if router is not None:
             self._refresh(router.router_id, router)
-        if self._convictions.learn(convicted or {}):
+        news = self._convictions.learn(convicted or {}), self._adapters.learn(adapters or {})
+        if any(news):
             self._bump()
         deadline = self._clock() + timeout
         while True:
@@ -203,27 +210,35 @@ class DirectoryClient:
         await self._call("remove", member_id)
 
     async def watch(
-        self, watcher: DirectoryWatcher, router: RouterInfo, convictions: Convictions
+        self,
+        watcher: DirectoryWatcher,
+        router: RouterInfo,
+        convictions: Convictions,
+        adapters: AdapterRegistry | None = None,
     ) -> list[worker_pb2.WorkerInfo]:
         """Registers the router, waits for a change, at most half the expiry, and returns the workers. The router and
-        the directory learn the convictions that the other has."""
+        the directory learn the convictions and the adapters that the other has."""
+        adapters = adapters or AdapterRegistry()
         timeout = EXPIRY_SECONDS / 2
         known = watcher.incarnation, watcher.version
-        snapshot = await self._call("watch", *known, timeout, router, convictions.remaining(), wait=timeout)
+        shared = convictions.remaining(), adapters.shared()
+        snapshot = await self._call("watch", *known, timeout, router, *shared, wait=timeout)
         convictions.learn(snapshot.convicted)
+        adapters.learn(snapshot.adapters)
         return watcher.apply(snapshot)
 
-    async def keep_sharing(self, convictions: Convictions) -> None:
-        """Reports each conviction at once, without end; where that fails, the router's next `watch` does."""
-        news = asyncio.Event()
-        convictions.on_news = news.set
+    async def keep_sharing(self, convictions: Convictions, adapters: AdapterRegistry | None = None) -> None:
+        """Reports each conviction and each change of an adapter at once, without end; where that fails, the router's
+        next `watch` does."""
+        adapters, news = adapters or AdapterRegistry(), asyncio.Event()
+        convictions.on_news = adapters.on_news = news.set
         while True:
             await news.wait()
             news.clear()
             try:
-                await self._call("watch", "", -1, 0.0, None, convictions.remaining())
+                await self._call("watch", "", -1, 0.0, None, convictions.remaining(), adapters.shared())
             except Unavailable as error:
-                log.warning("a conviction is not shared yet: %s", error)
+                log.warning("a conviction or an adapter is not shared yet: %s", error)
 
     async def snapshot(self) -> Snapshot:
         """Returns the current members."""

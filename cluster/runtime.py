@@ -14,6 +14,7 @@ from ..proto import worker_pb2
 from ..proto.errors import Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.metrics import Metrics
+from ..router.adapters import AdapterAdmin, AdapterRegistry
 from ..router.api.browsers import ANY as ANY_HOST
 from ..router.api.browsers import BrowserRules
 from ..router.api.connection import ConnectionBounds
@@ -28,11 +29,14 @@ from ..router.dispatch.convictions import Convictions
 from ..router.dispatch.dispatcher import Dispatcher
 from ..router.frontend.prepare import ServedModel
 from ..router.frontend.tokenizer import Tokenizer
+from ..router.request import LoraAdapter
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
 from .config import AuthConfig, RouterConfig, TandemConfig, check_interface, is_loopback
 from .scaling.reports import router_report
+from .status import load_on_workers
+from .store.adapters import configured_adapters, named_adapter
 from .store.generation_defaults import generation_defaults
 from .telemetry.monitor import RouterMonitor, open_spans
 
@@ -88,6 +92,7 @@ class RouterRuntime:
         workers: Collection[worker_pb2.WorkerInfo] = (),
         replaced: Collection[tuple[str, str]] = (),
         convictions: Convictions | None = None,
+        adapters: AdapterRegistry | None = None,
         describe: Callable[[], Awaitable[dict[str, Any]]] | None = None,
     ) -> Self:
         """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode worker.
@@ -95,26 +100,25 @@ class RouterRuntime:
         `resume_key`: the secret of all routers, with which each goes on with the others' requests and knows the prefix
         caches of tenants. `num_routers`: of the service, which may share a host; see `_addresses`. `replaced`: both
         addresses of each router that those of `application` replace, which both may have; then requests come at once,
-        for which there are `workers`. `convictions`: see Dispatcher; `describe`: see ConsoleFeed. Raises OSError or
-        RuntimeError if all its ports are taken, InvalidArgument if keys are needed or a file of them is wrong."""
+        for which there are `workers`. `convictions`: see Dispatcher; `adapters`: None has those of `config`;
+        `describe`: see ConsoleFeed. Raises OSError or RuntimeError if all its ports are taken, InvalidArgument if keys
+        are needed or a file of them is wrong."""
         router, bind = config.router, config.router.bind or host
         check_interface(config.auth, bind)
         authenticator, watches = _authenticator(config.auth, bind, resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         monitor = _monitor(config, browsers := _browser_rules(config, host))
         admission = _admission(router, registry, monitor.metrics)
-        service, dispatcher = _service(config, folder, registry, admission, monitor, identity, resume_key, convictions)
-        for model in service.models:
-            with suppress(Unavailable):  # each chat then says so, and other requests are answered
-                await model.tokenizer.wait_for_chats()
+        shared = convictions, adapters or configured_adapters(config)
+        service, dispatcher = _service(config, folder, registry, admission, monitor, identity, resume_key, *shared)
+        with suppress(Unavailable):  # each chat then says so, and other requests are answered
+            await service.model("").tokenizer.wait_for_chats()
         console = ConsoleFeed(service.telemetry, describe, registry.workers)
         start_servers = partial(
             ApiServers.start,
             service,
-            reflection=router.reflection,
-            compression=grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression,
+            **_server_options(router),
             browsers=browsers,
-            bounds=_bounds(router),
             authenticator=authenticator,
             tls=_server_tls(router, watches),
             console=console,
@@ -192,6 +196,7 @@ def _service(
     identity: PeerIdentity,
     resume_key: bytes,
     convictions: Convictions | None,
+    adapters: AdapterRegistry,
 ) -> tuple[GenerationService, Dispatcher]:
     dispatcher = Dispatcher(
         registry,
@@ -203,7 +208,23 @@ def _service(
     )
     monitor.watch(admission, dispatcher, registry)
     models = [_served_model(config, folder)]
-    return GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry), dispatcher
+    admin = _adapter_admin(config, adapters, registry, identity)
+    service = GenerationService(models, dispatcher, admission, resume_key, monitor.telemetry, admin)
+    return service, dispatcher
+
+
+def _adapter_admin(
+    config: TandemConfig, adapters: AdapterRegistry, registry: WorkerRegistry, identity: PeerIdentity
+) -> AdapterAdmin:
+    async def try_on_workers(adapter: LoraAdapter) -> None:
+        await load_on_workers(adapter, [worker.address for worker in registry.workers()], identity)
+
+    return AdapterAdmin(
+        adapters,
+        folder=config.lora.folder,
+        read=partial(named_adapter, config.lora.max_lora_rank, "lora_path"),
+        try_on_workers=try_on_workers,
+    )
 
 
 async def _listen(
@@ -251,12 +272,14 @@ def _browser_rules(config: TandemConfig, host: str) -> BrowserRules:
     return BrowserRules(host_names=names, cors_origins=config.router.cors_origins)
 
 
-def _bounds(router: RouterConfig) -> ConnectionBounds:
-    return ConnectionBounds(
+def _server_options(router: RouterConfig) -> dict[str, Any]:
+    bounds = ConnectionBounds(
         stall_seconds=router.stall_seconds,
         max_connections=router.max_connections,
         max_per_address=router.max_connections_per_address,
     )
+    compression = grpc.Compression.Gzip if router.compression == "gzip" else grpc.Compression.NoCompression
+    return {"reflection": router.reflection, "compression": compression, "bounds": bounds}
 
 
 def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics) -> Admission:

@@ -1,4 +1,4 @@
-"""Names the deployments of a service, and asks its workers themselves: for their status, or to drain.
+"""Names the deployments of a service, and asks its workers themselves: for their status, to drain, to load adapters.
 
 Each deployment is a Serve application of its own, NAME, then NAME.2, NAME.3 and so on, with its status page at the
 route of its name. Does not import Ray.
@@ -14,8 +14,10 @@ from google.protobuf.message import Message
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import PeerChannel
+from ..proto.errors import InvalidArgument, Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.shared_result import SharedResult
+from ..router.request import LoraAdapter
 
 if TYPE_CHECKING:
     from .directory import RouterInfo  # which imports Ray
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 STATUS_SECONDS: Final = 1.0
 _FRESH_SECONDS: Final = 0.2
 _DRAIN_ANSWER_SECONDS: Final = 10.0
+_LOAD_SECONDS: Final = 60.0  # of an adapter
 
 
 def deployment_number(service: str, application: str) -> int:
@@ -100,6 +103,28 @@ async def drain_workers(addresses: Sequence[str], timeout: float, identity: Peer
     """Has workers refuse new requests; returns how many each has left, when it has none or after the timeout, or None
     for one that does not answer."""
     return await asyncio.gather(*(_drain(address, timeout, identity) for address in addresses))
+
+
+async def load_on_workers(adapter: LoraAdapter, addresses: Sequence[str], identity: PeerIdentity) -> None:
+    """Has workers load an adapter. Raises InvalidArgument with the first reason why one cannot, Unavailable if none
+    answers; those that do not will load it with their first request."""
+    message = worker_pb2.Adapter(folder=adapter.folder, fingerprint=adapter.fingerprint)
+    reasons = await asyncio.gather(*(_load(address, message, identity) for address in addresses))
+    if found := next(filter(None, reasons), ""):
+        raise InvalidArgument(found.removeprefix("adapter: "), "lora_path")
+    if all(reason is None for reason in reasons):
+        raise Unavailable("no worker could be asked to load the adapter")
+
+
+async def _load(address: str, adapter: worker_pb2.Adapter, identity: PeerIdentity) -> str | None:
+    async with PeerChannel(address, identity) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            request = worker_pb2.LoadAdapterRequest(adapter=adapter)
+            response: worker_pb2.LoadAdapterResponse = await stub.LoadAdapter(request, timeout=_LOAD_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+    return response.error
 
 
 async def _drain(address: str, timeout: float, identity: PeerIdentity) -> int | None:

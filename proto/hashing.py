@@ -10,6 +10,11 @@ def hash_root(salt: bytes) -> bytes:
     return hashlib.blake2b(salt, digest_size=16, person=b"salt").digest()
 
 
+def adapter_salt(salt: bytes, fingerprint: bytes) -> bytes:
+    """The salt of prefixes that an adapter has computed, by its fingerprint; without one the salt itself."""
+    return hashlib.blake2b(salt, key=fingerprint, person=b"adapter").digest() if fingerprint else salt
+
+
 def hash_block(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The hash of a block in its chain: 16 bytes that stand for every token from the sequence's start."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()

@@ -54,6 +54,16 @@ class InferenceStub:
                 request_serializer=inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.LoadLoraAdapter = channel.unary_unary(
+                '/tandem.v1.Inference/LoadLoraAdapter',
+                request_serializer=inference__pb2.LoadLoraAdapterRequest.SerializeToString,
+                response_deserializer=inference__pb2.LoadLoraAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadLoraAdapter = channel.unary_unary(
+                '/tandem.v1.Inference/UnloadLoraAdapter',
+                request_serializer=inference__pb2.UnloadLoraAdapterRequest.SerializeToString,
+                response_deserializer=inference__pb2.UnloadLoraAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -90,6 +100,20 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLoraAdapter(self, request, context):
+        """Answers with a LoRA adapter, too, under a name of its own. For operators, where the service allows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLoraAdapter(self, request, context):
+        """Accepts no more requests for an adapter; those that run go on. For operators, where the service allows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +136,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=inference__pb2.ListModelsRequest.FromString,
                     response_serializer=inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'LoadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLoraAdapter,
+                    request_deserializer=inference__pb2.LoadLoraAdapterRequest.FromString,
+                    response_serializer=inference__pb2.LoadLoraAdapterResponse.SerializeToString,
+            ),
+            'UnloadLoraAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLoraAdapter,
+                    request_deserializer=inference__pb2.UnloadLoraAdapterRequest.FromString,
+                    response_serializer=inference__pb2.UnloadLoraAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +256,60 @@ class Inference:
             '/tandem.v1.Inference/ListModels',
             inference__pb2.ListModelsRequest.SerializeToString,
             inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/LoadLoraAdapter',
+            inference__pb2.LoadLoraAdapterRequest.SerializeToString,
+            inference__pb2.LoadLoraAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLoraAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/UnloadLoraAdapter',
+            inference__pb2.UnloadLoraAdapterRequest.SerializeToString,
+            inference__pb2.UnloadLoraAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

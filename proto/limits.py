@@ -47,6 +47,8 @@ MAX_NAME_CHARACTERS: Final = 64
 
 MAX_TEMPLATE_KWARGS_CHARACTERS: Final = 4_096
 MAX_CACHE_SALT_BYTES: Final = 64
+FINGERPRINT_BYTES: Final = 16
+"""Of an adapter."""
 
 MAX_UNREAD_BYTES: Final = 8 * 1024 * 1024
 """Of one stream, about: generated, and not taken by its client yet."""

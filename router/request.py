@@ -5,6 +5,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..proto import inference_pb2, worker_pb2
+from ..proto.hashing import adapter_salt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """Names weights that are added to some of the model's."""
+
+    name: str  # under which requests ask for it
+    folder: str  # the same on the nodes of all workers
+    fingerprint: bytes  # of what the folder holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +37,16 @@ class TokenRequest:
     priority: int = 0
     tenant: str = ""  # requests that wait are served fairly among tenants
     cache_salt: bytes = b""
+    adapter: LoraAdapter | None = None
     arrived: float  # time.monotonic() when the API server received the request
     deadline: float | None = None  # time.monotonic() by which it must have ended
     # Of a request that was begun elsewhere, by choice, the ids that its caller has; None if the choice has ended.
     emitted: tuple[tuple[int, ...] | None, ...] = ()
+
+    @property
+    def prefix_salt(self) -> bytes:
+        """Tells prefixes apart that share no KV cache: of another tenant, or by another adapter."""
+        return adapter_salt(self.cache_salt, self.adapter.fingerprint) if self.adapter else self.cache_salt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

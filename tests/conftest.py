@@ -61,7 +61,10 @@ SHARING_PATHS: Final = (
     *("router/client", "router/scheduling/test_simulation.py"),
     *(f"router/dispatch/test_{name}.py" for name in ("cancel", "dispatcher", "drain", "faults", "rehand")),
     *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
-    *(f"workers/test_{name}.py" for name in ("cache_reports", "choices", "damaged_messages", "drain", "kv_handle")),
+    *(
+        f"workers/test_{name}.py"
+        for name in ("adapters", "cache_reports", "choices", "damaged_messages", "drain", "kv_handle")
+    ),
     *(f"workers/test_{name}.py" for name in ("figures", "peer_tls", "session", "strangers", "suspend", "worker")),
     *(f"workers/transfer/test_{name}.py" for name in ("connections", "nixl", "pair", "piece_writer", "receiver")),
     *(f"workers/transfer/test_{name}.py" for name in ("second_fetch", "sender", "shared_memory", "toy_transport")),

@@ -24,6 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "workers.model.device": set(),
     "workers.model.config": {"workers.kv_cache"},
     "workers.model.checkpoint": {"workers.kv_cache", "workers.model.config"},
+    "workers.model.adapter_folder": {"workers.model.config"},
     "workers.model.module": set(),
     "workers.model.kernels": {"workers.model.device"},
     "workers.model.parallel": {"workers.kv_cache"},
@@ -71,7 +72,7 @@ ARROWS: dict[str, set[str]] = {
     "router.output": {"router.frontend", "router.request"},
     "router.api": {
         *("router.auth", "router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"),
-        *("router.api.console", "router.telemetry"),
+        *("router.adapters", "router.api.console", "router.telemetry"),
     },
     "router.api.console": {"router.auth", "router.frontend", "router.telemetry"},
     "router.api.openai": {
@@ -79,12 +80,15 @@ ARROWS: dict[str, set[str]] = {
         "router.telemetry",
     },
     "router": {"router.frontend", "router.request", "router.deadline"},
+    "router.adapters": {"router.auth", "router.request"},
     "": {"proto", "router.client", "cluster.local"},
     "cluster.config": {
-        *("router.auth", "router.scheduling", "workers.engine", "cluster.scaling.config", "cluster.text_files"),
+        *("router.adapters", "router.auth", "router.scheduling", "workers.engine", "cluster.scaling.config"),
+        "cluster.text_files",
     },
     "cluster.store": {
-        *("cluster.config", "router.frontend", "workers.kv_cache"),
+        *("cluster.config", "router.adapters", "router.frontend", "router.request", "workers.kv_cache"),
+        *("workers.model", "workers.model.adapter_folder"),
         *(f"workers.model.{name}" for name in ("config", "footprint", "loader", "registry")),
     },
     "cluster.telemetry": {"router.api", "router.dispatch", "router.scheduling", "router.telemetry"},

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Full
 from typing import Final
@@ -36,6 +36,7 @@ from .engine_thread import EngineThread
 from .session import RouterSession, WorkerRequest
 from .submit import WorkerLimits, parse_submit
 from .threads import in_thread
+from .tp.adapters import AdapterCache
 from .tp.kv_group import KvGroup
 from .transfer.frames import TransferError
 from .transfer.receiver import FetchResult
@@ -43,7 +44,7 @@ from .transfer.receiver import FetchResult
 logger = logging.getLogger(__name__)
 
 _LEAVING: Final = "worker is going away"
-_COMPILE_SECONDS: Final = 60.0  # that a request waits for its grammar, also behind those of others
+_PREPARE_SECONDS: Final = 60.0  # that a request waits for its adapter and its grammar, also behind those of others
 _LOAD_SECONDS: Final = 0.01
 """How often a session reports the load while no request comes or ends: to read it of 64 sequences takes 9 us, as long
 as to queue seven tokens."""
@@ -57,6 +58,7 @@ class RequestManager:
     kv: KvGroup
     limits: WorkerLimits
     load_grammar: Callable[[str], object] | None
+    adapters: AdapterCache
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
     failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
@@ -150,6 +152,7 @@ class RequestManager:
             return
         first, num_choices = submit.first_choice, spec.beam.num_best if spec.beam else spec.num_choices
         request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
+        request.adapter = submit.adapter if submit.HasField("adapter") else None
         self._next_id += spec.num_choices
         self._requests.add(request)
         self._sequences |= {spec.id + number: (request, first + number) for number in range(spec.num_choices)}
@@ -158,9 +161,9 @@ class RequestManager:
         if spec.task is Task.DECODE:
             fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
             fetch.add_done_callback(partial(self._fetched, request))
-        if spec.sampling.grammar and self.load_grammar is not None:
-            request.compiling = asyncio.create_task(self._compile(request, submitted, self.load_grammar))
-            request.compiling.add_done_callback(self._check_task)
+        if request.adapter or (spec.sampling.grammar and self.load_grammar is not None):
+            request.preparing = asyncio.create_task(self._prepare(request, submitted))
+            request.preparing.add_done_callback(self._check_task)
         else:
             self.thread.post(partial(self._enqueue, request, submitted))
 
@@ -193,8 +196,8 @@ class RequestManager:
             return
         self._requests.discard(request)
         request.session.requests.pop(request.key, None)
-        if request.compiling is not None:
-            request.compiling.cancel()
+        if request.preparing is not None:
+            request.preparing.cancel()
         for number in range(request.spec.num_choices):
             del self._sequences[request.spec.id + number]
             self._free(request.spec.id + number)
@@ -317,23 +320,42 @@ class RequestManager:
             return
         self.thread.call_in_loop(partial(self._refuse, request, kind, message))
 
-    async def _compile(self, request: WorkerRequest, submitted: float, load_grammar: Callable[[str], object]) -> None:
-        """Compiles a request's grammar, once for all requests with it at the time, and then submits to the engine. May
-        take seconds."""
-        text = request.spec.sampling.grammar
+    async def _prepare(self, request: WorkerRequest, submitted: float) -> None:
+        """Loads a request's adapter and compiles its grammar, and then submits to the engine. May take seconds."""
+        missing = "adapter: is not loaded"
+        try:
+            async with asyncio.timeout(_PREPARE_SECONDS):
+                if request.adapter:
+                    number = await self.load_adapter(request.adapter)
+                    request.spec = replace(request.spec, adapter=number)
+                if request.spec.sampling.grammar and self.load_grammar is not None:
+                    missing = "grammar: is not compiled"
+                    request.grammar = await self._compile(request.spec.sampling.grammar, self.load_grammar)
+        except TimeoutError:
+            message = f"{missing} after {_PREPARE_SECONDS:g} seconds"
+            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, message)
+        except InvalidArgument as error:
+            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, error.message)
+        except Full as error:
+            self._refuse(request, worker_pb2.FAILURE_KIND_FULL, str(error))
+        else:
+            self.thread.post(partial(self._enqueue, request, submitted))
+
+    async def load_adapter(self, adapter: worker_pb2.Adapter) -> int:
+        """Returns the number of an adapter, loaded and, while a request has it, kept. Raises InvalidArgument or
+        queue.Full."""
+        in_use = {request.adapter.fingerprint for request in self._requests if request.adapter}
+        return await self.adapters.load(adapter, in_use)
+
+    async def _compile(self, text: str, load_grammar: Callable[[str], object]) -> object:
+        """Compiles a grammar, once for all requests with it at the time. Raises InvalidArgument."""
         if text not in self._compiling:
             self._compiling[text] = in_thread(partial(load_grammar, text), "tandem-grammar")
             self._compiling[text].add_done_callback(lambda _: self._compiling.pop(text))
         try:
-            async with asyncio.timeout(_COMPILE_SECONDS):
-                request.grammar = await asyncio.shield(self._compiling[text])
-        except TimeoutError:
-            message = f"grammar: is not compiled after {_COMPILE_SECONDS:g} seconds"
-            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, message)
+            return await asyncio.shield(self._compiling[text])
         except ValueError as error:
-            self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, f"grammar: {error}")
-        else:
-            self.thread.post(partial(self._enqueue, request, submitted))
+            raise InvalidArgument(str(error), "grammar") from error
 
     def _check_task(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):

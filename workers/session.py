@@ -34,7 +34,8 @@ class WorkerRequest:
     session: "RouterSession"
     key: RequestKey
     choices: set[int]  # that have not ended
-    compiling: asyncio.Task[None] | None = None  # of its grammar
+    adapter: worker_pb2.Adapter | None = None
+    preparing: asyncio.Task[None] | None = None  # loads its adapter, compiles its grammar
     grammar: object = None  # a reference that keeps it compiled
     has_kv: bool = False  # its KV cache has arrived from another worker
     suspended: dict[int, int] = field(default_factory=dict)  # choices whose KV cache is on offer: their sequence ids

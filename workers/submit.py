@@ -5,7 +5,9 @@ from typing import Any, Final
 
 from ..proto import inference_pb2, worker_pb2
 from ..proto.errors import InvalidArgument
+from ..proto.hashing import adapter_salt
 from ..proto.limits import (
+    FINGERPRINT_BYTES,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_BEAM_WIDTH,
@@ -66,7 +68,7 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimi
         beam=beam,
         stop_ids=stop_ids,
         priority=submit.priority,
-        salt=submit.cache_salt,
+        salt=adapter_salt(submit.cache_salt, submit.adapter.fingerprint),
     )
 
 
@@ -87,6 +89,9 @@ def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -
     most = submit.first_index + submit.max_tokens
     _check(submit.min_tokens <= most, "min_tokens", "must be at most first_index and max_tokens together")
     check_count(len(submit.cache_salt), MAX_CACHE_SALT_BYTES, "bytes", "cache_salt")
+    if submit.HasField("adapter"):
+        is_named = len(submit.adapter.fingerprint) == FINGERPRINT_BYTES
+        _check(is_named, "adapter", f"needs {FINGERPRINT_BYTES} bytes of fingerprint")
 
 
 def _check_choices(submit: worker_pb2.Submit, limits: WorkerLimits) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Full
 from typing import Self
 
 import grpc
@@ -16,6 +17,7 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..proto.channel import PeerServer
+from ..proto.errors import InvalidArgument
 from ..proto.metrics import NULL_METRICS, UNBALANCED, Metrics
 from ..proto.shared_result import SharedResult
 from .engine.block_pool import BlockState
@@ -29,6 +31,7 @@ from .malloc import keep_freed_memory
 from .model.device import enter_device
 from .request_manager import RequestManager
 from .submit import WorkerLimits
+from .tp.adapters import AdapterCache
 from .tp.coordinator import TpCoordinator
 from .tp.kv_group import KvGroup
 from .tp.rank import Rank, RankConfig, enter_engine_thread
@@ -123,6 +126,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 eos_ids=rank.eos_ids,
             ),
             load_grammar=rank.load_grammar,
+            adapters=AdapterCache(
+                rank.load_adapter,
+                self._coordinator.clients,
+                max_loras=config.rank.max_loras,
+                unload=lambda number: self._thread.post(lambda engine: engine.unload_adapter(number)),
+            ),
             kv_handle=self._kv_handle,
             load=self.load,
             failed=self._fail,
@@ -316,6 +325,23 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             logger.exception("the integrity of %s is violated or cannot be checked", self.worker_id)
             return False
         return True
+
+    async def LoadAdapter(
+        self,
+        request: worker_pb2.LoadAdapterRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.LoadAdapterRequest, worker_pb2.LoadAdapterResponse],
+    ) -> worker_pb2.LoadAdapterResponse:
+        """Loads an adapter ahead of the requests that use it, see the proto."""
+        return worker_pb2.LoadAdapterResponse(error=await self.load_adapter(request.adapter))
+
+    async def load_adapter(self, adapter: worker_pb2.Adapter) -> str:
+        """Loads an adapter unless others are in use on all places; returns why it cannot be used, or nothing."""
+        try:
+            with suppress(Full):
+                await self._requests.load_adapter(adapter)
+        except InvalidArgument as error:
+            return error.message
+        return ""
 
     async def Drain(
         self,

@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Self, Unpack
 
 from ...proto import inference_pb2, worker_pb2
-from ...proto.errors import InternalError, TandemError
+from ...proto.errors import InternalError, InvalidArgument, TandemError
 from ...proto.identity import PeerIdentity
+from ...router.adapters import AdapterAdmin, AdapterRegistry
 from ...router.api.service import GenerationService, tandem_errors_only
 from ...router.client.request import generate_request, text_prompt, tokenize_request
 from ...router.client.results import Collector
@@ -26,8 +28,10 @@ from ...router.scheduling.admission import Admission
 from ...router.scheduling.registry import WorkerRegistry
 from ...workers.worker import Worker
 from ..config import TandemConfig
+from ..store.adapters import named_adapter
 from ..store.generation_defaults import generation_defaults
 from .environment import compute_environment
+from .lora import LoRARequest
 from .ranks import local_ranks
 from .session import LocalChannel
 from .worker import rank_threads, worker_config
@@ -42,24 +46,28 @@ _FAILED: Final = "the engine has failed; make a new one"
 class LocalEngine:
     """Generates as a service does. Make one with `start`, end it with `close`; lives in one event loop."""
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, served_name: str, defaults: Mapping[str, float]) -> None:
+    def __init__(
+        self, worker: Worker, tokenizer: Tokenizer, config: TandemConfig, defaults: Mapping[str, float]
+    ) -> None:
         registry = WorkerRegistry()
         registry.update([worker.info()])
         admission = Admission(
             registry, max_queued_tokens=_UNBOUNDED, max_queued_requests=_UNBOUNDED, max_queue_seconds=_LONG_SECONDS
         )
         model = ServedModel(
-            name=served_name,
+            name=config.served_name,
             tokenizer=tokenizer,
             context_tokens=worker.info().context_tokens,
             defaults=defaults,
         )
         self.defaults = defaults
         self._worker = worker
+        self._adapters, self._max_lora_rank = AdapterRegistry(), config.lora.max_lora_rank
         self._dispatcher = Dispatcher(
             registry, admission, identity=PeerIdentity.generate(), connect=lambda *_: LocalChannel(worker)
         )
-        self.service = GenerationService([model], self._dispatcher, admission)
+        adapters = AdapterAdmin(self._adapters)
+        self.service = GenerationService([model], self._dispatcher, admission, adapters=adapters)
         self.max_sequences = worker.info().max_sequences
         self._scope = AsyncExitStack()
 
@@ -73,12 +81,13 @@ class LocalEngine:
         async with AsyncExitStack() as scope:
             threads = rank_threads(pool.num_threads, pool.tp, 0)
             own = worker_config(config, "decode", str(folder), threads, PeerIdentity.generate(), host=_HOST)
-            own = replace(own, canary_seconds=math.inf)  # a process that waits for its user does no work of its own
+            # A process that waits for its user does no work of its own; the user may read what the process may.
+            own = replace(own, canary_seconds=math.inf, rank=replace(own.rank, adapter_folders=("/",)))
             tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
             ranks = await scope.enter_async_context(local_ranks(own.rank, pool.tp - 1, compute_environment(pool)))
             worker = await Worker.start(own, worker_id="local", ranks=ranks, listens=False)
             scope.push_async_callback(worker.stop)
-            engine = cls(worker, tokenizer, config.served_name, generation_defaults(config, folder))
+            engine = cls(worker, tokenizer, config, generation_defaults(config, folder))
             scope.push_async_callback(engine._dispatcher.close)
             watch = asyncio.create_task(engine._watch())
             scope.callback(watch.cancel)
@@ -92,6 +101,17 @@ class LocalEngine:
     async def prepare(self, request: inference_pb2.GenerateRequest) -> PreparedRequest:
         """Checks and tokenizes a request. Raises InvalidArgument, or NotFound for another model's name."""
         return await self.service.accept(request, RequestContext(arrived=time.monotonic()))
+
+    async def use_adapter(self, request: LoRARequest) -> str:
+        """Returns the model's name by which requests choose an adapter. Raises InvalidArgument."""
+        name, known = request.lora_name, self._adapters.get(request.lora_name)
+        if name == self.service.base_name:
+            raise InvalidArgument(f"{name!r} is the name of the model", "lora_request")
+        if known is None or known.folder != str(request.folder):
+            read = partial(named_adapter, self._max_lora_rank, "lora_request", name, request.folder)
+            adapter = await asyncio.to_thread(read)
+            self._adapters.put(adapter)
+        return name
 
     async def messages(
         self, request: PreparedRequest, timeline: inference_pb2.Timeline

@@ -32,6 +32,7 @@ from ..tables import progress_bar
 from .batch import BatchCounts, BatchOutput, BatchRequest, answer_requests
 from .environment import SPINNING
 from .loop_thread import CLOSED, LoopThread
+from .lora import LoRARequest
 from .outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ _KEYS: Final = {
     **{"tensor_parallel_size": "decode.tp", "max_model_len": "context_tokens", "max_num_seqs": "decode.max_sequences"},
     **{"enable_prefix_caching": "prefix_caching", "kv_cache_gb": "decode.kv_cache_gb"},
     **{"block_size": "decode.block_size", "num_threads": "decode.num_threads"},
+    **{"max_loras": "lora.max_loras", "max_lora_rank": "lora.max_lora_rank"},
 }
 """The keys of the configuration that are not called as the arguments are."""
 
@@ -85,6 +87,8 @@ class LLM:
         numerics: str = "fast",
         generation_config: str = "auto",
         served_model_name: str | None = None,
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
     ) -> None:
         """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve` takes it.
 
@@ -93,7 +97,7 @@ class LLM:
         None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each
         process; None shares the cores. `numerics`: fast or exact, as in the configuration of a service.
         `generation_config`: auto takes what parameters leave out from the model's generation_config.json, or none.
-        `served_model_name`: what the requests of a batch may call the model.
+        `served_model_name`: what the requests of a batch may call the model. `max_loras`: adapters held at once.
 
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
@@ -101,6 +105,7 @@ class LLM:
         given |= {"quantization": quantization, "generation_config": generation_config}
         given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
         given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}
+        given |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
         given |= {"enable_prefix_caching": enable_prefix_caching, "served_model_name": served_model_name}
         with _naming_arguments():
             self._loop, engine = _start(_configure(given | {"num_threads": num_threads}))
@@ -114,8 +119,10 @@ class LLM:
         *,
         prompt_token_ids: TokenIds | None = None,
         progress: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
-        """Continues texts, or token ids, in their order. `progress` shows a bar on a terminal and in notebooks.
+        """Continues texts, or token ids, in their order, with an adapter if one is named. `progress` shows a bar on a
+        terminal and in notebooks.
 
         Nothing runs before all prompts are checked: InvalidArgument names the one that is wrong, as `prompts[3]`."""
         if (prompts is None) == (prompt_token_ids is None):
@@ -130,7 +137,7 @@ class LLM:
                 text, prompt = _read_prompt(each)
             texts.append(text)
             made.append(prompt)
-        return self._complete(name, made, sampling_params, progress, texts)
+        return self._complete(name, made, sampling_params, progress, lora_request, texts)
 
     def chat(
         self,
@@ -138,6 +145,7 @@ class LLM:
         sampling_params: Parameters = None,
         *,
         progress: bool = True,
+        lora_request: LoRARequest | None = None,
         **options: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
         """Answers one conversation, or several in their order; otherwise as `generate`. `options`: tools, tool_choice,
@@ -149,7 +157,7 @@ class LLM:
         for i, chat in enumerate(chats):
             with _naming_prompt("messages", i):
                 made.append(chat_prompt(chat, options))
-        return self._complete("messages", made, sampling_params, progress)
+        return self._complete("messages", made, sampling_params, progress, lora_request)
 
     def stream(self, prompt: str | Sequence[int], sampling_params: Options | None = None) -> "LocalStream":
         """Continues a text or token ids piece by piece: iterate over the result, and close it to end earlier."""
@@ -229,12 +237,16 @@ class LLM:
         prompts: Sequence[inference_pb2.Prompt],
         parameters: Parameters,
         progress: bool,
+        lora_request: LoRARequest | None,
         texts: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, whose argument is called `name`."""
         given = parameters if isinstance(parameters, Sequence) else [parameters or Options()] * len(prompts)
         if len(given) != len(prompts):
             raise InvalidArgument(f"has {len(given)} entries for {len(prompts)} prompts", "sampling_params")
+        if lora_request is not None:
+            model = self._loop.run(self._engine.use_adapter(lora_request))
+            given = [Options(**(each | {"model": model})) for each in given]
         with progress_bar(name, len(prompts), shown=progress) as bar:
             work = _answer(self._engine, name, prompts, given, lambda: bar.advance(bar.task_ids[0]))
             completed = self._loop.run(work)

@@ -45,6 +45,9 @@ def worker_config(
         host=host,
         start_seconds=config.start_seconds,
         silence_seconds=config.silence_seconds,
+        adapter_folders=(*config.adapters.values(), *filter(None, [config.lora.folder])),
+        max_loras=config.lora.max_loras,
+        max_lora_rank=config.lora.max_lora_rank,
     )
     budgets = Budgets(
         chunk_tokens=config.chunk_tokens(pool, num_threads),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ...proto.errors import InvalidArgument
+from ...workers.model.adapter_folder import read_adapter
 from ...workers.model.config import CheckpointError
 from ...workers.model.footprint import check_config_split
 from ..config import TandemConfig
@@ -14,8 +15,10 @@ def checked_folder(config: TandemConfig) -> Path:
     """Returns the model's folder, fetched if it has to be, after the check that it can be served as configured, and
     split over the ranks of each pool.
 
-    Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads."""
+    Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads, and for an adapter
+    that cannot be used."""
     from ...router.frontend.tokenizer import Tokenizer  # with transformers, which takes a second
+    from ...workers.model.adapter import check_adapter
     from ...workers.model.loader import open_checkpoint  # with torch, which does, too
 
     folder = resolve_model(config.model, dtype=config.dtype, progress=True)
@@ -31,6 +34,11 @@ def checked_folder(config: TandemConfig) -> Path:
             check_config_split(model, pool.tp)
         except ValueError as error:
             wrong.append(f"{role}.{error}")
+    for name, path in config.adapters.items():
+        try:
+            check_adapter(read_adapter(Path(path), config.lora.max_lora_rank), model)
+        except CheckpointError as error:
+            wrong.append(f"adapters.{name}: {error}")
     if wrong:
         raise InvalidArgument("\n".join(wrong))
     return folder.resolve()

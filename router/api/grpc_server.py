@@ -150,6 +150,8 @@ class GrpcServer:
                 "Detokenize": unary(inference_pb2.DetokenizeRequest, service.detokenize),
                 "Tokenize": unary(inference_pb2.TokenizeRequest, service.tokenize),
                 "ListModels": unary(inference_pb2.ListModelsRequest, service.list_models),
+                "LoadLoraAdapter": self._unary_by(inference_pb2.LoadLoraAdapterRequest, service.load_adapter),
+                "UnloadLoraAdapter": self._unary_by(inference_pb2.UnloadLoraAdapterRequest, service.unload_adapter),
             },
         )
 
@@ -219,11 +221,17 @@ class GrpcServer:
         self, kind: type[_M], method: Callable[[_M], Awaitable[Message]]
     ) -> "grpc.RpcMethodHandler[Any, Message]":
         """Makes the handler of an RPC with one request of this kind and one response."""
+        return self._unary_by(kind, lambda request, _caller: method(request))
+
+    def _unary_by(
+        self, kind: type[_M], method: Callable[[_M, Caller], Awaitable[Message]]
+    ) -> "grpc.RpcMethodHandler[Any, Message]":
+        """Makes one likewise whose response depends on the caller."""
 
         async def respond(_messages: object, context: _Context) -> Message:
             try:
-                with tandem_errors_only(), self._call(context):
-                    return await method(await self._read(kind, context))
+                with tandem_errors_only(), self._call(context) as caller:
+                    return await method(await self._read(kind, context), caller)
             except TandemError as error:
                 await _abort(context, error, inference_pb2.Timeline(), self._audit, self._key_name(context))
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from traceback import extract_tb
 from typing import Final
@@ -17,6 +18,8 @@ from ...proto import inference_pb2, limits
 from ...proto.errors import InternalError, NotFound, TandemError
 from ...proto.metrics import Metrics
 from ...proto.parameters import ROWS, check_count, check_token_ids, check_value
+from ..adapters import AdapterAdmin, AdapterRegistry
+from ..auth.authenticator import Caller
 from ..deadline import before, deadline_passed
 from ..frontend.prepare import PreparedRequest, RequestContext, ServedModel, check_prompt, encode_prompt, prepare
 from ..frontend.resume import ResumeKey
@@ -29,6 +32,7 @@ from ..telemetry.trace import CURRENT_REQUEST
 _log = logging.getLogger(__name__)
 
 _THREAD_FROM_TOKENS: Final = 4_096
+_MAX_LISTED: Final = 16  # names in an error
 
 _CHARACTERS_PER_TOKEN: Final = 4
 _TYPICAL_TOKENS: Final = 256
@@ -58,16 +62,30 @@ class GenerationService:
         admission: Admission | None = None,
         resume_key: bytes | None = None,
         telemetry: RequestTelemetry | None = None,
+        adapters: AdapterAdmin | None = None,
     ) -> None:
         """`models`: at least one; all are names of what `source` generates with. `admission`, the dispatcher's, refuses
         requests before tokenization that it would refuse after it. `resume_key`: 32 secret bytes; services with the
-        same go on with each other's requests. None: a random one. `telemetry` follows each request that runs."""
+        same go on with each other's requests. None: a random one. `telemetry` follows each request that runs.
+        `adapters`: of the first of the models, each served under a name of its own."""
         self._models = {model.name: model for model in models}
-        self.models = tuple(self._models.values())
+        self._adapters = adapters or AdapterAdmin(AdapterRegistry())
         self._source = source
         self._admission = admission
         self._resume_key = ResumeKey(resume_key or secrets.token_bytes(32))
         self.telemetry = telemetry or RequestTelemetry()
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All that requests can ask for, the model itself first."""
+        base, *_ = own = list(self._models.values())
+        adapted = (replace(base, name=each.name, adapter=each) for each in self._adapters.registry.adapters)
+        return own + [model for model in adapted if model.name not in self._models]
+
+    @property
+    def base_name(self) -> str:
+        """The name of the model that adapters are added to."""
+        return next(iter(self._models))
 
     @property
     def metrics(self) -> Metrics:
@@ -135,17 +153,41 @@ class GenerationService:
 
     async def list_models(self, _request: inference_pb2.ListModelsRequest) -> inference_pb2.ListModelsResponse:
         """Returns the names of all models and their context lengths."""
-        models = [inference_pb2.Model(id=m.name, context_tokens=m.context_tokens) for m in self.models]
+        models = [
+            inference_pb2.Model(
+                id=each.name, context_tokens=each.context_tokens, parent=self.base_name if each.adapter else ""
+            )
+            for each in self.models
+        ]
         return inference_pb2.ListModelsResponse(models=models)
+
+    async def load_adapter(
+        self, request: inference_pb2.LoadLoraAdapterRequest, caller: Caller
+    ) -> inference_pb2.LoadLoraAdapterResponse:
+        """Answers with another adapter from now on. Raises PermissionDenied, InvalidArgument, Overloaded or
+        Unavailable."""
+        await self._adapters.load(caller, request.lora_name, request.lora_path, self._models)
+        return inference_pb2.LoadLoraAdapterResponse()
+
+    async def unload_adapter(
+        self, request: inference_pb2.UnloadLoraAdapterRequest, caller: Caller
+    ) -> inference_pb2.UnloadLoraAdapterResponse:
+        """Accepts no more requests for an adapter. Raises PermissionDenied or NotFound."""
+        await self._adapters.unload(caller, request.lora_name)
+        return inference_pb2.UnloadLoraAdapterResponse()
 
     def model(self, name: str) -> ServedModel:
         """Returns the model of this name, the only one for "". Raises InvalidArgument or NotFound."""
         if not name and len(self._models) == 1:
-            return self.models[0]
+            return self._models[self.base_name]
         check_value(ROWS["model"], name, "model")
-        if name not in self._models:
-            raise NotFound(f"model: {name!r} is not served here; served: {', '.join(self._models)}")
-        return self._models[name]
+        if name in self._models:
+            return self._models[name]
+        if adapter := self._adapters.registry.get(name):
+            return replace(self._models[self.base_name], name=name, adapter=adapter)
+        served = [model.name for model in self.models]
+        more = f" and {len(served) - _MAX_LISTED} more" if len(served) > _MAX_LISTED else ""
+        raise NotFound(f"model: {name!r} is not served here; served: {', '.join(served[:_MAX_LISTED])}{more}")
 
 
 def _facts(request: PreparedRequest) -> RequestFacts:

@@ -271,6 +271,16 @@ class Client(_BaseClient[Stream]):
         request = inference_pb2.ListModelsRequest()
         return list(self._call(lambda router: router.inference.ListModels, request, timeout).models)
 
+    def load_lora_adapter(self, name: str, path: str, *, timeout: Seconds = None) -> None:
+        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For operators."""
+        request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
+        self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
+
+    def unload_lora_adapter(self, name: str, *, timeout: Seconds = None) -> None:
+        """Has the service accept no more requests for an adapter. For operators."""
+        request = inference_pb2.UnloadLoraAdapterRequest(lora_name=name)
+        self._call(lambda router: router.inference.UnloadLoraAdapter, request, timeout)
+
     def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""
         routed = self._routed(lambda router: router.health.Check, timeout, len(self._routers.all) - 1)
@@ -326,6 +336,16 @@ class AsyncClient(_BaseClient[AsyncStream]):
         """Returns the models that the service answers for."""
         request = inference_pb2.ListModelsRequest()
         return list((await self._call(lambda router: router.inference.ListModels, request, timeout)).models)
+
+    async def load_lora_adapter(self, name: str, path: str, *, timeout: Seconds = None) -> None:
+        """Has the service answer with a LoRA adapter, too, for requests whose model is `name`. For operators."""
+        request = inference_pb2.LoadLoraAdapterRequest(lora_name=name, lora_path=path)
+        await self._call(lambda router: router.inference.LoadLoraAdapter, request, timeout)
+
+    async def unload_lora_adapter(self, name: str, *, timeout: Seconds = None) -> None:
+        """Has the service accept no more requests for an adapter. For operators."""
+        request = inference_pb2.UnloadLoraAdapterRequest(lora_name=name)
+        await self._call(lambda router: router.inference.UnloadLoraAdapter, request, timeout)
 
     async def health(self, *, timeout: Seconds = None) -> bool:
         """Returns whether the service can be reached and reports that it can answer."""

@@ -8,7 +8,10 @@ from ...proto import inference_pb2, worker_pb2
 from ...proto.errors import InvalidArgument
 from ..request import TokenRequest
 
-_FIELDS: Final = {"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"}
+_FIELDS: Final = {
+    **{"num_choices": "n", "stop_token_ids": "stopping.stop_token_ids", "grammar": "constraint"},
+    "adapter": "model",
+}
 """Fields of a submit by the names of the API. Every other refusal of a worker concerns the length of the prompt."""
 
 
@@ -27,6 +30,7 @@ def make_submit(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         cache_salt=request.cache_salt,
+        adapter=_adapter(request),
         num_choices=part.num_choices,
         first_choice=first_choice,
         beam_search=request.beam_search,
@@ -37,6 +41,12 @@ def make_submit(
         grammar=request.grammar,
         priority=request.priority,
     )
+
+
+def _adapter(request: TokenRequest) -> worker_pb2.Adapter | None:
+    if request.adapter is None:
+        return None
+    return worker_pb2.Adapter(folder=request.adapter.folder, fingerprint=request.adapter.fingerprint)
 
 
 def rest_of(request: TokenRequest, choice: int, emitted: Sequence[int]) -> TokenRequest:

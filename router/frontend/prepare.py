@@ -11,7 +11,7 @@ from ...proto.errors import InvalidArgument
 from ...proto.parameters import check_count, check_token_ids
 from ..auth.authenticator import Caller
 from ..auth.rate import Quota
-from ..request import TokenRequest
+from ..request import LoraAdapter, TokenRequest
 from ..telemetry.trace import TraceContext
 from .chat import check_chat
 from .constraint import GrammarValidator
@@ -43,6 +43,7 @@ class ServedModel:
         default_factory=dict
     )  # by field, where it has its own; of a request's unset ones
     grammars: GrammarValidator = field(default_factory=GrammarValidator)
+    adapter: LoraAdapter | None = None  # that is added to its weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,7 @@ async def prepare(
     prompt, max_tokens = _fit_context(ids, request, model)
     check_answer_size(answer_size(request, len(prompt), max_tokens), request)
     tokens = _token_request(request, model, context, prompt, max_tokens, bad_words, grammar)
+    tokens = replace(tokens, adapter=model.adapter)
     prepared = PreparedRequest(
         request_id=request.request_id or tokens.request_id,
         model=model.name,
@@ -124,7 +126,8 @@ async def prepare(
     )
     if resume_key is None:
         return prepared
-    digest = digest_request(request, prompt, max_tokens, f"{model.name} {context.caller.tenant}")
+    weights = f"{model.name} {model.adapter.fingerprint.hex()}" if model.adapter else model.name
+    digest = digest_request(request, prompt, max_tokens, f"{weights} {context.caller.tenant}")
     return _resumed(prepared, request, resume_key, digest)
 
 

@@ -297,7 +297,7 @@ class WorkerRegistry:
             self._notify()
 
     def _look_up(self, request: TokenRequest) -> tuple[TokenRequest, Prefix, dict[str, int]]:
-        prefix = Prefix(request.prompt, request.cache_salt)
+        prefix = Prefix(request.prompt, request.prefix_salt)
         self._looked_up = request, prefix, self._prefixes.match(prefix)
         return self._looked_up
 

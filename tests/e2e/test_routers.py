@@ -12,9 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.proto.errors import NotFound
+from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.metrics_page import scrape, scrape_until
 from tandem.tests.prometheus import dashboard_expressions, prometheus, vllm_expressions
 from tandem.tests.service import expected_tokens, small_config, status, wait_until_idle
+from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 100
 LONG = 1_200  # tokens of the streams during which a router is killed
@@ -22,7 +25,16 @@ PROMPTS = [[(17 * i + 5 * n) % 400 + 3 for i in range(1 + 60 * n)] for n in rang
 
 
 @pytest.fixture(scope="module")
-def service(address: str, tiny_model: Path) -> Iterator[Any]:
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two adapters."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("configured", "loaded")):
+        make_adapter(root / name, tiny_model, seed=seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def service(address: str, tiny_model: Path, adapters: Path) -> Iterator[Any]:
     """A service whose two routers are configured with the same ports."""
     from tandem.cluster.launch import start_service
 
@@ -32,6 +44,7 @@ def service(address: str, tiny_model: Path) -> Iterator[Any]:
         "router.local_prefill_tokens": 0,
     }
     overrides |= {"router.grpc_port": 42_051, "router.http_port": 42_080}
+    overrides |= {"adapters": {"configured": str(adapters / "configured")}, "lora.folder": str(adapters)}
     with start_service(small_config(tiny_model, "routers", overrides), str(tiny_model), address=address) as running:
         yield running
 
@@ -64,6 +77,34 @@ async def test_both_routers_serve_on_ports_of_their_own(service: Any, tiny_model
     found = await asyncio.gather(*(generate_all(address) for address in service.grpc_addresses))
     assert found == [expected, expected]
     wait_until_idle(service.status_url)
+
+
+async def test_an_adapter_loaded_at_one_router_is_served_by_the_other(
+    service: Any, tiny_model: Path, adapters: Path
+) -> None:
+    from tandem.router.client.client import AsyncClient
+
+    reference = peft_reference(tiny_model, {name: adapters / name for name in ("configured", "loaded")})
+    first, second = (AsyncClient(address) for address in service.grpc_addresses)
+
+    async def served(client: AsyncClient) -> list[str]:
+        return [each.id for each in await client.list_models() if each.parent == service.config.served_name]
+
+    async with first, second, asyncio.timeout(60):
+        await first.load_lora_adapter("loaded", "loaded")
+        while await served(second) != ["configured", "loaded"]:
+            await asyncio.sleep(0.01)
+        for name in ("configured", "loaded"):
+            reference.set_adapter(name)
+            expected = reference_greedy(reference, PROMPTS[3], 20)
+            for client in (first, second):
+                made = await client.generate(PROMPTS[3], model=name, temperature=0, max_tokens=20, ignore_eos=True)
+                assert list(made.token_ids) == expected
+        await second.unload_lora_adapter("loaded")
+        while await served(first) != ["configured"]:
+            await asyncio.sleep(0.01)
+        with pytest.raises(NotFound):
+            await first.generate(PROMPTS[3], model="loaded")
 
 
 async def test_the_figures_of_both_routers_add_up(service: Any) -> None:

@@ -404,7 +404,7 @@ async def test_a_cancel_while_the_grammar_is_read_ends_the_request() -> None:
 async def test_a_grammar_that_is_never_compiled_is_given_up_and_the_worker_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.workers.request_manager._COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr("tandem.workers.request_manager._PREPARE_SECONDS", 0.2)
     go_on = threading.Event()
     async with worker_of(replace(fake_rank(), load_grammar=lambda grammar: go_on.wait(30))) as (_, session):
         try:

@@ -24,6 +24,7 @@ from tandem.workers.worker import Worker
 PROMPT = range(20)
 SECONDS = 20.0
 KEY = frames.TransferKey(transfer_id=b"t" * 16, epoch=3)
+ADAPTER = worker_pb2.Adapter(folder="/adapters", fingerprint=bytes(16))
 SAMPLED = inference_pb2.SamplingParams(temperature=0.5, top_p=0.9, top_k=3, seed=7, repetition_penalty=1.1)
 STREAMS: dict[str, list[bytes]] = {
     "/tandem.v1.Worker/Session": [
@@ -32,6 +33,7 @@ STREAMS: dict[str, list[bytes]] = {
         worker_pb2.SessionRequest(
             submit=submit(task=worker_pb2.TASK_DECODE, kv={"epoch": 1, "num_tokens": 20, "endpoints": ["127.0.0.1:1"]})
         ).SerializeToString(),
+        worker_pb2.SessionRequest(submit=submit(adapter=ADAPTER)).SerializeToString(),
         worker_pb2.SessionRequest(cancel={"request_id": "a", "attempt": 1}).SerializeToString(),
         worker_pb2.SessionRequest(suspend={"request_id": "a", "attempt": 1}).SerializeToString(),
     ],
@@ -43,6 +45,7 @@ STREAMS: dict[str, list[bytes]] = {
 }
 UNARY = {
     "/tandem.v1.Worker/GetStatus": worker_pb2.GetStatusRequest().SerializeToString(),
+    "/tandem.v1.Worker/LoadAdapter": worker_pb2.LoadAdapterRequest(adapter=ADAPTER).SerializeToString(),
     "/tandem.v1.Worker/Drain": worker_pb2.DrainRequest(timeout_seconds=0.01).SerializeToString(),
 }
 DOCUMENTED = {grpc.StatusCode.OK, grpc.StatusCode.ABORTED, grpc.StatusCode.INVALID_ARGUMENT}

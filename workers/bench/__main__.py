@@ -76,6 +76,7 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
         chunk=options.chunk,
         exact=options.profile,
         batch_invariant=options.batch_invariant,
+        lora_rank=options.lora_rank,
     )
 
     def decode(batch: int, context: int) -> DecodeFigure:

@@ -47,6 +47,7 @@ class EngineBenchOptions:
     steps: int
     threads: int | None
     batch_invariant: bool
+    lora_rank: int | None
     model_impl: str
     profile: bool
     transformers: bool
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_number(20, 10_000), default=24, help="measured for each batch, after the warm-up")
     add("--threads", type=_number(1, 1024), help="of torch on the CPU; its own choice if not given")
     add("--batch-invariant", action="store_true", help="on a GPU the kernels of `numerics: exact`")
+    add("--lora-rank", type=_number(1, 1024), metavar="R", help="all rows use a LoRA adapter of all linear layers")
     add(
         "--model-impl", choices=("auto", "tandem", "transformers"), default="auto", help="whose code computes the model"
     )

@@ -16,6 +16,7 @@ from ..engine.events import Event, NewTokens
 from ..engine.plan import Executor, FirstTokens, OnLayers, Samples, SamplingParams, StepPlan
 from ..engine.sequence import SequenceSpec, Task
 from ..kv_cache.layout import KvLayout
+from ..model.adapter import AdapterTable, random_adapter
 from ..model.config import ModelConfig
 from ..model.device import DTYPES
 from ..model.kv_store import PagedKv
@@ -58,9 +59,10 @@ class BenchRunner(Executor):
         chunk: int,
         exact: bool,
         batch_invariant: bool = False,
+        lora_rank: int | None = None,
     ) -> None:
         """`chunk` bounds the tokens of a prefill step. `exact` waits for a GPU at every mark: the parts are true then,
-        but the steps slower, and they do not overlap."""
+        but the steps slower, and they do not overlap. `lora_rank`: of an adapter that all sequences use."""
         self._chunk, self._exact, self._device = chunk, exact, device
         self._marks: dict[str, float] = {}
         model = build_model(config, DTYPES[dtype], batch_invariant=batch_invariant)
@@ -74,7 +76,13 @@ class BenchRunner(Executor):
                     part.copy_(first)
                 else:
                     part.normal_(generator=generator)
-        self.runner = ModelRunner(config, model, kv, on_stage=self._mark, batch_invariant=batch_invariant)
+        adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant)
+        self._adapter = 0 if lora_rank is None else 1
+        if lora_rank is not None:
+            adapters.load(self._adapter, random_adapter(config, lora_rank))
+        self.runner = ModelRunner(
+            config, model, kv, on_stage=self._mark, batch_invariant=batch_invariant, adapters=adapters
+        )
         self.runner.warmup()
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks
@@ -105,7 +113,7 @@ class BenchRunner(Executor):
         engine = self._engine(batch)
         self._sampled = []
         for index in range(batch):
-            engine.submit(_spec(index, Task.DECODE, self.prompt(context, index), WARMUP_STEPS + steps + 2))
+            engine.submit(self._spec(index, Task.DECODE, self.prompt(context, index), WARMUP_STEPS + steps + 2))
         engine.step()  # admits them, as after a KV transfer
         for index in range(batch):
             engine.commit_import(index, FirstTokens(tokens=(index % self._vocab_size,)))
@@ -132,7 +140,7 @@ class BenchRunner(Executor):
 
     def _prefill(self, num_tokens: int, seed: int) -> int:
         engine = self._engine(1)
-        engine.submit(_spec(0, Task.WHOLE, self.prompt(num_tokens, seed), 1))
+        engine.submit(self._spec(0, Task.WHOLE, self.prompt(num_tokens, seed), 1))
         events: list[Event] = []
         while engine.has_work:
             events += engine.step()
@@ -155,6 +163,12 @@ class BenchRunner(Executor):
         times = [begin, *(marks[name] for name in PARTS[1:]), end]
         return {name: after - before for name, (before, after) in zip(PARTS, pairwise(times), strict=True)}
 
+    def _spec(self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
+        greedy = SamplingParams(temperature=0.0)
+        return SequenceSpec(
+            id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=greedy, adapter=self._adapter
+        )
+
     def _mark(self, name: str) -> None:
         if self._exact:
             synchronize(self._device)
@@ -164,8 +178,3 @@ class BenchRunner(Executor):
 def blocks_for(batch: int, context: int, steps: int) -> int:
     """Returns the KV blocks that `BenchRunner.decode` takes."""
     return batch * -(-(context + WARMUP_STEPS + steps + 2) // BLOCK_SIZE)
-
-
-def _spec(index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
-    greedy = SamplingParams(temperature=0.0)
-    return SequenceSpec(id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=greedy)

@@ -86,6 +86,11 @@ class Engine:
         its KV cache or is unknown."""
         return self.requests.suspend(sequence_id)
 
+    def unload_adapter(self, number: int) -> None:
+        """Has the executor let go of an adapter, with a later step, once no sequence uses it. The caller submits none
+        with it any more."""
+        self.requests.unloading.add(number)
+
     def commit_import(self, sequence_id: int, first_tokens: FirstTokens) -> None:
         """Starts a DECODE sequence whose KV cache has arrived whole and verified: it runs from the next step on. A
         choice whose first token does not finish it yields the tokens after it; one that it finishes yields that token
@@ -123,7 +128,7 @@ class Engine:
         if found:
             emit(found)
         launched = None
-        if plan.sequences or plan.dropped:
+        if plan.sequences or plan.dropped or plan.unloaded:
             launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched

@@ -53,6 +53,7 @@ class SequenceStep:
     num_samples: int  # tokens sampled to follow token_ids[-1]; the i-th with `sampling.seed` + i
     history: tuple[int, ...] = ()  # with a `sampling` that needs it: all known tokens of the sequence
     num_prompt: int = 0  # prompt tokens in the history
+    adapter: int = 0  # with `sampling`: the number under which the sequence's adapter is loaded; 0 is none
     next_prompt_token: int | None = None  # follows token_ids[-1] in the prompt, if `prompt_logprobs` are requested
 
 
@@ -63,6 +64,7 @@ class StepPlan:
     sequences: tuple[SequenceStep, ...]
     dropped: tuple[int, ...]  # sequence ids to forget before this step
     copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before this step; no target is a source
+    unloaded: tuple[int, ...] = ()  # adapters that no further step names
 
     @property
     def num_tokens(self) -> int:

@@ -25,6 +25,7 @@ class RequestTable:
         self.running: list[Sequence] = []  # in order of admission; forked sequences follow their parent
         self.dropped: list[int] = []  # ids finished since the last plan
         self.committed: list[tuple[Sequence, FirstTokens]] = []  # imports committed since the last plan
+        self.unloading: set[int] = set()  # adapters that leave with the first plan after their last sequence
         self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they will fork into
         self.num_leased = 0
 
@@ -84,6 +85,14 @@ class RequestTable:
         self.pool.claim(sequence.reserved[:count])
         sequence.blocks += sequence.reserved[:count]
         del sequence.reserved[:count]
+
+    def take_unloaded(self) -> tuple[int, ...]:
+        """Returns the adapters to unload that no sequence uses any more."""
+        if not self.unloading:
+            return ()
+        unused = self.unloading - {sequence.spec.adapter for sequence in self.sequences.values()}
+        self.unloading -= unused
+        return tuple(sorted(unused))
 
     def publish(self, sequence: Sequence) -> None:
         """Adds the sequence's newly full and computed blocks to the prefix cache."""

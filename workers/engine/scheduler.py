@@ -82,7 +82,12 @@ class Scheduler:
             budget -= len(steps[-1].token_ids)
             if prompt.spec.continues and not self._is_next_continuing(prompts):
                 break
-        plan = StepPlan(sequences=tuple(steps), dropped=tuple(self._requests.dropped), copies=tuple(copies))
+        plan = StepPlan(
+            sequences=tuple(steps),
+            dropped=tuple(self._requests.dropped),
+            copies=tuple(copies),
+            unloaded=self._requests.take_unloaded(),
+        )
         self._requests.dropped.clear()
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
         return plan, events
@@ -190,6 +195,7 @@ class Scheduler:
             start=start,
             new_blocks=tuple(sequence.blocks[sequence.num_sent_blocks :]),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
+            adapter=0 if sequence.sampling_sent else sequence.spec.adapter,
             num_samples=sequence.num_samples if end >= len(sequence.tokens) else 0,
         )
         if step.sampling is not None and step.sampling.needs_history:

@@ -76,7 +76,8 @@ class SequenceSpec:
     beam: BeamSearch | None = None  # then num_choices is its width
     stop_ids: frozenset[int] = frozenset()
     priority: int = 0
-    salt: bytes = b""
+    salt: bytes = b""  # of its prefixes in the cache; another one for each adapter
+    adapter: int = 0  # the number under which its adapter is loaded; 0 is none
 
     @property
     def max_length(self) -> int:

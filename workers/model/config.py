@@ -4,7 +4,7 @@ Imports no torch and knows nothing of the weights.
 """
 
 import json
-import math
+import sys
 from collections.abc import Callable, ItemsView, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,15 +88,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
-def read_fields(folder: Path) -> "Fields":
-    """Reads config.json. Raises CheckpointError if the folder or the file is missing or not a JSON object, or if the
-    folder has files that are none, or leads out of itself."""
+def read_fields(folder: Path, name: str = "config.json") -> "Fields":
+    """Reads a file of a folder. Raises CheckpointError if the folder or the file is missing or not a JSON object, or if
+    the folder has files that are none, or leads out of itself."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     _check_files(folder)
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"config.json: not found{_instead_of_config(folder)}")
-    return Fields("config.json", read_json(folder / "config.json"))
+    if name == "config.json" and not (folder / name).exists():
+        raise CheckpointError(f"{name}: not found{_instead_of_config(folder)}")
+    return Fields(name, read_json(folder / name))
 
 
 def read_context_tokens(folder: Path) -> int:
@@ -192,7 +192,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         def is_valid(value: Any) -> bool:
-            return type(value) in (int, float) and 0 < value < math.inf
+            return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
         return float(self._value(name, default, is_valid, "a number above 0"))
 
@@ -204,7 +204,9 @@ class Fields:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         def is_valid(value: Any) -> bool:
-            return isinstance(value, list) and all(type(item) in (int, float) and 0 < item < math.inf for item in value)
+            return isinstance(value, list) and all(
+                type(item) in (int, float) and 0 < item <= sys.float_info.max for item in value
+            )
 
         return tuple(map(float, self._value(name, None, is_valid, "a list of numbers above 0")))
 

@@ -22,6 +22,7 @@ from ..engine.plan import (
     StepPlan,
 )
 from . import kernels
+from .adapter import AdapterTable
 from .attention.backend import AttentionBackend, SequenceSpan, StepAttention
 from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
@@ -59,11 +60,13 @@ class ModelRunner(Executor):
         folder: Path | None = None,
         group: Group | None = None,
         batch_invariant: bool = False,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """`model` is loaded and this rank's, `config` the whole model's. `on_stage` is called with "model" and "sample"
         when a step comes to it, for benchmarks. `folder` is the model's, without which there are no grammars."""
         self.config = config
         self.kv = kv
+        self.adapters = adapters or AdapterTable()
         self._model = model
         self._on_stage = on_stage or (lambda stage: None)
         self._device = kv.device
@@ -121,7 +124,16 @@ class ModelRunner(Executor):
             tp=tp.size,
             rank=tp.rank,
         )
-        return cls(config, model, kv, folder=checkpoint.folder, group=group, batch_invariant=batch_invariant)
+        adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=target, batch_invariant=batch_invariant)
+        return cls(
+            config,
+            model,
+            kv,
+            folder=checkpoint.folder,
+            group=group,
+            batch_invariant=batch_invariant,
+            adapters=adapters,
+        )
 
     @property
     def launches_ahead(self) -> bool:
@@ -143,13 +155,18 @@ class ModelRunner(Executor):
         """See `Executor.launch`. Raises KeyError if a sequence's first step carries no sampling parameters."""
         for sequence_id in plan.dropped:
             self._release(sequence_id)
+        for adapter in plan.unloaded:
+            self.adapters.unload(adapter)
         if plan.copies:
             self.kv.copy(plan.copies)
         for step in plan.sequences:
             self._admit(step)
         sampled = [step for step in plan.sequences if step.num_samples]
         on_layers = None if self.launches_ahead else on_layers
-        logits, prompts, chunks = self._logits(plan, on_layers) if plan.sequences else (None, None, None)
+        logits = prompts = chunks = None
+        if plan.sequences:
+            with self.adapters.applied(plan) as is_adapted:
+                logits, prompts, chunks = self._logits(plan, on_layers, is_adapted)
         if logits is None or not sampled:
             # No token, but the result waits for the step's end all the same.
             return _collect(plan, self._last_tokens[:0], chunks, None, prompts, {})
@@ -200,6 +217,7 @@ class ModelRunner(Executor):
         self._tables.pop(sequence_id, None)
         self._num_top.pop(sequence_id, None)
         self._sampler.release(sequence_id)
+        self.adapters.release(sequence_id)
 
     def _admit(self, step: SequenceStep) -> None:
         if step.sampling is not None:
@@ -208,6 +226,7 @@ class ModelRunner(Executor):
             if step.sampling.prompt_logprobs is not None:
                 self._num_top[step.sequence_id] = step.sampling.prompt_logprobs
             self._sampler.admit(step, step.sampling)
+            self.adapters.admit(step.sequence_id, step.adapter)
         blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
         # A mask hides any number but no NaN or infinity that the block's last sequence left, so where attention
@@ -218,17 +237,17 @@ class ModelRunner(Executor):
             self.kv.clear_after(blocks[last], first_in_last)
 
     def _logits(
-        self, plan: StepPlan, on_layers: OnLayers | None
+        self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool
     ) -> tuple[torch.Tensor, LogprobsTensors | None, torch.Tensor | None]:
         """Returns logits [num_sampled, vocab_size], the log probabilities that are wanted of prompts, and the sums of
-        `_sum_chunks`."""
+        `_sum_chunks`. A step that `is_adapted` is neither a recorded nor a captured one."""
         spans = [
             SequenceSpan(blocks=self._tables[step.sequence_id], start=step.start, num_tokens=len(step.token_ids))
             for step in plan.sequences
         ]
         token_ids = self._token_ids(plan)
         num_sampled = sum(step.num_samples > 0 for step in plan.sequences)
-        only_decodes = len(spans) == len(token_ids) == num_sampled
+        only_decodes = len(spans) == len(token_ids) == num_sampled and not is_adapted
         if self._graphs and only_decodes:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
@@ -245,7 +264,7 @@ class ModelRunner(Executor):
             logits = self._decodes(token_ids, positions_device, spans)
             if logits is not None:
                 return logits, None, None
-        hidden = self._hidden(token_ids, positions_device, spans, on_layers)
+        hidden = self._hidden(token_ids, positions_device, spans, on_layers, is_adapted)
         rows = None if num_sampled == len(token_ids) else rows_device
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
@@ -259,9 +278,10 @@ class ModelRunner(Executor):
         positions: torch.Tensor,  # the same
         spans: Sequence[SequenceSpan],
         on_layers: OnLayers | None,
+        is_adapted: bool,
     ) -> torch.Tensor:
         """Returns the hidden states after the last layer, [num_tokens, hidden]."""
-        if self._tokens:
+        if self._tokens and not is_adapted:
             self._on_stage("model")
             hidden = self._tokens(token_ids, positions, spans, on_layers)
             if hidden is not None:

@@ -20,6 +20,7 @@ from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
 from ..threads import available_cores, let_others_first
 from ..transfer.connector import TransferContext
+from .adapters import LoadOnRank, adapter_loader
 from .process_group import TpGroup
 
 
@@ -46,6 +47,9 @@ class RankConfig:
     collective_seconds: float = 30.0  # timeout of a group's collectives
     silence_seconds: float = 5.0  # timeout of the heartbeats between a group's ranks
     start_seconds: float = 300.0  # timeout of a group's ranks for each other to load
+    adapter_folders: tuple[str, ...] = ()  # adapters are loaded from these and from folders below them
+    max_loras: int = 8  # adapters that are loaded at once
+    max_lora_rank: int = 64
 
     def transfer_context(self, kv: KvStore, metrics: Metrics = NULL_METRICS) -> TransferContext:
         """Returns what transfers of this rank's KV cache use."""
@@ -68,6 +72,7 @@ class Rank:
     # ValueError, whose text may be shown to a user.
     load_grammar: Callable[[str], object] | None = None
     num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
+    load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"
 
     def engine_config(self, budgets: Budgets) -> EngineConfig:
         """Returns the configuration of the engine that runs on this rank."""
@@ -114,6 +119,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         eos_ids=frozenset(model.eos_token_ids),
         load_grammar=runner.load_grammar,
         num_graph_replays=runner.num_graph_replays,
+        load_adapter=adapter_loader(runner, config.adapter_folders, config.max_lora_rank),
     )
 
 

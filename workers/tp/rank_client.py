@@ -70,7 +70,8 @@ class RankClient:
 
     def ask(self, sequence_id: int, **command: Any) -> "asyncio.Future[Any]":
         """Queues `fetch_kv=`, whose answer is a KvReceived or raises TransferError if the rank's part could not be
-        fetched, or `stop_kv=`, whose answer comes when the rank neither reads nor writes the sequence's blocks."""
+        fetched, or `stop_kv=`, whose answer comes when the rank neither reads nor writes the sequence's blocks, or
+        `load_adapter=` with the adapter's number instead of the sequence's, whose answer is that of `LoadOnRank`."""
         self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
         (kind,) = command
         answer = self._answers[kind, sequence_id] = asyncio.get_running_loop().create_future()
@@ -121,6 +122,8 @@ class RankClient:
                 self._answer("fetch_kv", event, event.kv_received)
             case "fetch_failed":
                 self._answer("fetch_kv", event, error=TransferError("KV transfer failed"))
+            case "adapter_error":
+                self._answer("load_adapter", event, event.adapter_error)
             case "stopped":
                 self._answers.pop(("fetch_kv", event.sequence_id), None)
                 self._answer("stop_kv", event)

@@ -18,11 +18,12 @@ from ...proto.channel import PeerServer
 from ..engine.plan import FirstTokens
 from ..malloc import keep_freed_memory
 from ..model.device import enter_device
-from ..threads import in_thread
+from ..threads import in_thread, settle
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.frames import TransferError
 from ..transfer.receiver import FetchResult
 from ..transfer.sender import KvSender
+from .adapters import LoadOnRank
 from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
@@ -43,6 +44,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._events: asyncio.Queue[worker_pb2.RankControlResponse] = asyncio.Queue()
         self._is_led = False
         self._kv: KvGroup | None = None
+        self._load_adapter: LoadOnRank | None = None
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server = PeerServer(config.identity)
         self._kv_server = PeerServer(config.identity)
@@ -139,6 +141,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         kv_endpoint.serve_on(self._kv_server)
         address = self._kv_server.bind(self._config.host, 0)
         await self._kv_server.start()
+        self._load_adapter = rank.load_adapter
         self._kv = KvGroup(kv_endpoint)
         self._events.put_nowait(worker_pb2.RankControlResponse(ready=address))
         await in_thread(partial(self._execute_plans, group, rank), "tandem-engine")
@@ -177,9 +180,21 @@ class RankServer(worker_pb2_grpc.RankServicer):
                 fetch.add_done_callback(partial(self._fetched, sequence_id))
             case "kv_target":
                 kv.set_target(sequence_id, tuple(command.kv_target.blocks), command.kv_target.num_cached)
+            case "load_adapter" if self._load_adapter:
+                load = in_thread(partial(self._load_adapter, sequence_id, command.load_adapter), "tandem-adapter")
+                load.add_done_callback(partial(self._adapter_loaded, sequence_id))
             case "stop_kv":
                 stopped = worker_pb2.RankControlResponse(sequence_id=sequence_id, stopped=True)
                 kv.stop(sequence_id, lambda: self._events.put_nowait(stopped))
+
+    def _adapter_loaded(self, number: int, load: "asyncio.Future[str]") -> None:
+        if load.cancelled():
+            return
+        if error := load.exception():
+            settle(self._failure, None, error)
+        else:
+            event = worker_pb2.RankControlResponse(sequence_id=number, adapter_error=load.result())
+            self._events.put_nowait(event)
 
     def _fetched(self, sequence_id: int, task: "asyncio.Task[FetchResult]") -> None:
         """Reports a fetch to rank 0, unless rank 0 has stopped it."""

@@ -299,6 +299,21 @@ class DetokenizeBody(OpenModel):
     tokens: Annotated[list[UInt32], Field(max_length=limits.MAX_TOKENS), FailFast()]
 
 
+class LoadLoraAdapterBody(OpenModel):
+    """Declares the body of POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: Only[Literal[False]] = None
+
+
+class UnloadLoraAdapterBody(OpenModel):
+    """Declares the body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: Ignored[int] = None
+
+
 def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M]:
     """Returns the model `name`, `kind` with a field for each request parameter that the endpoint takes."""
     fields = {field: _field(row) for row in PARAMETERS for field in row.body_names(chat=chat)}

@@ -8,7 +8,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ....proto.limits import MAX_REQUEST_ID_CHARACTERS
-from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadLoraAdapterBody,
+    TokenizeBody,
+    UnloadLoraAdapterBody,
+)
 
 REQUEST_ID: Final = "x-request-id"
 REQUEST_TIMEOUT: Final = "x-request-timeout"
@@ -17,7 +24,9 @@ LAST_EVENT_ID: Final = "last-event-id"
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
 _REF = "#/components/schemas/{model}"
-_BODIES: Final = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_BODIES: Final = (
+    CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, LoadLoraAdapterBody, UnloadLoraAdapterBody
+)  # fmt: skip
 
 
 def _object(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -36,6 +45,7 @@ _MODEL: Final = _object(
     owned_by=_STRING,
     root=_STRING,
     max_model_len=_INTEGER,
+    parent={"anyOf": [_STRING, _NULL]},
     default_sampling_params={"type": "object", "additionalProperties": {"type": "number"}},
 )
 _SCHEMAS: Final = {
@@ -62,7 +72,7 @@ def responses(schema: str = "", *errors: int) -> dict[int | str, dict[str, Any]]
 _ERRORS: Final = {
     400: "A field is wrong; `param` names it.",
     401: "The service needs an API key, and this one is not valid.",
-    403: "The host or the origin of the request may not use the service.",
+    403: "The host or the origin of the request may not use the service, or the key may not do this.",
     404: "No such model.",
     413: "The body is too large.",
     429: "Queue or cache is full, or the key's limits are reached; see Retry-After.",
@@ -79,6 +89,11 @@ def _content(schema: str) -> dict[str, Any]:
 def request_body(kind: type[BaseModel]) -> dict[str, Any]:
     """Returns the description of a JSON body of this kind."""
     return {"requestBody": {"required": True, **_content(kind.__name__)}}
+
+
+def command(kind: type[BaseModel]) -> dict[str, Any]:
+    """Returns the description of a path that does something and says so in a line."""
+    return request_body(kind) | {"responses": {"200": {"description": "OK", "content": {"text/plain": {}}}}}
 
 
 def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....proto import inference_pb2
@@ -36,9 +36,25 @@ from ..console.feed import ConsoleFeed
 from ..console.routes import console_endpoints
 from ..listener import HttpListener
 from ..service import GenerationService, tandem_errors_only
-from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadLoraAdapterBody,
+    TokenizeBody,
+    UnloadLoraAdapterBody,
+)
 from .gate import KeyGate
-from .openapi import MAX_TIMEOUT_SECONDS, REQUEST_ID, REQUEST_TIMEOUT, document, generation, request_body, responses
+from .openapi import (
+    MAX_TIMEOUT_SECONDS,
+    REQUEST_ID,
+    REQUEST_TIMEOUT,
+    command,
+    document,
+    generation,
+    request_body,
+    responses,
+)
 from .parsing import parse
 from .refused_body import RefusedBody
 from .requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
@@ -126,6 +142,9 @@ class HttpServer:
         add("/v1/chat/completions", self._chat, responses("", *generates), chat)
         add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
         add("/detokenize", self._detokenize, responses("DetokenizeResponse", *reads), detokenize)
+        load, unload = command(LoadLoraAdapterBody), command(UnloadLoraAdapterBody)
+        add("/v1/load_lora_adapter", self._load_adapter, responses("", 400, 401, 413, 429, 503, 504), load)
+        add("/v1/unload_lora_adapter", self._unload_adapter, responses("", 400, 401, 404, 413, 429, 504), unload)
         for path, answer in console_endpoints(self._console).items():
             app.add_route(path, answer, include_in_schema=False)
         app.add_exception_handler(HTTPException, _not_found)
@@ -153,9 +172,10 @@ class HttpServer:
         return error_response(NotFound("no model of this name is served here"))
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
-        names: dict[str, Any] = {"id": model.name, "object": "model", "owned_by": "tandem", "root": model.name}
+        base = self._service.base_name if model.adapter else None
+        names: dict[str, Any] = {"id": model.name, "object": "model", "owned_by": "tandem", "root": base or model.name}
         defaults = {ROWS[field].client_name: value for field, value in model.defaults.items()}
-        names |= {"created": self._started_at, "max_model_len": model.context_tokens}
+        names |= {"created": self._started_at, "max_model_len": model.context_tokens, "parent": base}
         return names | {"default_sampling_params": defaults}
 
     async def _complete(self, request: Request) -> Response:
@@ -173,6 +193,28 @@ class HttpServer:
     async def _detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
         return await _respond(request, self._text)
+
+    async def _load_adapter(self, request: Request) -> Response:
+        """Answers with a LoRA adapter, too."""
+
+        async def load(body: bytes, _request_id: str, context: RequestContext) -> Response:
+            parsed = parse(LoadLoraAdapterBody, body)
+            message = inference_pb2.LoadLoraAdapterRequest(lora_name=parsed.lora_name, lora_path=parsed.lora_path)
+            await self._service.load_adapter(message, context.caller)
+            return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' added successfully.")
+
+        return await _respond(request, load)
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        """Answers with a LoRA adapter no more."""
+
+        async def unload(body: bytes, _request_id: str, context: RequestContext) -> Response:
+            parsed = parse(UnloadLoraAdapterBody, body)
+            message = inference_pb2.UnloadLoraAdapterRequest(lora_name=parsed.lora_name)
+            await self._service.unload_adapter(message, context.caller)
+            return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")
+
+        return await _respond(request, unload)
 
     async def _generate(
         self, parse_body: Callable[[bytes, str], OpenAIRequest], body: bytes, request_id: str, context: RequestContext

@@ -114,7 +114,7 @@ class GenerationResponse(Response):
         return _interleave([self._service.run(each, inference_pb2.Timeline()) for each in accepted])
 
     def _writer(self, accepted: Sequence[PreparedRequest]) -> ResponseWriter:
-        model = self._request.common.model or self._service.models[0].name
+        model = self._request.common.model or self._service.base_name
         return ResponseWriter(self._request, model, sum(len(each.tokens.prompt) for each in accepted))
 
     async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem import LLM, RequestOutput, SamplingParams
+from tandem import LLM, LoRARequest, RequestOutput, SamplingParams
 from tandem.cluster.local.llm import LocalStream
 from tandem.proto.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from tandem.router.api.servers import ApiServers
@@ -30,9 +30,11 @@ from tandem.router.client.client import AsyncClient
 from tandem.router.client.types import Choice, Options
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.adapters import make_adapter, peft_reference
 from tandem.tests.fleet import is_idle, split_fleet
 from tandem.tests.service import expected_tokens
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.workers.model.helpers import reference_greedy
 
 NUM_TOKENS = 16
 PROMPTS = ["The capital of France is", "A cache holds", "What is the capital of France? " * 20, "dog", "no"]
@@ -381,3 +383,17 @@ def test_the_import_is_light(imported: str) -> None:
     code = f"{imported}; import sys; print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_lora_request_has_the_tokens_of_peft(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    path = make_adapter(tmp_path / "adapter", folder)
+    request = LoRARequest("sql", 1, str(path))
+    ids = [(7 * n) % 400 + 3 for n in range(40)]
+    plain = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, progress=False)[0].outputs[0].token_ids
+    for _ in range(2):
+        (output,) = llm.generate(prompt_token_ids=ids, sampling_params=GREEDY, progress=False, lora_request=request)
+        assert output.outputs[0].token_ids == reference_greedy(peft_reference(folder, {"sql": path}), ids, NUM_TOKENS)
+        assert output.outputs[0].token_ids != plain
+    for wrong in (LoRARequest("gone", 2, str(tmp_path / "gone")), LoRARequest(folder.name, 3, str(path))):
+        with pytest.raises(InvalidArgument, match="lora_request: "):
+            llm.chat([{"role": "user", "content": "hi"}], GREEDY, lora_request=wrong, progress=False)

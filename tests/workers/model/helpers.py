@@ -157,9 +157,10 @@ def load(
     device: str = "cpu",
     batch_invariant: bool = False,
     model_impl: str = "auto",
+    quantization: str | None = None,
 ) -> ModelRunner:
     return ModelRunner.load(
-        open_checkpoint(folder, model_impl),
+        open_checkpoint(folder, model_impl, quantization=quantization),
         dtype=dtype,
         device=device,
         num_blocks=num_blocks,

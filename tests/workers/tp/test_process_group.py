@@ -127,6 +127,7 @@ STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "start": IDS,
     "new_blocks": TOKENS,
     "num_samples": st.integers(0, 3),
+    "adapter": IDS,
     "next_prompt_token": st.none() | IDS,
 }
 KNOWN = st.fixed_dictionaries(STEP_FIELDS | {"sampling": st.none()})
@@ -138,6 +139,7 @@ PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sequences": st.lists((KNOWN | NEW).map(lambda step: SequenceStep(**step)), max_size=5).map(tuple),
     "dropped": st.lists(st.integers(0, 2**63 - 1)).map(tuple),
     "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
+    "unloaded": st.lists(IDS).map(tuple),
 }
 PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
 

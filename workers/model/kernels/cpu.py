@@ -166,6 +166,11 @@ def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat(runs, dim=1).view(-1, gate.shape[1])
 
 
+def apart(y: torch.Tensor) -> torch.Tensor:
+    """Returns the outputs [rows, 2 * outputs] of an alternated weight with those of the gates first."""
+    return y.view(len(y), -1, 2, _PANEL // 2).transpose(1, 2).reshape(y.shape)
+
+
 def linear(
     x: torch.Tensor,  # [rows, inputs] bfloat16
     packed: torch.Tensor,  # from pack_linear

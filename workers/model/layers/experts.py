@@ -1,7 +1,7 @@
 """Experts of which a router picks some for each token (mixture of experts, arXiv 1701.06538)."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from ..module import Module
 from ..quant.base import LinearMethod, LinearPartition
 from ..quant.unquantized import UnquantizedLinearMethod
 from .linear import BuildOptions, ColumnParallelLinear
+from .lora import LoraStep
 
 
 class RoutedExperts(Module, ABC):
@@ -69,6 +70,7 @@ class GatedExpert(Module):
         prefix, size = f"{names.experts}.{number}", config.intermediate_size
         part, down = build.tp.part(size), f"{prefix}.{names.down}"
         outputs = [(f"{prefix}.{name}", size, part) for name in (names.gate, names.up)]
+        build = replace(build, lora=LoraStep())  # adapters do not change experts, whose rows are not the step's
         self.gate_up_proj = ColumnParallelLinear(outputs, hidden, build, gated=True)
         self.down_proj = build.linear_method(down)
         partition = LinearPartition(outputs=((down, hidden, slice(None)),), num_inputs=size, inputs=part)

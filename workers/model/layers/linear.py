@@ -3,7 +3,7 @@
 Column parallel layers split their outputs over the ranks, row parallel layers their inputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,8 +11,9 @@ from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
-from ..quant.base import LinearMethodOf, LinearPartition
+from ..quant.base import LinearMethodOf, LinearPartition, activate_and_mul
 from ..quant.unquantized import UnquantizedLinearMethod
+from .lora import LoraStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class BuildOptions:
     tp: TensorParallel
     linear_method: LinearMethodOf
     batch_invariant: bool = False  # see `UnquantizedLinearMethod`
+    lora: LoraStep = field(default_factory=LoraStep)  # which the layers join
 
 
 Outputs = tuple[str, int, slice]
@@ -44,10 +46,24 @@ class ColumnParallelLinear(Module):
         self.method = build.linear_method(outputs[0][0])
         partition = LinearPartition(outputs=tuple(outputs), num_inputs=num_inputs, has_bias=bias, gated=gated)
         self.method.create_weights(partition, build.dtype)
+        self._lora = build.lora.add_layer(partition)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [num_tokens, num_inputs] to [num_tokens, outputs kept]."""
-        return self.method.apply(x)
+        return self._lora.add(self.method.apply(x), x)
+
+    def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Maps x likewise to activation(gate) * up, [num_tokens, outputs kept / 2].
+
+        Rows that no adapter changes are computed as in steps without adapters, to the last bit."""
+        changed = self._lora.changed_rows()
+        if changed is None:
+            return self.method.apply_gated(x, activation)
+        adapted = activate_and_mul(self._lora.add(self.method.apply(x), x), activation)
+        if len(changed) == len(x):
+            return adapted
+        y = self.method.apply_gated(x, activation)
+        return y.index_copy_(0, changed, adapted.index_select(0, changed))
 
 
 def qkv_outputs(
@@ -112,11 +128,12 @@ class RowParallelLinear(Module):
         has_bias = bias and build.tp.rank == 0
         partition = LinearPartition(outputs=outputs, num_inputs=num_inputs, inputs=inputs, has_bias=has_bias)
         self.method.create_weights(partition, build.dtype)
+        self._lora = build.lora.add_layer(partition)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which may be
         overwritten."""
-        return self._tp.all_reduce(self.method.apply(x, residual if self._tp.rank == 0 else None))
+        return self._tp.all_reduce(self._lora.add(self.method.apply(x, residual if self._tp.rank == 0 else None), x))
 
 
 class VocabParallelEmbedding(Module):

@@ -10,6 +10,7 @@ from ...engine.plan import OnLayers
 from ..attention.backend import StepAttention
 from ..config import Fields, ModelConfig
 from ..layers.linear import BuildOptions
+from ..layers.lora import LoraStep
 from ..layers.rotary import CosSin
 from ..module import Module
 
@@ -19,6 +20,8 @@ class CausalLM(Module, ABC):
 
     can_capture: ClassVar[bool] = True
     """Whether what it launches on a GPU depends on nothing but the number of tokens."""
+    lora: LoraStep | None = None
+    """The layers that adapters may change; None if it takes no adapters."""
 
     @abstractmethod
     def __call__(

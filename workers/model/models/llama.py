@@ -81,7 +81,7 @@ class LlamaMLP(Module):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Maps x [num_tokens, hidden] to the same shape, added to `residual`."""
-        return self.down_proj(self.gate_up_proj.method.apply_gated(x, self._activation), residual)
+        return self.down_proj(self.gate_up_proj.gated(x, self._activation), residual)
 
 
 class LlamaDecoderLayer(DecoderLayer):
@@ -111,7 +111,7 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildOptions) -> None:
         """Raises ValueError if the heads cannot be split over the ranks."""
-        self._config, self._dtype = config, build.dtype
+        self._config, self._dtype, self.lora = config, build.dtype, build.lora
         # Rounded as transformers does for Gemma.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
         size = (config.vocab_size, config.hidden_size)

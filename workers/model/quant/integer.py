@@ -52,6 +52,8 @@ class IntegerLinearMethod(LinearMethod):
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `LinearMethod.apply`."""
+        if self._fuses_gate:  # which has neither bias nor residual
+            return cpu.apart(cpu.linear_int(x, (self._rounded, self._scales), self._num_outputs))
         if self._uses_kernel:
             return cpu.linear_int(x, (self._rounded, self._scales), self._num_outputs, self._bias, residual)
         y = functional.linear(x, restore_weight(self._rounded, self._scales, self._bits).to(x.dtype), self._bias)

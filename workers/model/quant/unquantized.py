@@ -63,6 +63,8 @@ class UnquantizedLinearMethod(LinearMethod):
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `LinearMethod.apply`."""
+        if self._fuses_gate:  # which has neither bias nor residual
+            return cpu.apart(cpu.linear(x, self._matrix, self._num_outputs))
         if self._uses_kernel:
             return cpu.linear(x, self._matrix, self._num_outputs, self._bias, residual)
         if self._invariant_linear:

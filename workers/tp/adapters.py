@@ -1,0 +1,115 @@
+"""Loads LoRA adapters on all ranks of a worker when requests need them, and keeps those that were used last."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Full
+
+import torch
+
+from ...proto import worker_pb2
+from ...proto.errors import InvalidArgument
+from ..model.adapter_folder import read_adapter
+from ..model.config import CheckpointError
+from ..model.runner import ModelRunner
+from ..threads import in_thread
+from .rank_client import RankClient
+
+LoadOnRank = Callable[[int, worker_pb2.Adapter], str]
+"""Loads an adapter on one rank, under a number; returns why it cannot be used, naming file and field, or nothing. From
+any thread."""
+
+
+def adapter_loader(runner: ModelRunner, folders: Collection[str], max_rank: int) -> LoadOnRank:
+    """Returns what loads adapters from the `folders` and from those below them."""
+    roots = [Path(folder).resolve() for folder in folders]
+
+    def load(number: int, adapter: worker_pb2.Adapter) -> str:
+        try:
+            folder = Path(adapter.folder).resolve()
+            if not any(folder.is_relative_to(root) for root in roots):
+                return "folder: is not below a configured one"
+            read = read_adapter(folder, max_rank)
+            if read.fingerprint != adapter.fingerprint:
+                return "folder: its files have changed since the adapter was loaded"
+            runner.adapters.load(number, read)
+        except CheckpointError as error:
+            return str(error)
+        except (OSError, ValueError):  # a zero byte, a loop of links
+            return "folder: cannot be read"
+        except (MemoryError, torch.OutOfMemoryError):
+            return "folder: the adapter does not fit into memory"
+        return ""
+
+    return load
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    number: int
+    loading: "asyncio.Task[str]"
+
+
+class AdapterCache:
+    """Holds the adapters of a worker, at most `max_loras`. Lives in its event loop."""
+
+    def __init__(
+        self,
+        load: LoadOnRank,
+        clients: Sequence[RankClient] = (),
+        *,
+        max_loras: int,
+        unload: Callable[[int], None],
+    ) -> None:
+        """`clients` are the other ranks. `unload` has all ranks let go of an adapter once no sequence uses it."""
+        self._load_here = load
+        self._clients = clients
+        self._max_loras = max_loras
+        self._unload = unload
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by fingerprint, next to evict first
+        self._last_number = 0
+
+    @property
+    def loaded(self) -> list[bytes]:
+        """The fingerprints of the adapters that are loaded, the one used last at the end."""
+        return [key for key, entry in self._entries.items() if entry.loading.done()]
+
+    async def load(self, adapter: worker_pb2.Adapter, in_use: Collection[bytes]) -> int:
+        """Returns the number of an adapter, which is then loaded on all ranks. For a place it unloads none of those
+        `in_use`, which has the fingerprints of the adapters that requests use or wait for.
+
+        Raises InvalidArgument if it cannot be used, queue.Full if others are in use on all places."""
+        key = adapter.fingerprint
+        if key not in self._entries:
+            self._make_place(in_use)
+            self._last_number += 1
+            number = self._last_number
+            self._entries[key] = _Entry(number, asyncio.create_task(self._load(number, adapter)))
+        self._entries.move_to_end(key)
+        entry = self._entries[key]
+        if reason := await asyncio.shield(entry.loading):
+            if self._entries.get(key) is entry:
+                del self._entries[key]
+                self._unload(entry.number)  # some ranks may have it
+            raise InvalidArgument(reason, "adapter")
+        return entry.number
+
+    def _make_place(self, in_use: Collection[bytes]) -> None:
+        if len(self._entries) < self._max_loras:
+            return
+        for key, entry in self._entries.items():
+            if key not in in_use and entry.loading.done():
+                del self._entries[key]
+                self._unload(entry.number)
+                return
+        raise Full(f"{self._max_loras} adapters are in use (max_loras)")
+
+    async def _load(self, number: int, adapter: worker_pb2.Adapter) -> str:
+        """Loads on all ranks; returns the first reason why one of them cannot."""
+        others = [client.ask(number, load_adapter=adapter) for client in self._clients]
+        here = in_thread(partial(self._load_here, number, adapter), "tandem-adapter")
+        reasons: list[str] = await asyncio.gather(here, *others)
+        return next(filter(None, reasons), "")
