@@ -79,6 +79,10 @@ ARROWS: dict[str, set[str]] = {
         *("router.api", "router.api.console", "router.auth", "router.frontend", "router.output", "router.request"),
         "router.telemetry",
     },
+    **{
+        f"router.api.{name}": {"router.api", "router.api.openai", "router.frontend", "router.output"}
+        for name in ("anthropic", "openai_responses")
+    },
     "router": {"router.frontend", "router.request", "router.deadline"},
     "router.adapters": {"router.auth", "router.request"},
     "": {"proto", "router.client", "cluster.local"},
@@ -100,7 +104,14 @@ ARROWS: dict[str, set[str]] = {
     "cluster.eval": {"router.client", "cluster.text_files"},
     "cluster.bench": {"router.client", "cluster.tables", "cluster.text_files"},
 }
-ARROWS["router.api.servers"] = {"router.api", "router.api.console", "router.api.openai", "router.auth"}
+ARROWS["router.api.http_server"] = {
+    *("router.api", "router.auth", "router.frontend"),
+    *(f"router.api.{name}" for name in ("anthropic", "console", "openai", "openai_responses")),
+}
+ARROWS["router.api.servers"] = {
+    *("router.api", "router.auth"),
+    *(f"router.api.{name}" for name in ("console", "http_server", "openai")),
+}
 MODEL = {name for name in ARROWS if name.startswith("workers.model.")}
 ARROWS["workers.model"] = {"workers.engine", "workers.kv_cache", *MODEL}
 ARROWS["workers.tp"] = {

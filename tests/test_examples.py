@@ -142,5 +142,7 @@ _EXPECTED = {  # a text of the example, what it prints
     "error.field": ["sampling.temperature | sampling.temperature: must be from 0 to 2", "True"],
     "BadRequestError": ["400 temperature"],
     "response_format": ["36", "It is sunny in Rome."],
+    "from anthropic": ["It is sunny in Rome."],
+    "client.responses": ["It is sunny in Rome."],
     "client.detokenize": ["The capital of France is", "smollm2-135m-instruct 2048"],
 }

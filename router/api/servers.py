@@ -11,7 +11,7 @@ from .browsers import BrowserRules
 from .connection import ConnectionBounds
 from .console.feed import ConsoleFeed
 from .grpc_server import GrpcServer
-from .openai.server import HttpServer
+from .http_server import HttpServer
 from .service import GenerationService
 
 

@@ -87,6 +87,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops`: none of them empty."""
+        self.found = ""  # the stop string that was complete
         self._stops = sorted(stops, key=len, reverse=True)
         self._fallbacks = [_fallbacks(stop) for stop in self._stops]
         self._matched = [0] * len(stops)  # characters of each stop string that the text so far ends with
@@ -101,7 +102,7 @@ class StopStrings:
         for end in range(known, len(text)):
             for i, stop in enumerate(self._stops):
                 if self._step(i, text[end]):
-                    self._held = ""
+                    self._held, self.found = "", stop
                     return text[: end + 1 - len(stop)], True
         cut = len(text) - max(self._matched)
         self._held = text[cut:]
@@ -162,6 +163,11 @@ class CompletionText:
             if stopped:
                 return "".join(texts), count, True
         return "".join(texts), len(ids), False
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that was found; "" if none was."""
+        return self._stops.found
 
     def finish(self) -> tuple[str, bool]:
         """Ends the completion. Returns the text that was held back, and whether it ended before a stop string."""

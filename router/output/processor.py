@@ -196,6 +196,7 @@ class _ChoiceOutput:
             finish_reason=reason,
             choice=self._number,
             score=delta.score,
+            stop_string=self._text.stop_string,
         )
         if self._parser is not None:
             self._parse_tool_calls(self._parser, response)
@@ -242,16 +243,17 @@ class _ChoiceOutput:
 
 
 def delivered(request: PreparedRequest) -> list[inference_pb2.GenerateResponse]:
-    """Returns what the client has of each choice, in one message; of log probabilities only the tokens' bytes."""
+    """Returns what the client has of each choice, in a message for each token, so that text and calls keep their order;
+    of log probabilities only the tokens' bytes."""
     messages = []
     for number, progress in request.progress.items():
-        message = _ChoiceOutput(request, number).restore(progress)
-        if request.wants_logprobs:
-            texts = map(request.tokenizer.token_bytes, progress.ids)
-            message.logprobs.extend(
-                inference_pb2.TokenLogprobs(token=inference_pb2.Logprob(text=text)) for text in texts
-            )
-        messages.append(message)
+        choice = _ChoiceOutput(request, number)
+        for index, token in enumerate(progress.ids):
+            message = choice.push(TokenDelta(first_index=index, ids=(token,), finish_reason=_UNFINISHED))
+            if request.wants_logprobs:
+                text = inference_pb2.Logprob(text=request.tokenizer.token_bytes(token))
+                message.logprobs.append(inference_pb2.TokenLogprobs(token=text))
+            messages.append(message)
     return messages
 
 
@@ -270,6 +272,7 @@ def join_choices(messages: Sequence[inference_pb2.GenerateResponse]) -> list[inf
             logprobs=[entry for part in parts for entry in part.logprobs],
             tool_calls=[call for part in parts for call in part.tool_calls],
             score=parts[-1].score,
+            stop_string=parts[-1].stop_string,
         )
         for number, parts in sorted(choices.items())
     ]

@@ -14,10 +14,12 @@ from tandem.cluster.config import load_config
 from tandem.proto import inference_pb2
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import check_request
+from tandem.router.api.anthropic.requests import parse_count_tokens, parse_messages
 from tandem.router.api.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import parse_chat, parse_completion
 from tandem.router.api.openai.resume import parse_resume
+from tandem.router.api.openai_responses.requests import parse_responses
 from tandem.router.auth.keys import load_keys
 from tandem.router.frontend.chat import check_chat, json_object
 from tandem.router.frontend.resume import ProgressSigner, ResumeBinding, ResumeKey, check_resume
@@ -98,8 +100,11 @@ def bodies(data: bytes) -> object:
             parse(kind, data)
     with suppress(InvalidArgument):
         list(parse_completion(data, "id").requests())
+    for translate in (parse_chat, parse_messages, parse_responses):
+        with suppress(InvalidArgument):
+            list(translate(data, "id").requests())
     with suppress(InvalidArgument):
-        list(parse_chat(data, "id").requests())
+        parse_count_tokens(data)
     return parse(ChatBody, data)
 
 
@@ -114,6 +119,18 @@ _CONFIG: Final = (
 _CHAT: Final = (
     b'{"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "n": 2, '
     b'"tools": [{"type": "function", "function": {"name": "f"}}]}'
+)
+
+_MESSAGES: Final = (
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "tool_result", '
+    b'"tool_use_id": "a", "content": "x"}]}, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", '
+    b'"name": "f", "input": {"b": 1}}]}], "max_tokens": 3, "system": "s", "tools": [{"name": "f", "input_schema": {}}]}'
+)
+_RESPONSES: Final = (
+    b'{"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}, {"type": "function_call", '
+    b'"call_id": "a", "name": "f", "arguments": "{}"}, '
+    b'{"type": "function_call_output", "call_id": "a", "output": "x"}], '
+    b'"tools": [{"type": "function", "name": "f"}], "text": {"format": {"type": "json_schema", "schema": {}}}}'
 )
 
 TARGETS: Final = {
@@ -144,7 +161,9 @@ TARGETS: Final = {
         ],
     ),
     "HTTP body": Target(
-        read=bodies, raises=(InvalidArgument,), seeds=[_CHAT, b'{"prompt": [[1, 2], "x"], "logprobs": 1}']
+        read=bodies,
+        raises=(InvalidArgument,),
+        seeds=[_CHAT, b'{"prompt": [[1, 2], "x"], "logprobs": 1}', _MESSAGES, _RESPONSES],
     ),
     "JSON of a tool": Target(
         read=lambda data: json_object(data.decode("latin-1")), raises=(), seeds=[b'{"a": [1.5, null]}']

@@ -7,7 +7,7 @@ send it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from ....proto import limits
-from ....proto.parameters import PARAMETERS, RequestParameter
+from ....proto.parameters import PARAMETERS, ROWS, RequestParameter
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=BaseModel)
@@ -317,6 +317,12 @@ class UnloadLoraAdapterBody(OpenModel):
 def with_parameters(kind: type[_M], name: str, *, chat: bool = False) -> type[_M]:
     """Returns the model `name`, `kind` with a field for each request parameter that the endpoint takes."""
     fields = {field: _field(row) for row in PARAMETERS for field in row.body_names(chat=chat)}
+    return create_model(name, __base__=kind, **fields)
+
+
+def with_named_parameters(kind: type[_M], name: str, names: Mapping[str, str]) -> type[_M]:
+    """Returns the model `name`, `kind` with a field for some request parameters; `names`: the parameter of each."""
+    fields: dict[str, Any] = {field: _field(ROWS[row]) for field, row in names.items()}
     return create_model(name, __base__=kind, **fields)
 
 

@@ -1,5 +1,6 @@
 """Makes the OpenAPI document: what each path takes and returns."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -8,14 +9,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ....proto.limits import MAX_REQUEST_ID_CHARACTERS
-from .bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    LoadLoraAdapterBody,
-    TokenizeBody,
-    UnloadLoraAdapterBody,
-)
 
 REQUEST_ID: Final = "x-request-id"
 REQUEST_TIMEOUT: Final = "x-request-timeout"
@@ -24,9 +17,6 @@ LAST_EVENT_ID: Final = "last-event-id"
 MAX_TIMEOUT_SECONDS: Final = 86_400
 
 _REF = "#/components/schemas/{model}"
-_BODIES: Final = (
-    CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, LoadLoraAdapterBody, UnloadLoraAdapterBody
-)  # fmt: skip
 
 
 def _object(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -60,13 +50,16 @@ _SCHEMAS: Final = {
         token_strs={"type": "array", "items": _STRING},
     ),
     "DetokenizeResponse": _object(prompt=_STRING),
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING)),
+    "TokenCount": _object(input_tokens=_INTEGER),
 }
 
 
-def responses(schema: str = "", *errors: int) -> dict[int | str, dict[str, Any]]:
-    """Returns the descriptions of a path's responses: of success, if its `schema` is named, and of error statuses."""
+def responses(schema: str = "", *errors: int, form: str = "Error") -> dict[int | str, dict[str, Any]]:
+    """Returns the descriptions of a path's responses: of success, if its `schema` is named, and of error statuses;
+    `form`: the schema of errors."""
     found: dict[int | str, dict[str, Any]] = {200: {"description": "OK", **_content(schema)}} if schema else {}
-    return found | {status: {"description": _ERRORS[status], **_content("Error")} for status in errors}
+    return found | {status: {"description": _ERRORS[status], **_content(form)} for status in errors}
 
 
 _ERRORS: Final = {
@@ -96,8 +89,9 @@ def command(kind: type[BaseModel]) -> dict[str, Any]:
     return request_body(kind) | {"responses": {"200": {"description": "OK", "content": {"text/plain": {}}}}}
 
 
-def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:
-    """Returns the description of a path that generates: its body, its headers, both forms of its response."""
+def generation(kind: type[BaseModel], made: str, members: Sequence[str] = ("id", "choices", "usage")) -> dict[str, Any]:
+    """Returns the description of a path that generates: its body, its headers, both forms of its response, which whole
+    is an object with these `members`."""
     return request_body(kind) | {
         "parameters": [
             {
@@ -115,9 +109,9 @@ def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:
         ],
         "responses": {
             "200": {
-                "description": f"A {made}; with `stream`, its chunks as server-sent events, then [DONE] or an error.",
+                "description": f"A {made}; with `stream` as server-sent events, of which the last may be an error.",
                 "content": {
-                    "application/json": {"schema": {"type": "object", "required": ["id", "choices", "usage"]}},
+                    "application/json": {"schema": {"type": "object", "required": list(members)}},
                     "text/event-stream": {},
                 },
             }
@@ -125,11 +119,11 @@ def generation(kind: type[BaseModel], made: str) -> dict[str, Any]:
     }
 
 
-def document(app: FastAPI, version: str) -> dict[str, Any]:
-    """Returns the whole document, made once and kept in the app."""
+def document(app: FastAPI, version: str, bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
+    """Returns the whole document, made once and kept in the app. `bodies`: of all requests."""
     if app.openapi_schema is None:
         made = get_openapi(title="Tandem", version=version, description=_DESCRIPTION, routes=app.routes)
-        _, schemas = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_REF)
+        _, schemas = models_json_schema([(kind, "validation") for kind in bodies], ref_template=_REF)
         made["components"] = {"schemas": _SCHEMAS | schemas["$defs"], "securitySchemes": {"key": _KEY}}
         made["security"] = [{"key": []}, {}]  # by configuration
         for path in made["paths"].values():
@@ -140,7 +134,7 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
 
 
 _DESCRIPTION: Final = (
-    "OpenAI's API, with vLLM's additions. Fields that Tandem cannot honour are refused by name. "
-    "Where the service has API keys, each call but /health brings one in `Authorization: Bearer`. Tenants are served "
-    "in turn and share no prefix cache."
+    "OpenAI's API, with vLLM's additions, and Anthropic's Messages API. Fields that Tandem cannot honour are refused "
+    "by name. Where the service has API keys, each call but /health brings one in `Authorization: Bearer` or in "
+    "`x-api-key`. Tenants are served in turn and share no prefix cache."
 )

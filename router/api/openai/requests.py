@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument
-from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of
+from ....proto.parameters import PARAMETERS, ROWS, RequestParameter, parameters_of, set_value
 from ...frontend.chat import must_call
 from ...frontend.open_schemas import close_objects
 from .bodies import (
@@ -20,6 +20,7 @@ from .bodies import (
     CompletionBody,
     MessageBody,
     NamedTool,
+    OpenModel,
     TemplateFields,
     TokenizeBody,
     ToolBody,
@@ -38,19 +39,19 @@ _ATTRIBUTES: Final = {"json": "json_"}  # of StructuredOutputs, where pydantic h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest:
-    """Holds a body and its translation; it may have several prompts."""
+class HttpRequest:
+    """Holds the translation of a body of any API; it may have several prompts."""
 
-    body: Body
     common: inference_pb2.GenerateRequest  # what all prompts have; without prompt and id
     prompts: Sequence[inference_pb2.Prompt]
     request_id: str
     names: Mapping[str, str]  # names in this body of fields of GenerateRequest, where they differ from the usual
-    has_prompt_logprobs: bool  # asked for by themselves, not by echo
+    is_streamed: bool
+    has_prompt_logprobs: bool = False  # asked for by themselves, not by echo
 
     @property
     def is_chat(self) -> bool:
-        return isinstance(self.body, ChatFields)
+        return self.prompts[0].HasField("chat")
 
     @property
     def num_choices(self) -> int:
@@ -77,6 +78,13 @@ class OpenAIRequest:
         return http_field(path) if found is None else found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIRequest(HttpRequest):
+    """Holds a completion's or a chat's body, too."""
+
+    body: Body
+
+
 def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
     """Translates the body of POST /v1/completions. Raises InvalidArgument that names the field."""
     parsed = parse(CompletionBody, body)
@@ -96,6 +104,7 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
         prompts=prompts,
         request_id=request_id,
         names=names,
+        is_streamed=bool(parsed.stream),
         has_prompt_logprobs=has_prompt_logprobs,
     )
 
@@ -120,6 +129,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
         prompts=[inference_pb2.Prompt(chat=chat)],
         request_id=request_id,
         names=names,
+        is_streamed=bool(parsed.stream),
         has_prompt_logprobs=common.HasField("prompt_logprobs"),
     )
 
@@ -138,6 +148,13 @@ def parse_tokenize(body: bytes) -> tuple[inference_pb2.TokenizeRequest, Tokenize
     else:
         prompt = inference_pb2.Prompt(chat=_chat(parsed, parsed.messages))
     return inference_pb2.TokenizeRequest(model=parsed.model or "", prompt=prompt), parsed
+
+
+def set_parameters(request: inference_pb2.GenerateRequest, body: OpenModel, names: Mapping[str, str]) -> None:
+    """Sets the request parameters of a body made by with_named_parameters."""
+    for name, field in names.items():
+        if (value := getattr(body, name)) is not None:
+            set_value(request, ROWS[field], value)
 
 
 def _translate(body: Body) -> tuple[inference_pb2.GenerateRequest, dict[str, str]]:

@@ -15,9 +15,9 @@ from ....proto.errors import InvalidArgument, TandemError
 from ...output.processor import join_choices
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
-from .requests import OpenAIRequest
+from .requests import HttpRequest, OpenAIRequest
 
-DONE = b"data: [DONE]\n\n"
+_DONE: Final = b"data: [DONE]\n\n"
 
 _THREAD_FROM_LOGPROBS: Final = 64
 """Log probabilities of so many tokens take about a millisecond to write; more leave the event loop."""
@@ -38,6 +38,7 @@ class ResponseWriter:
         """`prompt_tokens`: of all prompts together."""
         self._request = request
         options = request.body.stream_options
+        self._includes_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
         self._parallel_tool_calls = getattr(request.body, "parallel_tool_calls", None) is not False
         self._head: dict[str, Any] = {
@@ -74,9 +75,15 @@ class ResponseWriter:
         for message in delivered:
             self._chunk(0, message)
 
-    def usage_chunk(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
-        """Returns the event with the usage that follows the last choice."""
-        return f'{self._chunk_start}"choices": [], "usage": {json.dumps(_usage(usages))}}}\n\n'.encode()
+    def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
+        """Returns the events after the last choice. `usages`: of each prompt."""
+        if not self._includes_usage:
+            return _DONE
+        return f'{self._chunk_start}"choices": [], "usage": {json.dumps(_usage(usages))}}}\n\n'.encode() + _DONE
+
+    def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
+        """Returns the last event of a stream that broke; no [DONE] follows it."""
+        return f"data: {json.dumps(error_body(error, name))}\n\n".encode()
 
     async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         """Returns the body that is not streamed. `answers`: all messages of each prompt."""
@@ -175,7 +182,7 @@ class ResponseWriter:
         return f'{self._chunk_start}"choices": [{choice}]{report}{usage}}}\n\n'.encode()
 
 
-def check_prompt_logprobs(request: OpenAIRequest, prompt_tokens: int) -> None:
+def check_prompt_logprobs(request: HttpRequest, prompt_tokens: int) -> None:
     """Raises InvalidArgument if the response would have too many log probabilities of so many prompt tokens."""
     if not request.common.HasField("prompt_logprobs"):
         return
@@ -189,14 +196,13 @@ def check_prompt_logprobs(request: OpenAIRequest, prompt_tokens: int) -> None:
         )
 
 
-def error_event(error: TandemError, name: Callable[[str], str] = http_field) -> bytes:
-    """Returns the last event of a stream that broke; no [DONE] follows it."""
-    return f"data: {json.dumps(error_body(error, name))}\n\n".encode()
-
-
-def error_response(error: TandemError, name: Callable[[str], str] = http_field) -> JSONResponse:
+def error_response(
+    error: TandemError,
+    name: Callable[[str], str] = http_field,
+    body: Callable[[TandemError, Callable[[str], str]], dict[str, Any]] | None = None,
+) -> JSONResponse:
     """Returns the response to a request that failed before its first token. `name` maps a field of GenerateRequest to
-    the body's name."""
+    the body's name; `body` writes the form of another API than OpenAI's."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
@@ -204,15 +210,20 @@ def error_response(error: TandemError, name: Callable[[str], str] = http_field) 
         headers["WWW-Authenticate"] = "Bearer"
     if error.http_status == 413:
         headers["Connection"] = "close"  # the rest of the body was not read
-    return JSONResponse(error_body(error, name), error.http_status, headers)
+    return JSONResponse((body or error_body)(error, name), error.http_status, headers)
+
+
+def error_text(error: TandemError, name: Callable[[str], str]) -> tuple[str, str | None]:
+    """Returns the message, and the field that it is about; `name` as in `error_response`."""
+    if not isinstance(error, InvalidArgument) or not error.field:
+        return error.message, None
+    param = name(error.field)
+    return f"{param}: {error.message.removeprefix(f'{error.field}: ')}", param
 
 
 def error_body(error: TandemError, name: Callable[[str], str] = http_field) -> dict[str, Any]:
-    """Returns the JSON form of an error; `name` as in `error_response`."""
-    message, param = error.message, None
-    if isinstance(error, InvalidArgument) and error.field:
-        param = name(error.field)
-        message = f"{param}: {message.removeprefix(f'{error.field}: ')}"
+    """Returns OpenAI's form of an error; `name` as in `error_response`."""
+    message, param = error_text(error, name)
     return plain_error(error.http_status, message, param, error.code.lower())
 
 

@@ -13,7 +13,7 @@ from ....proto import inference_pb2
 from ....proto.errors import InvalidArgument
 from ...frontend.prepare import PreparedRequest, RequestContext
 from .openapi import LAST_EVENT_ID, RESUME
-from .requests import OpenAIRequest
+from .requests import HttpRequest
 
 
 def parse_resume(headers: Mapping[str, str]) -> list[inference_pb2.ResumedChoice] | None:
@@ -32,11 +32,11 @@ def parse_resume(headers: Mapping[str, str]) -> list[inference_pb2.ResumedChoice
     return list(given.resume)
 
 
-def check_resumable(request: OpenAIRequest, context: RequestContext) -> None:
+def check_resumable(request: HttpRequest, context: RequestContext) -> None:
     """Raises InvalidArgument if the request asks for events with ids and for what does not go with them."""
     if not context.is_resumable:
         return
-    if not request.body.stream:
+    if not request.is_streamed:
         raise InvalidArgument("goes with stream only", RESUME)
     if len(request.prompts) > 1:
         raise InvalidArgument("must be one where events have ids", "prompt")

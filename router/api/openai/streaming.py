@@ -1,11 +1,12 @@
 """Sends one HTTP response while it is generated, and stops both when the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ....proto import inference_pb2
@@ -16,11 +17,47 @@ from ...frontend.validation import answer_size, check_answer_size, check_num_seq
 from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import REQUEST_ID
-from .requests import OpenAIRequest
-from .responses import DONE, ResponseWriter, check_prompt_logprobs, error_event, error_response
+from .requests import HttpRequest
+from .responses import ResponseWriter, check_prompt_logprobs, error_response
 from .resume import EventIds, check_resumable
 
 _T = TypeVar("_T")
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer to one request as an API has it."""
+
+    async def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
+        """Returns the events of one message for prompt number `prompt`."""
+        ...
+
+    def restore(self, delivered: Iterable[inference_pb2.GenerateResponse]) -> None:
+        """Takes what the client of a single prompt has already: the chunks that follow go on from there."""
+        ...
+
+    def end(self, usages: Sequence[inference_pb2.Usage]) -> bytes:
+        """Returns the events after the last message. `usages`: of each prompt."""
+        ...
+
+    def error_event(self, error: TandemError, name: Callable[[str], str]) -> bytes:
+        """Returns the last event of a stream that broke; `name` maps a field of GenerateRequest to the body's name."""
+        ...
+
+    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+        """Returns the body that is not streamed. `answers`: all messages of each prompt."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """Holds how an API writes answers: makes the writer for a request of it, the model's name and the number of tokens
+    of all prompts; and the response of an error."""
+
+    writer: Callable[[Any, str, int], AnswerWriter]
+    error_response: Callable[[TandemError, Callable[[str], str]], JSONResponse]
+
+
+OPENAI_FORM: Final = AnswerForm(ResponseWriter, error_response)
 
 
 class GenerationResponse(Response):
@@ -31,15 +68,23 @@ class GenerationResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: GenerationService, request: OpenAIRequest, context: RequestContext) -> None:
+    def __init__(
+        self,
+        service: GenerationService,
+        request: HttpRequest,
+        context: RequestContext,
+        form: AnswerForm = OPENAI_FORM,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]  # not known yet
         self._service = service
         self._request = request
         self._context = context
+        self._form = form
+        self._writer: AnswerWriter | None = None  # once the request is accepted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        respond = self._stream if self._request.body.stream else self._send_whole
+        respond = self._stream if self._request.is_streamed else self._send_whole
         await _until_disconnect(receive, respond(scope, receive, send))
 
     async def whole(self) -> Response:
@@ -51,9 +96,9 @@ class GenerationResponse(Response):
                 async with aclosing(self._messages(accepted)) as messages:
                     async for prompt, message in messages:
                         answers[prompt].append(message)
-                return Response(await self._writer(accepted).whole(answers), media_type="application/json")
+                return Response(await self._made_writer(accepted).whole(answers), media_type="application/json")
         except TandemError as error:
-            return error_response(error, self._request.field)
+            return self._form.error_response(error, self._request.field)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started, last = False, b""
@@ -65,11 +110,11 @@ class GenerationResponse(Response):
                         has_started = True
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except TandemError as error:
-            if not has_started:
-                await self._send_other(error_response(error, self._request.field), scope, receive, send)
+            if not has_started or self._writer is None:
+                await self._send_other(self._form.error_response(error, self._request.field), scope, receive, send)
                 return
             self._service.metrics.add(ERRORS, api="http", code=str(error.http_status))
-            last = error_event(error, self._request.field)
+            last = self._writer.error_event(error, self._request.field)
         await send({"type": "http.response.body", "body": last})
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +124,8 @@ class GenerationResponse(Response):
         usages = []
         with tandem_errors_only():
             accepted = await self._accept()
-            writer, event_ids = self._writer(accepted), EventIds(accepted[0])
+            writer, event_ids = self._made_writer(accepted), EventIds(accepted[0])
+            self._writer = writer
             if accepted[0].progress:
                 writer.restore(await asyncio.to_thread(delivered, accepted[0]))
             async with aclosing(self._messages(accepted)) as messages:
@@ -87,10 +133,7 @@ class GenerationResponse(Response):
                     if message.HasField("usage"):
                         usages.append(message.usage)
                     yield event_ids.add(await writer.chunk(prompt, message), message)
-            options = self._request.body.stream_options
-            if options is not None and options.include_usage:
-                yield writer.usage_chunk(usages)
-            yield DONE
+            yield writer.end(usages)
 
     async def _accept(self) -> list[PreparedRequest]:
         """Checks all prompts before the first runs: no part of a body that is refused is carried out."""
@@ -113,9 +156,9 @@ class GenerationResponse(Response):
     ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
         return _interleave([self._service.run(each, inference_pb2.Timeline()) for each in accepted])
 
-    def _writer(self, accepted: Sequence[PreparedRequest]) -> ResponseWriter:
+    def _made_writer(self, accepted: Sequence[PreparedRequest]) -> AnswerWriter:
         model = self._request.common.model or self._service.base_name
-        return ResponseWriter(self._request, model, sum(len(each.tokens.prompt) for each in accepted))
+        return self._form.writer(self._request, model, sum(len(each.tokens.prompt) for each in accepted))
 
     async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         response.headers[REQUEST_ID] = self.headers[REQUEST_ID]

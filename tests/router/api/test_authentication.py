@@ -38,6 +38,7 @@ PATHS = ("/version", "/v1/models", "/v1/models/tiny", "/docs", "/openapi.json", 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 4},
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/responses": {"model": "tiny", "input": "hi", "max_output_tokens": 4},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
 }

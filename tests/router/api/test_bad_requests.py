@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 EXHAUSTED, UNIMPLEMENTED = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED
 GENERATE = "/tandem.v1.Inference/Generate"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 JSON = {"content-type": "application/json"}
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": {"text": "hi"}, "stopping": {"max_tokens": 4}}
 
@@ -96,6 +98,19 @@ def text(**fields: Any) -> bytes:
 
 def chat(**fields: Any) -> bytes:
     return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | fields).encode()
+
+
+def anthropic(**fields: Any) -> bytes:
+    return chat(**({"max_tokens": 4} | fields))
+
+
+def sends(*content: Any, role: str = "user") -> bytes:
+    """A message of these blocks."""
+    return anthropic(messages=[{"role": role, "content": content}])
+
+
+def response(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "input": "x"} | fields).encode()
 
 
 def says(**message: Any) -> bytes:
@@ -178,12 +193,56 @@ CHAT_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
     ("modalities", "list", (["text", "audio"], [])),
     ("echo", "flag", (True,)),
 ]
+MESSAGES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("model", "text", ("x" * 257,)),
+    ("max_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31, None)),
+    ("temperature", "whole number", (-0.001, 2.001, *NOT_FINITE)),
+    ("top_p", "whole number", (0, 1.001, *NOT_FINITE)),
+    ("top_k", "whole", (-2, 2**31)),
+    ("stop_sequences", "text list", ("", ["x"] * 17, [1], ["a", ""])),
+    ("system", "text list", ([{"type": "image"}], [1])),
+    ("messages", "list", ([], ["x"], [{"role": "user", "content": "x"}] * 1_025, None)),
+    ("tools", "list", ([{"name": "f"}], [{"name": "f", "input_schema": {"type": "array"}}], [{"type": "web"}])),
+    ("tool_choice", "object", ({"type": "x"}, {"type": "any"}, {"type": "tool"}, {"type": "auto", "name": "f"})),
+    ("thinking", "object", ({"type": "x"},)),
+    ("output_config", "object", ({"format": {"type": "json_schema"}}, {"format": {"type": "xml", "schema": {}}})),
+    ("stream", "flag", ()),
+    ("metadata", "object", ()),
+    ("service_tier", "text", ("priority",)),
+]
+RESPONSES_ONLY: list[tuple[str, str, tuple[Any, ...]]] = [
+    ("model", "text", ("x" * 257,)),
+    ("max_output_tokens", "whole", (-5, 0, 512, limits.MAX_TOKENS + 1, 2**31)),
+    ("temperature", "whole number", (-0.001, 2.001, *NOT_FINITE)),
+    ("top_p", "whole number", (0, 1.001, *NOT_FINITE)),
+    (
+        "input",
+        "text list",
+        ([], [1], [{"role": "user"}], [{"type": "image"}], [{"role": "user", "content": [1]}], None),
+    ),
+    ("instructions", "text", ()),
+    ("tools", "list", ([{"type": "web_search"}], [{"type": "function"}], [{"type": "function", "name": "f"}] * 2)),
+    ("tool_choice", "text object", ("x", "required", {"type": "function"}, {"type": "function", "name": "f"})),
+    ("text", "object", ({"format": {"type": "xml"}}, {"format": {"type": "json_schema"}})),
+    ("reasoning", "object", ({"effort": 1}, {"effort": "x" * 4_096})),
+    ("stream", "flag", ()),
+    ("store", "flag", (True,)),
+    ("previous_response_id", "", ()),
+    ("conversation", "", ()),
+    ("background", "flag", (True,)),
+    ("include", "list", (["message.output_text.logprobs"],)),
+    ("truncation", "text", ("auto",)),
+    ("metadata", "object", ({"a": 1},)),
+]
 UNKNOWN = ("temprature", "function", "logits_processors", "mm_processor_kwargs")
 
 
 def by_field() -> Iterator[Case]:
     """Each field with a value of each wrong kind, and with values out of bounds; each field that there is none of."""
-    for path, body, fields in ((TEXT, text, BOTH + TEXT_ONLY), (CHAT, chat, BOTH + CHAT_ONLY)):
+    for path, body, fields in (
+        *((TEXT, text, BOTH + TEXT_ONLY), (CHAT, chat, BOTH + CHAT_ONLY)),
+        *((MESSAGES, anthropic, MESSAGES_ONLY), (RESPONSES, response, RESPONSES_ONLY)),
+    ):
         for name, kinds, out_of_bounds in fields:
             wrong = [value for kind, value in KINDS.items() if kind not in kinds.split()]
             for value in (*wrong, *out_of_bounds):
@@ -267,6 +326,30 @@ HTTP_CASES: list[Case] = [
     (CHAT, chat(max_completion_tokens=0), 400, "max_completion_tokens", "1 to 1048576"),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", "0 to 20"),
     (CHAT, chat(response_format=WRONG_SCHEMA), 400, "response_format", ""),
+    *((path, b"{", 400, None, "not valid JSON") for path in (MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES)),
+    (MESSAGES, anthropic(model="nope"), 404, "model", "'nope'"),
+    (MESSAGES, sends({"type": "image"}), 400, "messages[0].content[0]", "block of type text"),
+    (MESSAGES, sends({"type": "text"}), 400, "messages[0].content[0].text", "required"),
+    (MESSAGES, sends("x"), 400, "messages[0].content[0]", "block of type text"),
+    (MESSAGES, sends({"type": "text", "text": "x", "more": 1}), 400, "messages[0].content[0].more", "not a field"),
+    (MESSAGES, sends({"type": "tool_use", "id": "i", "name": "f", "input": {}}), 400, "messages[0].content[0]", "role"),
+    (MESSAGES, sends({"type": "tool_result", "tool_use_id": "i"}, role="assistant"), 400, "messages[0]", "role user"),
+    (MESSAGES, sends({"type": "tool_result", "tool_use_id": "i" * 65}), 400, "messages[0].content[0]", "at most 64"),
+    (MESSAGES, sends({"type": "text", "text": "x" * 1_000_001}), 400, "messages", "at most 1000000"),
+    (MESSAGES, anthropic(messages=[{"role": "robot", "content": "x"}]), 400, "messages[0].role", "'user'"),
+    (f"{MESSAGES}/count_tokens", chat(system=1), 400, "system", "array"),
+    (RESPONSES, response(model="nope"), 404, None, "'nope'"),
+    (RESPONSES, response(previous_response_id="r"), 400, "previous_response_id", "send the whole conversation"),
+    (RESPONSES, response(input=[{"type": "message", "role": "r"}]), 400, "input[0].role", "'user'"),
+    (RESPONSES, response(input=[{"type": "reasoning"}]), 400, "input", "no message"),
+    (RESPONSES, response(input=[{"type": "item_reference", "id": "x"}]), 400, "input[0]", "item of type"),
+    (
+        RESPONSES,
+        response(input=[{"type": "function_call", "call_id": "c" * 65, "name": "f", "arguments": "{}"}]),
+        400,
+        "input[0]",
+        "at most 64",
+    ),
     ("/tokenize", b"{", 400, None, "not valid JSON"),
     ("/tokenize", b"{}", 400, "prompt", "required"),
     ("/tokenize", text(prompt=[1]), 400, "prompt", "string"),
@@ -297,8 +380,10 @@ async def test_over_http(service: Service, form: Callable[[bytes], bytes]) -> No
     async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10, headers=JSON) as http:
         expected = (await http.post(TEXT, content=good)).json()["choices"]
         for path, body, status, param, said in HTTP_CASES:
-            answer = await http.post(path, content=body if path.endswith("tokenize") else form(body))
+            answer = await http.post(path, content=body if path.endswith(("tokenize", "count_tokens")) else form(body))
             error = answer.json().get("error", {"param": None, "message": ""})
+            if path.startswith(MESSAGES):  # Anthropic's errors have no place of their own for the field
+                error["param"] = next(iter(re.findall(r"^([\w.\[\]]+): ", error["message"])), None)
             assert answer.status_code == status, (path, body[:200], answer.text[:200])
             assert _names(error["param"], param), (path, body[:200], error)
             assert said in error["message"], (path, body[:200], error)

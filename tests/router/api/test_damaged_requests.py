@@ -39,6 +39,29 @@ UNARY: dict[str, list[Message]] = {
 BODIES = {
     TEXT: body(TEXT, max_tokens=3, n=2, stop=["zz"], logit_bias={"1": 0.5}, seed=7, top_k=3),
     CHAT: body(CHAT, max_tokens=3, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+    "/v1/messages": {
+        "model": "tiny",
+        "max_tokens": 3,
+        "system": [{"type": "text", "text": "x"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": "so"},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+    },
+    "/v1/responses": {
+        "model": "tiny",
+        "max_output_tokens": 3,
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "function_call", "call_id": "i", "name": "f", "arguments": "{}"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "text": {"format": {"type": "text"}},
+    },
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"model": "tiny", "prompt": "hi", "add_special_tokens": True},
     "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
 }
@@ -107,7 +130,7 @@ async def test_cursors_of_the_console() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 async def test_over_http(service: Service, path: str, stream: bool) -> None:
-    if stream and path not in (TEXT, CHAT):
+    if stream and path not in (TEXT, CHAT, "/v1/messages", "/v1/responses"):
         return
     good = BODIES[path] | ({"stream": True} if stream else {})
     headers = {"content-type": "application/json"}

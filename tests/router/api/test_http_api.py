@@ -110,7 +110,9 @@ async def test_the_openapi_document(http: httpx.AsyncClient) -> None:
     document = (await http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     posts = {path: methods["post"] for path, methods in document["paths"].items() if "post" in methods}
-    assert list(posts) == [TEXT, CHAT, "/tokenize", "/detokenize"]
+    agents = ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
+    adapters = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    assert list(posts) == [TEXT, CHAT, *agents, "/tokenize", "/detokenize", *adapters]
     for path in (TEXT, CHAT):
         assert {"200", "400", "401", "403", "404", "413", "429", "500", "503", "504"} == set(posts[path]["responses"])
         reference = posts[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"]

@@ -13,12 +13,12 @@ import pytest
 from tandem.proto import errors, inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
 from tandem.proto.parameters import ROWS
+from tandem.router.api.http_server import HttpServer
 from tandem.router.api.openai import responses
 from tandem.router.api.openai.bodies import DetokenizeBody
 from tandem.router.api.openai.logprobs import prompt_logprobs
 from tandem.router.api.openai.parsing import parse
 from tandem.router.api.openai.requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
-from tandem.router.api.openai.server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import CHAT, TEXT, body, events

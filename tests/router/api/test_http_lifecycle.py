@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from tandem.router.api.openai.server import HttpServer
+from tandem.router.api.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.api.http_bodies import TEXT, body, events

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from tandem.proto import errors
-from tandem.router.api.openai.server import HttpServer
+from tandem.router.api.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
-from tandem.tests.router.api.http_bodies import CHAT, TEXT, body
+from tandem.tests.router.api.http_bodies import CHAT, MESSAGES, TEXT, body
 from tandem.tests.router.fake_source import FakeTokenSource
 
 KEY = b"k" * 32
@@ -85,6 +85,50 @@ async def test_a_stream_goes_on_after_any_event(
     for at in random.Random(3).sample(positions, min(len(positions), 6)):
         rest = await stream(second, path, fields, **{"Last-Event-ID": expected[at][0]})
         assert comparable(expected[: at + 1] + rest) == comparable(expected)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_a_stream_of_agents_goes_on_after_any_event(
+    routers: list[httpx.AsyncClient], source: FakeTokenSource, path: str
+) -> None:
+    source.answer = b"a " + CALL + b"b " + CALL
+    fields: dict[str, Any] = {"messages": MESSAGES, "tools": [{"name": "f", "input_schema": {}}], "max_tokens": 200}
+    if path == "/v1/responses":
+        fields = {"input": "hello?", "tools": [{"type": "function", "name": "f"}]}
+
+    async def events(router: httpx.AsyncClient, **headers: str) -> list[tuple[str, dict[str, Any]]]:
+        answer = await router.post(path, json={"stream": True} | fields, headers=ASKED | headers)
+        found = []
+        for event in answer.text.strip().split("\n\n"):
+            lines = dict(line.split(": ", 1) for line in event.split("\n"))
+            if "data" in lines:
+                found.append((lines.get("id", ""), json.loads(lines["data"])))
+            else:  # of tokens without an event
+                found[-1] = (lines["id"], found[-1][1])
+        return found
+
+    def made(found: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+        """What a client has put together, but for random ids: text, inputs of tools, indices, the end."""
+        deltas: dict[int, str] = {}
+        for _, event in found:
+            index = event.get("index", event.get("output_index"))
+            if isinstance(event.get("delta"), dict):
+                delta = event["delta"].get("text") or event["delta"].get("partial_json") or ""
+            else:
+                delta = event.get("delta", "")
+            if index is not None:
+                deltas[index] = deltas.get(index, "") + delta
+        last = found[-1][1].get("response", {"usage": None, "status": None})
+        return [deltas, [event["type"] for _, event in found], last["usage"], last["status"]]
+
+    first, second = routers
+    expected = await events(first)
+    positions = [i for i, (event_id, _) in enumerate(expected) if event_id][:-1]
+    for at in random.Random(3).sample(positions, min(len(positions), 6)):
+        whole = expected[: at + 1] + await events(second, **{"Last-Event-ID": expected[at][0]})
+        assert made(whole) == made(expected)
+        numbers = [event.get("sequence_number", i) for i, (_, event) in enumerate(whole)]
+        assert numbers == sorted(set(numbers))
 
 
 async def test_events_have_ids_only_if_that_is_asked_for(routers: list[httpx.AsyncClient]) -> None:

@@ -46,7 +46,11 @@ async def test_the_logs_have_nothing_that_a_caller_sent(
             for sent in http_bodies(path):
                 await http.post(path, json=sent)
             await http.post(path, content=CANARY, headers={"content-type": "application/json"})
+        for stream in (False, True):
+            await http.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 20, "stream": stream})
+            await http.post("/v1/responses", json={"input": CANARY, "instructions": CANARY, "stream": stream})
         await http.post("/tokenize", json={"prompt": CANARY})
+        await http.post("/tokenize", json={"prompt": CANARY}, headers={"x-api-key": KEY})
         await http.get(f"/v1/models/{CANARY}?key={KEY}")
     async with grpc.aio.insecure_channel(service.grpc) as channel:
         generate: Any = channel.unary_stream("/tandem.v1.Inference/Generate")

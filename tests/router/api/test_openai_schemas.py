@@ -1,11 +1,13 @@
-"""Structured output and tool calls of a real model, through the official `openai` package."""
+"""Structured output and tool calls of real models, through the official `openai` and `anthropic` packages."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -14,6 +16,7 @@ from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests import demo_model
 from tandem.tests.fleet import split_fleet
 from tandem.tests.router.api.test_openai import ASK, TOOLS
 from tandem.tests.schemas import random_schema
@@ -21,17 +24,27 @@ from tandem.tests.schemas import random_schema
 NUM_SCHEMAS = 200
 
 
-@pytest.fixture
-async def real_client(tiny_model: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Of a prefill and a decode worker whose model has random weights."""
-    tiny = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
-    async with split_fleet(tiny_model, {"prefill": [1], "decode": [1]}) as workers:
-        servers = await ApiServers.start(GenerationService([tiny], workers.dispatcher))
-        async with openai.AsyncOpenAI(
-            base_url=f"http://{servers.http_address}/v1", api_key="x", max_retries=0
-        ) as client:
-            yield client
+@asynccontextmanager
+async def served(folder: Path, **config: Any) -> AsyncIterator[str]:
+    """Yields the URL of a service with a prefill and a decode worker."""
+    model = ServedModel(name="tiny", tokenizer=Tokenizer.load(folder), context_tokens=2_048)
+    async with split_fleet(folder, {"prefill": [1], "decode": [1]}, **config) as workers:
+        servers = await ApiServers.start(GenerationService([model], workers.dispatcher))
+        yield f"http://{servers.http_address}"
         await servers.stop(0)
+
+
+@pytest.fixture
+async def url(tiny_model: Path) -> AsyncIterator[str]:
+    """Of a service whose model has random weights."""
+    async with served(tiny_model) as url:
+        yield url
+
+
+@pytest.fixture
+async def real_client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        yield client
 
 
 async def test_output_of_random_weights_fits_every_schema(real_client: openai.AsyncOpenAI) -> None:
@@ -79,3 +92,54 @@ async def test_a_named_tool_is_called_with_arguments_of_its_schema(real_client: 
     )
     (call,) = [call for call in said.choices[0].message.tool_calls or () if call.type == "function"]
     jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
+
+
+async def test_agents_call_tools_of_random_weights(url: str) -> None:
+    """A random model that must call writes what the clients of both other APIs parse: whole and streamed the same."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 9}},
+        "required": ["city"],
+    }
+    schema["additionalProperties"] = False
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
+        fields: Any = {"model": "tiny", "messages": ASK, "max_tokens": 200, "extra_body": {"temperature": 0}}
+        fields |= {"tools": [{"name": "weather", "input_schema": schema}]}
+        fields |= {"tool_choice": {"type": "tool", "name": "weather"}}
+        said = await client.messages.create(**fields)
+        async with client.messages.stream(**fields) as stream:
+            streamed = await stream.get_final_message()
+        found: list[Any] = [*said.content, *streamed.content]
+        call, again = found
+        assert said.stop_reason == "tool_use"
+        assert (call.type, again.type) == ("tool_use", "tool_use")
+        jsonschema.validate(call.input, schema)
+        assert again.input == call.input
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as other:
+        fields = {"model": "tiny", "input": "hello?", "temperature": 0, "tool_choice": "required"}
+        fields |= {"tools": [{"type": "function", "name": "weather", "parameters": schema, "strict": True}]}
+        made = await other.responses.create(max_output_tokens=300, **fields)
+        async with other.responses.stream(max_output_tokens=300, **fields) as events:
+            final = await events.get_final_response()
+        assert [item.arguments for item in made.output if item.type == "function_call"][:1] == [
+            item.arguments for item in final.output if item.type == "function_call"
+        ][:1]
+        assert made.output_text == final.output_text == ""
+
+
+async def test_agents_and_the_demo_model() -> None:
+    question = "What is the capital of France?"
+    async with served(demo_model.folder(), kv_cache_bytes=2**26) as url:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
+            fields: Any = {"model": "tiny", "max_tokens": 16, "extra_body": {"temperature": 0}}
+            fields["messages"] = [{"role": "user", "content": question}]
+            said = await client.messages.create(**fields)
+            async with client.messages.stream(**fields) as stream:
+                streamed: list[Any] = (await stream.get_final_message()).content
+            whole: list[Any] = said.content
+            assert [block.text for block in streamed] == [block.text for block in whole]
+            assert "Paris" in str(said.content)
+            assert (await client.messages.create(**fields)).usage.cache_read_input_tokens
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as other:
+            made = await other.responses.create(model="tiny", input=question, max_output_tokens=16, temperature=0)
+            assert "Paris" in made.output_text

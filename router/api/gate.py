@@ -1,15 +1,16 @@
 """Lets a call with a valid key through to the HTTP API, within the limits of the key, before its body is read."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ....proto.errors import TandemError
-from ...auth.authenticator import Authenticator
-from ..console.routes import DATA_PATH, STATIC_PATHS
-from .responses import error_response
+from ...proto.errors import TandemError
+from ..auth.authenticator import Authenticator
+from .console.routes import DATA_PATH, STATIC_PATHS
 
 _OPEN_PATHS: Final = STATIC_PATHS | {"/health"}  # for probes, and for pages that ask for a key
 _POLLED_PATHS: Final = (DATA_PATH,)  # need a key, but do not count against its limits
@@ -18,9 +19,13 @@ _POLLED_PATHS: Final = (DATA_PATH,)  # need a key, but do not count against its 
 class KeyGate:
     """Is an ASGI application around another, which finds the Caller as `request.state.caller`."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, error_response: Callable[[str, TandemError], Response]
+    ) -> None:
+        """`error_response`: of a path and an error."""
         self._app = app
         self._authenticator = authenticator
+        self._error_response = error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
@@ -30,7 +35,7 @@ class KeyGate:
         with ExitStack() as call:
             try:
                 connection = ":".join(map(str, scope["client"] or ()))
-                caller = self._authenticator.caller(Headers(scope=scope).get("authorization"), connection)
+                caller = self._authenticator.caller(_authorization(Headers(scope=scope)), connection)
                 scope.setdefault("state", {})["caller"] = caller
                 if scope["path"] in _POLLED_PATHS:
                     caller.quota.poll()
@@ -38,7 +43,7 @@ class KeyGate:
                     limits = caller.quota.headers()
                     call.enter_context(caller.quota.call())
             except TandemError as error:
-                response = error_response(error)
+                response = self._error_response(scope["path"], error)
                 response.headers.update(limits)
                 await response(scope, receive, send)
                 return
@@ -49,3 +54,9 @@ class KeyGate:
                 await send(message)
 
             await self._app(scope, receive, send_with_limits if limits else send)
+
+
+def _authorization(headers: Headers) -> str | None:
+    """Returns what the call brings to be let in; Anthropic's clients send the key alone."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")

@@ -1,42 +1,38 @@
-"""Serves OpenAI's completions and chats, models, tokenization, health, and the OpenAPI document over HTTP."""
+"""Serves completions, chats, models, tokenization, health, and the OpenAPI document over HTTP."""
 
-import asyncio
 import json
 import time
-import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar, cast
+from typing import Any, Final, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ....proto import inference_pb2
-from ....proto.errors import Cancelled, DeadlineExceeded, InvalidArgument, NotFound, TandemError, TooLarge, Unavailable
-from ....proto.limits import MAX_MESSAGE_BYTES
-from ....proto.parameters import ROWS
-from ...auth.authenticator import Authenticator, Caller
-from ...auth.tls import ServerTls
-from ...frontend.long_texts import in_thread
-from ...frontend.prepare import RequestContext, ServedModel
-from ...frontend.validation import check_request_id
-from ...telemetry.trace import TRACEPARENT, parse_traceparent
-from ..audit import AuditLog, is_refusal
-from ..browsers import BrowserRules, check_json
-from ..connection import ConnectionBounds, HttpConnection
-from ..console.feed import ConsoleFeed
-from ..console.routes import console_endpoints
-from ..listener import HttpListener
-from ..service import GenerationService, tandem_errors_only
-from .bodies import (
+from ...proto import inference_pb2
+from ...proto.errors import NotFound, TandemError, Unavailable
+from ...proto.parameters import ROWS
+from ..auth.authenticator import Authenticator, Caller
+from ..auth.tls import ServerTls
+from ..frontend.long_texts import in_thread
+from ..frontend.prepare import RequestContext, ServedModel
+from .anthropic.answers import ANTHROPIC_FORM, anthropic_plain_error
+from .anthropic.bodies import CountTokensBody, MessagesBody
+from .anthropic.requests import parse_count_tokens, parse_messages
+from .audit import AuditLog, is_refusal
+from .browsers import BrowserRules
+from .connection import ConnectionBounds, HttpConnection
+from .console.feed import ConsoleFeed
+from .console.routes import console_endpoints
+from .gate import KeyGate
+from .listener import HttpListener
+from .openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -44,32 +40,27 @@ from .bodies import (
     TokenizeBody,
     UnloadLoraAdapterBody,
 )
-from .gate import KeyGate
-from .openapi import (
-    MAX_TIMEOUT_SECONDS,
-    REQUEST_ID,
-    REQUEST_TIMEOUT,
-    command,
-    document,
-    generation,
-    request_body,
-    responses,
+from .openai.openapi import REQUEST_ID, command, document, generation, request_body, responses
+from .openai.parsing import http_field, parse
+from .openai.requests import HttpRequest, parse_chat, parse_completion, parse_tokenize
+from .openai.respond import off_loop, respond
+from .openai.responses import error_response, plain_error
+from .openai.streaming import OPENAI_FORM, AnswerForm, GenerationResponse
+from .openai_responses.answers import RESPONSES_FORM
+from .openai_responses.bodies import ResponsesBody
+from .openai_responses.requests import parse_responses
+from .service import GenerationService
+
+_VERSION: Final = version("tandem-llm")
+_MAX_IDLE_SECONDS: Final = 60  # a connection without a request
+_THREAD_FROM_TOKENS: Final = 4_096
+_MAX_PATH: Final = 80  # characters that an error repeats
+_BODIES: Final = (
+    *(CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, LoadLoraAdapterBody, UnloadLoraAdapterBody),
+    *(MessagesBody, CountTokensBody, ResponsesBody),
 )
-from .parsing import parse
-from .refused_body import RefusedBody
-from .requests import OpenAIRequest, parse_chat, parse_completion, parse_tokenize
-from .responses import error_response, plain_error
-from .resume import parse_resume
-from .streaming import GenerationResponse
-
-_T = TypeVar("_T")
-
-_VERSION = version("tandem-llm")
-_MAX_IDLE_SECONDS = 60  # a connection without a request
-_MAX_BODY_SECONDS = 60
-_THREAD_FROM_BYTES = 65_536
-_THREAD_FROM_TOKENS = 4_096
-_MAX_PATH = 80  # characters that an error repeats
+_ANTHROPIC_PATH: Final = "/v1/messages"
+"""Its errors, and those of the paths below it, have Anthropic's form."""
 
 
 class HttpServer:
@@ -95,7 +86,7 @@ class HttpServer:
         # replica cannot answer a controller that restarts, which then stops it.
         audit, bounds = audit or AuditLog(), bounds or ConnectionBounds()
         config = uvicorn.Config(
-            _Gate(KeyGate(self._app(), authenticator or Authenticator()), browsers, audit),
+            _Gate(KeyGate(self._app(), authenticator or Authenticator(), _refusal), browsers, audit or AuditLog()),
             lifespan="off",
             log_config=None,
             log_level="error",  # its warnings are of what clients send, as often as they like
@@ -125,14 +116,17 @@ class HttpServer:
 
     def _app(self) -> FastAPI:
         app = FastAPI(redoc_url=None)
-        app.openapi = lambda: document(app, _VERSION)  # type: ignore[method-assign]
+        app.openapi = lambda: document(app, _VERSION, _BODIES)  # type: ignore[method-assign]
         generates, reads = (400, 401, 404, 413, 429, 500, 503, 504), (400, 401, 404, 413, 429)
         completion, chat = generation(CompletionBody, "completion"), generation(ChatBody, "chat completion")
+        message = generation(MessagesBody, "message", ("id", "content", "stop_reason", "usage"))
+        response = generation(ResponsesBody, "response", ("id", "output", "status", "usage"))
         tokenize, detokenize = request_body(TokenizeBody), request_body(DetokenizeBody)
 
         def add(path: str, endpoint: Callable[..., Any], found: dict[int | str, Any], body: Any = None) -> None:
             methods = ["GET"] if body is None else ["POST"]
-            app.add_api_route(path, endpoint, methods=methods, responses=found | responses("", 403), openapi_extra=body)
+            refused = responses("", 403, form="AnthropicError" if path.startswith(_ANTHROPIC_PATH) else "Error")
+            app.add_api_route(path, endpoint, methods=methods, responses=found | refused, openapi_extra=body)
 
         add("/health", self._health, responses("", 503))
         add("/version", self._version, responses("", 401, 429))
@@ -140,6 +134,10 @@ class HttpServer:
         add("/v1/models/{name:path}", self._model, responses("Model", 401, 404, 429))
         add("/v1/completions", self._complete, responses("", *generates), completion)
         add("/v1/chat/completions", self._chat, responses("", *generates), chat)
+        add("/v1/responses", self._respond, responses("", *generates), response)
+        add(_ANTHROPIC_PATH, self._message, responses("", *generates, form="AnthropicError"), message)
+        counted = responses("TokenCount", *reads, form="AnthropicError")
+        add(f"{_ANTHROPIC_PATH}/count_tokens", self._count_tokens, counted, request_body(CountTokensBody))
         add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
         add("/detokenize", self._detokenize, responses("DetokenizeResponse", *reads), detokenize)
         load, unload = command(LoadLoraAdapterBody), command(UnloadLoraAdapterBody)
@@ -180,19 +178,31 @@ class HttpServer:
 
     async def _complete(self, request: Request) -> Response:
         """Completes prompts."""
-        return await _respond(request, partial(self._generate, parse_completion))
+        return await respond(request, partial(self._generate, parse_completion))
 
     async def _chat(self, request: Request) -> Response:
         """Answers a chat."""
-        return await _respond(request, partial(self._generate, parse_chat))
+        return await respond(request, partial(self._generate, parse_chat))
+
+    async def _respond(self, request: Request) -> Response:
+        """Answers a request of OpenAI's Responses API."""
+        return await respond(request, partial(self._generate, parse_responses, form=RESPONSES_FORM))
+
+    async def _message(self, request: Request) -> Response:
+        """Answers a request of Anthropic's Messages API."""
+        return await respond(request, partial(self._generate, parse_messages, form=ANTHROPIC_FORM), ANTHROPIC_FORM)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        """Returns the number of tokens that the prompt of a message has."""
+        return await respond(request, self._token_count, ANTHROPIC_FORM)
 
     async def _tokenize(self, request: Request) -> Response:
         """Returns the token ids of a text or a chat."""
-        return await _respond(request, self._token_ids)
+        return await respond(request, self._token_ids)
 
     async def _detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
-        return await _respond(request, self._text)
+        return await respond(request, self._text)
 
     async def _load_adapter(self, request: Request) -> Response:
         """Answers with a LoRA adapter, too."""
@@ -203,7 +213,7 @@ class HttpServer:
             await self._service.load_adapter(message, context.caller)
             return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' added successfully.")
 
-        return await _respond(request, load)
+        return await respond(request, load)
 
     async def _unload_adapter(self, request: Request) -> Response:
         """Answers with a LoRA adapter no more."""
@@ -214,15 +224,28 @@ class HttpServer:
             await self._service.unload_adapter(message, context.caller)
             return PlainTextResponse(f"Success: LoRA adapter '{parsed.lora_name}' removed successfully.")
 
-        return await _respond(request, unload)
+        return await respond(request, unload)
 
     async def _generate(
-        self, parse_body: Callable[[bytes, str], OpenAIRequest], body: bytes, request_id: str, context: RequestContext
+        self,
+        parse_body: Callable[[bytes, str], HttpRequest],
+        body: bytes,
+        request_id: str,
+        context: RequestContext,
+        form: AnswerForm = OPENAI_FORM,
     ) -> Response:
-        return GenerationResponse(self._service, await _off_loop(body, parse_body, request_id), context)
+        return GenerationResponse(self._service, await off_loop(body, parse_body, request_id), context, form)
+
+    async def _token_count(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
+        parsed = await off_loop(body, parse_count_tokens)
+        request = inference_pb2.TokenizeRequest(model=parsed.common.model, prompt=parsed.prompts[0])
+        try:
+            return JSONResponse({"input_tokens": len((await self._service.tokenize(request)).token_ids)})
+        except TandemError as error:
+            return ANTHROPIC_FORM.error_response(error, parsed.field)
 
     async def _token_ids(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        request, parsed = await _off_loop(body, parse_tokenize)
+        request, parsed = await off_loop(body, parse_tokenize)
         ids = list((await self._service.tokenize(request)).token_ids)  # raises what is wrong with the request
         model = self._service.model(request.model)
         if parsed.prompt is not None and parsed.add_special_tokens is False:
@@ -238,7 +261,7 @@ class HttpServer:
         return Response(found, media_type="application/json")
 
     async def _text(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
-        parsed = await _off_loop(body, partial(parse, DetokenizeBody))
+        parsed = await off_loop(body, partial(parse, DetokenizeBody))
         request = inference_pb2.DetokenizeRequest(model=parsed.model or "", token_ids=parsed.tokens)
         return JSONResponse({"prompt": (await self._service.detokenize(request)).text})
 
@@ -274,84 +297,21 @@ class _Gate:
         try:
             self._browsers.check(Headers(scope=scope))
         except TandemError as error:
-            response = error_response(error)
+            response = _refusal(scope["path"], error)
             response.headers["Connection"] = "close"  # the body is not read
             await response(scope, receive, report)
         else:
             await self._app(scope, receive, report)
 
 
-async def _respond(request: Request, answer: Callable[[bytes, str, RequestContext], Awaitable[Response]]) -> Response:
-    """Answers the request's body. Turns errors into OpenAI's responses; each response has the request's id."""
-    arrived = time.monotonic()
-    request_id = uuid.uuid4().hex
-    response: Response
-    try:
-        with tandem_errors_only():
-            check_request_id(request.headers.get(REQUEST_ID, ""))
-            request_id = request.headers.get(REQUEST_ID) or request_id
-            timeout = _timeout(request.headers.get(REQUEST_TIMEOUT))
-            resume = parse_resume(request.headers)
-            context = RequestContext(
-                arrived=arrived,
-                deadline=None if timeout is None else arrived + timeout,
-                caller=request.state.caller,
-                is_resumable=resume is not None,
-                resume=resume or (),
-                trace=parse_traceparent(request.headers.get(TRACEPARENT)),
-            )
-            body = await _read(request)
-            check_json(request.headers)
-            response = await answer(body, request_id, context)
-    except TooLarge as error:
-        response = RefusedBody(error_response(error))
-    except TandemError as error:
-        response = error_response(error)
-    response.headers[REQUEST_ID] = request_id
-    return response
-
-
-def _timeout(header: str | None) -> float | None:
-    """Parses the header; returns seconds. Raises InvalidArgument."""
-    if header is None:
-        return None
-    with suppress(ValueError):
-        if 0 < (seconds := float(header)) <= MAX_TIMEOUT_SECONDS:
-            return seconds
-    raise InvalidArgument(f"must be a number of seconds from above 0 to {MAX_TIMEOUT_SECONDS}", REQUEST_TIMEOUT)
-
-
-async def _read(request: Request) -> bytes:
-    """Reads the body. Raises TooLarge, before anything is read if its length is announced, DeadlineExceeded, or
-    Cancelled if the client has disconnected."""
-    body, announced = bytearray(), request.headers.get("content-length", "")
-    has_room = not announced.isdecimal() or int(announced[:20]) <= MAX_MESSAGE_BYTES
-    try:
-        async with asyncio.timeout(_MAX_BODY_SECONDS):
-            while has_room:
-                async for part in request.stream():
-                    body += part
-                    has_room = len(body) <= MAX_MESSAGE_BYTES
-                    if not has_room:
-                        break
-                else:
-                    return bytes(body)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive within {_MAX_BODY_SECONDS} seconds") from None
-    except ClientDisconnect:
-        raise Cancelled("the client has disconnected") from None
-    raise TooLarge(f"the body has more than {MAX_MESSAGE_BYTES} bytes")
-
-
-async def _off_loop(body: bytes, parse_body: Callable[..., _T], *args: Any) -> _T:
-    """Parses a body; off the event loop where that takes more than some milliseconds."""
-    if len(body) < _THREAD_FROM_BYTES:
-        return parse_body(body, *args)
-    return await asyncio.to_thread(parse_body, body, *args)
+def _refusal(path: str, error: TandemError) -> JSONResponse:
+    """Returns the response to a request that is refused before it is parsed."""
+    form = ANTHROPIC_FORM if path.startswith(_ANTHROPIC_PATH) else OPENAI_FORM
+    return form.error_response(error, http_field)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """Answers an unknown path or method in OpenAI's form."""
+    """Answers an unknown path or method in the form of the API that it would belong to."""
     if not isinstance(error, HTTPException):
         raise error
     path, text = repr(request.url.path)[1:-1][:_MAX_PATH], error.detail
@@ -359,5 +319,8 @@ async def _not_found(request: Request, error: Exception) -> Response:
         text = f"{path}: there is no such path here; OpenAI's begin with /v1, and /docs lists all"
     elif error.status_code == 405:
         text = f"{path}: does not take {request.method[:16]}"
-    body = plain_error(error.status_code, text, None, error.detail.lower().replace(" ", "_"))
+    if request.url.path.startswith(_ANTHROPIC_PATH):
+        body = anthropic_plain_error(error.status_code, text)
+    else:
+        body = plain_error(error.status_code, text, None, error.detail.lower().replace(" ", "_"))
     return JSONResponse(body, error.status_code, error.headers)

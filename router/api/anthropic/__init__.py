@@ -1,0 +1,1 @@
+"""Speaks Anthropic's Messages API."""

@@ -1,0 +1,144 @@
+"""Translates bodies of Anthropic's Messages API to the messages of tandem.v1."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ....proto import inference_pb2
+from ....proto.errors import InvalidArgument
+from ...frontend.chat import must_call
+from ..openai.parsing import json_text, parse
+from ..openai.requests import HttpRequest, set_parameters
+from .bodies import (
+    PARAMETER_NAMES,
+    CountTokensBody,
+    InputMessage,
+    MessagesBody,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+_MODES: Final = {
+    "auto": inference_pb2.ToolChoice.MODE_UNSPECIFIED,
+    "none": inference_pb2.ToolChoice.MODE_NONE,
+    "any": inference_pb2.ToolChoice.MODE_REQUIRED,
+    "tool": inference_pb2.ToolChoice.MODE_NAMED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesRequest(HttpRequest):
+    """Holds what the answer needs of the body, too."""
+
+    calls_once: bool  # calls after the first are dropped
+
+
+def parse_messages(body: bytes, request_id: str) -> MessagesRequest:
+    """Translates the body of POST /v1/messages. Raises InvalidArgument that names the field."""
+    parsed = parse(MessagesBody, body)
+    translated = _translate(parsed)
+    set_parameters(translated["common"], parsed, PARAMETER_NAMES)
+    if not translated["common"].stopping.HasField("max_tokens"):
+        raise InvalidArgument("field required", "max_tokens")
+    choice = parsed.tool_choice
+    return MessagesRequest(
+        **translated,
+        request_id=request_id,
+        is_streamed=bool(parsed.stream),
+        calls_once=choice is not None and bool(choice.disable_parallel_tool_use),
+    )
+
+
+def parse_count_tokens(body: bytes) -> HttpRequest:
+    """Translates the body of POST /v1/messages/count_tokens. Raises InvalidArgument."""
+    return HttpRequest(**_translate(parse(CountTokensBody, body)), request_id="", is_streamed=False)
+
+
+def _translate(body: CountTokensBody) -> dict[str, Any]:
+    """Returns what an HttpRequest has of the body."""
+    chat, names = inference_pb2.Chat(), {"stopping.stop": "stop_sequences", "prompt.chat.template_kwargs": "thinking"}
+    if body.system:
+        _add(chat, names, "system", role="system", content=_text(body.system))
+    for i, message in enumerate(body.messages):
+        add = _add_assistant if message.role == "assistant" else _add_user
+        add(chat, names, message, f"messages[{i}]")
+    _add_tools(chat, names, body)
+    if body.thinking is not None:
+        chat.template_kwargs = json.dumps({"enable_thinking": body.thinking.type != "disabled"})
+    if body.messages and body.messages[-1].role == "assistant":  # begins the answer
+        chat.continue_final_message = not chat.messages[-1].tool_calls
+    form = body.output_config and body.output_config.format
+    constraint = None
+    if form:
+        schema = json_text(form.schema_, "output_config.format.schema")
+        constraint = inference_pb2.Constraint(json_schema=schema)
+    names["constraint"] = "tools" if must_call(chat) and form is None else "output_config.format"
+    common = inference_pb2.GenerateRequest(model=body.model or "", constraint=constraint)
+    return {"common": common, "prompts": [inference_pb2.Prompt(chat=chat)], "names": names}
+
+
+def _add(chat: inference_pb2.Chat, names: dict[str, str], path: str, **fields: Any) -> None:
+    """Adds a message, which came of the field `path`."""
+    names[f"prompt.chat.messages[{len(chat.messages)}]"] = path
+    chat.messages.add(**fields)
+
+
+def _add_user(chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str) -> None:
+    """Adds the results of tools and the texts between them, as messages of their own; also of role system."""
+    if isinstance(message.content, str):
+        _add(chat, names, path, role=message.role, content=message.content)
+        return
+    texts: list[str] = []
+
+    def add_texts() -> None:
+        if texts:
+            _add(chat, names, path, role=message.role, content="".join(texts))
+            texts.clear()
+
+    for i, block in enumerate(message.content):
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolResultBlock):
+            add_texts()
+            content = _text(block.content or "")
+            place = f"{path}.content[{i}]"
+            _add(chat, names, place, role="tool", tool_call_id=block.tool_use_id, content=content)
+        else:
+            raise InvalidArgument(f"a block of type {block.type} goes with role assistant only", f"{path}.content[{i}]")
+    add_texts()
+
+
+def _add_assistant(chat: inference_pb2.Chat, names: dict[str, str], message: InputMessage, path: str) -> None:
+    if isinstance(message.content, str):
+        _add(chat, names, path, role="assistant", content=message.content)
+        return
+    texts, calls = [], []
+    for i, block in enumerate(message.content):
+        place = f"{path}.content[{i}]"
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolUseBlock):
+            arguments = json_text(block.input, f"{place}.input")
+            calls.append(inference_pb2.ToolCall(id=block.id, name=block.name, arguments=arguments))
+        elif isinstance(block, ToolResultBlock):
+            raise InvalidArgument("a block of type tool_result goes with role user only", place)
+    _add(chat, names, path, role="assistant", content="".join(texts), tool_calls=calls)
+
+
+def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountTokensBody) -> None:
+    for i, tool in enumerate(body.tools or ()):
+        names[f"prompt.chat.tools[{i}].parameters"] = f"tools[{i}].input_schema"
+        names[f"prompt.chat.tools[{i}].name"] = f"tools[{i}].name"
+        parameters = json_text(tool.input_schema, f"tools[{i}].input_schema")
+        chat.tools.add(name=tool.name, description=tool.description or "", parameters=parameters)
+    if (choice := body.tool_choice) is not None:
+        if (choice.type == "tool") != (choice.name is not None):
+            raise InvalidArgument("goes with type tool, and only with it", "tool_choice.name")
+        chat.tool_choice.mode = _MODES[choice.type]
+        chat.tool_choice.name = choice.name or ""
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)

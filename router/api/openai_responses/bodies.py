@@ -1,0 +1,191 @@
+"""Defines the body of OpenAI's Responses API, in the manner of openai/bodies.py."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
+
+from ....proto import limits
+from ..openai.bodies import Ignored, Name, NamedFunction, Only, OpenModel, with_named_parameters
+
+_MAX_PARTS: Final = limits.MAX_CHAT_MESSAGES
+"""In the content of one message."""
+
+
+def _not_stored(value: object) -> object:
+    if value is not None:
+        reason = "is not supported: responses are not stored here; send the whole conversation as input"
+        raise PydanticCustomError("not_stored", reason)
+    return value
+
+
+def _store(value: object) -> object:
+    if value is True:
+        raise PydanticCustomError("store", "must be false: responses are not stored here")
+    return value
+
+
+NotStored = Annotated[None, BeforeValidator(_not_stored), WithJsonSchema({"type": "null"})]
+
+
+def _form(value: object) -> str:
+    return "[text]" if isinstance(value, str) else "[list]"
+
+
+def _item_type(value: object) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"[{kind}]" if isinstance(kind, str) else None
+
+
+class TextPart(OpenModel):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+    annotations: Ignored[list[Any]] = None
+    logprobs: Ignored[list[Any]] = None
+    prompt_cache_breakpoint: Ignored[dict[str, Any]] = None
+
+
+_Parts = TypeAliasType("_Parts", Annotated[list[TextPart], Field(max_length=_MAX_PARTS), FailFast()])
+TextOrParts = Annotated[
+    Annotated[str, Tag("[text]")] | Annotated[_Parts, Tag("[list]")],
+    Discriminator(_form),
+]
+
+
+class MessageItem(OpenModel):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+    phase: Ignored[str] = None
+
+
+class FunctionCallItem(OpenModel):
+    type: Literal["function_call"]
+    call_id: str
+    name: Name
+    arguments: str = Field(description="A JSON object.")
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+class FunctionOutputItem(OpenModel):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextOrParts
+    id: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+class ReasoningItem(OpenModel):
+    """Declares what the model thought; only its text is read."""
+
+    type: Literal["reasoning"]
+    content: _Parts | None = None
+    id: Ignored[str] = None
+    summary: Ignored[list[Any]] = None
+    encrypted_content: Ignored[str] = None
+    status: Ignored[str] = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[FunctionCallItem, Tag("[function_call]")]
+    | Annotated[FunctionOutputItem, Tag("[function_call_output]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")],
+    Discriminator(
+        _item_type,
+        custom_error_type="item",
+        custom_error_message="must be an item of type message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+_Items = TypeAliasType("_Items", Annotated[list[Item], Field(max_length=limits.MAX_CHAT_MESSAGES), FailFast()])
+
+
+class FunctionTool(OpenModel):
+    """Declares a function; OpenAI's own tools are not run here."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="The JSON schema of the arguments.")
+    strict: bool | None = Field(None, description="The schema binds the model when tool_choice asks for a call.")
+
+
+class NamedFunctionTool(NamedFunction):
+    type: Literal["function"]
+
+
+class TextFormat(OpenModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Ignored[str] = None
+    description: Ignored[str] = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: Ignored[bool] = None
+
+
+class TextConfig(OpenModel):
+    format: TextFormat | None = None
+    verbosity: Ignored[str] = None
+
+
+class ReasoningConfig(OpenModel):
+    """Declares how the model is to think; the effort is the variable reasoning_effort of its chat template."""
+
+    effort: str | None = None
+    summary: Ignored[str] = None
+    generate_summary: Ignored[str] = None
+
+
+class ResponseStreamOptions(OpenModel):
+    include_obfuscation: Only[Literal[False]] = None
+
+
+class ResponsesFields(OpenModel):
+    """Declares the fields of POST /v1/responses that are no request parameters."""
+
+    model: str | None = None
+    input: Annotated[Annotated[str, Tag("[text]")] | Annotated[_Items, Tag("[list]")], Discriminator(_form)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=limits.MAX_TOOLS), FailFast()] = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("[text]")] | Annotated[NamedFunctionTool, Tag("[list]")],
+            Discriminator(_form),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = Field(None, description="If false, calls after the first are dropped.")
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: Annotated[Literal[False] | None, BeforeValidator(_store), WithJsonSchema({"enum": [False, None]})] = None
+    previous_response_id: NotStored = None
+    conversation: NotStored = None
+    background: Only[Literal[False]] = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, Field(max_length=1)] = Field(
+        None, description="Accepted, without effect: reasoning comes as text."
+    )
+    truncation: Only[Literal["disabled"]] = None
+    top_logprobs: Only[Literal[0]] = None
+    service_tier: Only[Literal["auto", "default"]] = None
+    metadata: Ignored[dict[str, str]] = None
+    user: Ignored[str] = None
+    safety_identifier: Ignored[str] = None
+    prompt_cache_key: Ignored[str] = None
+    prompt_cache_retention: Ignored[str] = None
+
+
+PARAMETER_NAMES: Final = {
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "max_output_tokens": "stopping.max_tokens",
+}
+"""The request parameters of POST /v1/responses."""
+
+ResponsesBody = with_named_parameters(ResponsesFields, "ResponsesBody", PARAMETER_NAMES)

@@ -1,0 +1,122 @@
+"""Translates bodies of OpenAI's Responses API to the messages of tandem.v1."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ....proto import inference_pb2
+from ....proto.errors import InvalidArgument
+from ...frontend.chat import must_call
+from ..openai.parsing import json_text, parse
+from ..openai.requests import HttpRequest, set_parameters
+from .bodies import (
+    PARAMETER_NAMES,
+    FunctionCallItem,
+    FunctionOutputItem,
+    MessageItem,
+    NamedFunctionTool,
+    ReasoningItem,
+    ResponsesBody,
+    ResponsesFields,
+    TextPart,
+)
+
+_MODES: Final = {
+    None: inference_pb2.ToolChoice.MODE_UNSPECIFIED,
+    "auto": inference_pb2.ToolChoice.MODE_UNSPECIFIED,
+    "none": inference_pb2.ToolChoice.MODE_NONE,
+    "required": inference_pb2.ToolChoice.MODE_REQUIRED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesRequest(HttpRequest):
+    """Holds the body, too, which the answer repeats."""
+
+    body: ResponsesFields
+
+
+def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
+    """Translates the body of POST /v1/responses. Raises InvalidArgument that names the field."""
+    parsed = parse(ResponsesBody, body)
+    names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
+    chat = _chat(parsed, names)
+    constraint = _constraint(parsed)
+    names["constraint"] = "tools" if must_call(chat) and constraint is None else "text.format"
+    common = inference_pb2.GenerateRequest(model=parsed.model or "", constraint=constraint)
+    set_parameters(common, parsed, PARAMETER_NAMES)
+    return ResponsesRequest(
+        body=parsed,
+        common=common,
+        prompts=[inference_pb2.Prompt(chat=chat)],
+        request_id=request_id,
+        names=names,
+        is_streamed=bool(parsed.stream),
+    )
+
+
+def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
+    """Returns the chat. Adds to `names` which field each of its messages and tools came of."""
+    chat = inference_pb2.Chat()
+
+    def add(path: str, **fields: Any) -> None:
+        names[f"prompt.chat.messages[{len(chat.messages)}]"] = path
+        chat.messages.add(**fields)
+
+    if body.instructions:
+        add("instructions", role="system", content=body.instructions)
+    if isinstance(body.input, str):
+        add("input", role="user", content=body.input)
+    else:
+        for i, item in enumerate(body.input):
+            _add_item(chat, add, item, f"input[{i}]")
+    if not chat.messages:
+        raise InvalidArgument("has no message", "input")
+    for i, tool in enumerate(body.tools or ()):
+        parameters = json_text(tool.parameters, f"tools[{i}].parameters") if tool.parameters else ""
+        chat.tools.add(name=tool.name, description=tool.description or "", parameters=parameters)
+        names[f"prompt.chat.tools[{i}].parameters"] = f"tools[{i}].parameters"
+        names[f"prompt.chat.tools[{i}].name"] = f"tools[{i}].name"
+    if isinstance(body.tool_choice, NamedFunctionTool):
+        chat.tool_choice.mode, chat.tool_choice.name = inference_pb2.ToolChoice.MODE_NAMED, body.tool_choice.name
+    else:
+        chat.tool_choice.mode = _MODES[body.tool_choice]
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat.template_kwargs = json.dumps({"reasoning_effort": body.reasoning.effort})
+    return chat
+
+
+def _add_item(chat: inference_pb2.Chat, add: Any, item: Any, path: str) -> None:
+    """Adds an item; what the assistant said and called in a row is one message."""
+    last = chat.messages[-1] if chat.messages and chat.messages[-1].role == "assistant" else None
+    match item:
+        case MessageItem(role="assistant") if last is not None and not last.tool_calls:
+            last.content += _text(item.content)
+        case MessageItem():
+            role = "system" if item.role == "developer" else item.role  # the name that chat templates know
+            add(path, role=role, content=_text(item.content))
+        case FunctionCallItem():
+            if last is None:
+                add(path, role="assistant")
+                last = chat.messages[-1]
+            last.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
+        case FunctionOutputItem():
+            add(path, role="tool", tool_call_id=item.call_id, content=_text(item.output))
+        case ReasoningItem():
+            pass
+
+
+def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:
+    form = body.text and body.text.format
+    if not form:
+        return None
+    if (form.type == "json_schema") != (form.schema_ is not None):
+        raise InvalidArgument("goes together with type json_schema, and only with it", "text.format.schema")
+    if form.schema_ is not None:
+        return inference_pb2.Constraint(json_schema=json_text(form.schema_, "text.format.schema"))
+    return inference_pb2.Constraint(json_object=True) if form.type == "json_object" else None
+
+
+def _text(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

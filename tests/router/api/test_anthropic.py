@@ -1,0 +1,239 @@
+"""The official `anthropic` package against the HTTP API: what agents rely on, they have."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tandem.proto import errors
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.auth.authenticator import Authenticator
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.test_openai import CALL, HERMES
+from tandem.tests.router.auth.keys import api_key
+from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
+
+PATH = "/v1/messages"
+ASK: Any = [{"role": "user", "content": "hello?"}]
+SAMPLED = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}  # the package has no arguments for these any more
+TOOLS: Any = [
+    {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "input_schema": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    }
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer(chat_template=HERMES)
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=f"http://{service.http}", api_key="key", max_retries=0) as client:
+        yield client
+
+
+async def ask(client: anthropic.AsyncAnthropic, **fields: Any) -> anthropic.types.Message:
+    message: anthropic.types.Message = await client.messages.create(
+        **({"model": "tiny", "messages": ASK, "max_tokens": 100} | fields)
+    )
+    return message
+
+
+def seen(service: Service) -> str:
+    """The last prompt."""
+    return bytes(service.source.requests[-1].prompt).decode()
+
+
+async def test_a_message(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    said = await ask(client, system="Be brief.", metadata={"user_id": "x"}, extra_body=SAMPLED)
+    assert (said.type, said.role, said.model) == ("message", "assistant", "tiny")
+    assert said.id.startswith("msg_")
+    assert [(block.type, block.text) for block in said.content if block.type == "text"] == [("text", "hello")]
+    assert (said.stop_reason, said.stop_sequence) == ("end_turn", None)
+    assert seen(service) == "system: Be brief.\nuser: hello?\nassistant: "
+    assert (said.usage.input_tokens, said.usage.output_tokens) == (len(seen(service)), 6)
+    assert said.usage.cache_read_input_tokens == 0
+    sampling = service.source.requests[-1].sampling
+    assert (sampling.temperature, sampling.top_k) == (0.5, 3)
+
+
+async def test_texts_in_blocks_and_the_begin_of_an_answer(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    service.source.answer = [*b" is", EOS_ID]
+    cached = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "The river"}]
+    await ask(client, system=[cached, {"type": "text", "text": "!"}], messages=messages)
+    assert seen(service) == "system: Be brief.!\nuser: ab\nassistant: The river"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text", "reason", "sequence"),
+    [
+        ({}, "one two three", "end_turn", None),
+        ({"max_tokens": 7}, "one two", "max_tokens", None),
+        ({"stop_sequences": ["x", " t"]}, "one", "stop_sequence", " t"),
+    ],
+)
+async def test_stop_reasons(
+    service: Service,
+    client: anthropic.AsyncAnthropic,
+    fields: dict[str, Any],
+    text: str,
+    reason: str,
+    sequence: str | None,
+    stream: bool,
+) -> None:
+    service.source.answer = [*b"one two three", EOS_ID]
+    if stream:
+        async with client.messages.stream(**({"model": "tiny", "messages": ASK, "max_tokens": 100} | fields)) as events:
+            said: Any = await events.get_final_message()
+    else:
+        said = await ask(client, **fields)
+    assert [block.text for block in said.content] == [text]
+    assert (said.stop_reason, said.stop_sequence) == (reason, sequence)
+    assert said.usage.input_tokens == len(seen(service))
+
+
+async def test_the_events_of_a_stream(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as http:
+        body = {"model": "tiny", "messages": ASK, "max_tokens": 300, "tools": TOOLS, "stream": True}
+        answer = await http.post(PATH, json=body)
+    events = []
+    for event in answer.text.strip().split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    kinds = [event["type"] for event in events]
+    deltas = [event for event in events if event["type"] == "content_block_delta"]
+    assert kinds[:2] == ["message_start", "ping"]
+    assert [kind for kind in kinds[2:] if kind != "content_block_delta"] == [
+        *(["content_block_start", "content_block_stop"] * 3),
+        "message_delta",
+        "message_stop",
+    ]
+    assert [event["index"] for event in events if event["type"] == "content_block_start"] == [0, 1, 2]
+    assert "".join(event["delta"].get("text", "") for event in deltas) == "I look."
+    inputs = [event["delta"]["partial_json"] for event in deltas if event["index"] == 2]
+    assert json.loads("".join(inputs)) == {"city": "Köln"}
+    assert events[0]["message"]["usage"]["input_tokens"] == len(seen(service))
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_and_their_results(service: Service, client: anthropic.AsyncAnthropic, stream: bool) -> None:
+    """One round: the model calls, the caller answers with what the client library made of the call."""
+    service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
+    fields: Any = {"model": "tiny", "messages": ASK, "max_tokens": 300, "tools": TOOLS}
+    if stream:
+        async with client.messages.stream(**fields) as events:
+            said: Any = await events.get_final_message()
+    else:
+        said = await client.messages.create(**fields)
+    assert [block.type for block in said.content] == ["text", "tool_use", "tool_use"]
+    assert [(call.name, call.input) for call in said.content[1:]] == [("weather", {"city": "Köln"})] * 2
+    assert said.stop_reason == "tool_use"
+    assert seen(service) == "[weather] user: hello?\nassistant: "
+    results = [
+        {"type": "tool_result", "tool_use_id": said.content[1].id, "content": "rain"},
+        {"type": "tool_result", "tool_use_id": said.content[2].id, "content": [{"type": "text", "text": "sun"}]},
+        {"type": "text", "text": "So?"},
+    ]
+    service.source.answer = [*b"It rains.", EOS_ID]
+    content = [
+        block.model_dump(exclude_none=True, include={"type", "text", "id", "name", "input"}) for block in said.content
+    ]
+    messages = [*ASK, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
+    said = await ask(client, messages=messages, tools=TOOLS)
+    assert [block.text for block in said.content] == ["It rains."]
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+    assert seen(service).endswith(f"assistant: I look.{call}{call}\ntool: rain\ntool: sun\nuser: So?\nassistant: ")
+
+
+async def test_tool_choice(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    service.source.answer = [*f"{CALL}\n{CALL}".encode(), EOS_ID]
+    choices: list[tuple[dict[str, Any], int, bool]] = [
+        ({"type": "auto"}, 2, False),
+        ({"type": "auto", "disable_parallel_tool_use": True}, 1, False),
+        ({"type": "none"}, 0, False),
+        ({"type": "any"}, 2, True),
+        ({"type": "tool", "name": "weather"}, 2, True),
+    ]
+    for choice, num_calls, bound in choices:
+        said = await ask(client, tools=TOOLS, tool_choice=choice, max_tokens=300)
+        assert [block.type for block in said.content].count("tool_use") == num_calls
+        assert bool(service.source.requests[-1].grammar) is bound
+
+
+async def test_output_of_a_schema(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    service.source.answer = [*b"{}", EOS_ID]
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"age": {"type": "integer"}}}}
+    await ask(client, extra_body={"output_config": {"format": form}})
+    assert '"age"' in service.source.requests[-1].grammar
+
+
+async def test_counting_tokens(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    counted = await client.messages.count_tokens(model="tiny", messages=ASK, tools=TOOLS, system="Be brief.")
+    await ask(client, tools=TOOLS, system="Be brief.")
+    assert counted.input_tokens == len(service.source.requests[-1].prompt)
+    with pytest.raises(anthropic.BadRequestError, match="messages: has 1000001 characters"):
+        await client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": "x" * 1_000_001}])
+
+
+async def test_errors(service: Service, client: anthropic.AsyncAnthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError) as bad:
+        await ask(client, extra_body={"temperature": 9})
+    assert bad.value.body == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": "temperature: must be from 0 to 2"},
+    }
+    with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+        await ask(client, model="nope")
+    service.source.error = errors.Overloaded("full", retry_after=3)
+    with pytest.raises(anthropic.RateLimitError, match="rate_limit_error") as full:
+        await ask(client)
+    assert full.value.response.headers["retry-after"] == "3"
+    service.source.error, service.source.error_after = errors.InternalError("broken"), 2
+    with pytest.raises(anthropic.APIStatusError, match="broken"):
+        async with client.messages.stream(model="tiny", messages=ASK, max_tokens=9) as stream:
+            await stream.get_final_message()
+
+
+async def test_a_key_in_its_own_header(model: ServedModel) -> None:
+    """As a bearer key, with the same refusals, in Anthropic's form."""
+    servers = await ApiServers.start(
+        GenerationService([model], FakeTokenSource(answer=b"x")), authenticator=Authenticator([api_key("ada")])
+    )
+    url = f"http://{servers.http_address}"
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="ada", max_retries=0) as client:
+        assert (await ask(client)).stop_reason == "max_tokens"
+    async with anthropic.AsyncAnthropic(base_url=url, auth_token="ada", max_retries=0) as client:
+        assert (await ask(client)).stop_reason == "max_tokens"
+    for name in ("bob", "ada2"):
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=name, max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
+                await ask(client)
+    async with httpx.AsyncClient(base_url=url) as http:
+        for path in (PATH, f"{PATH}/count_tokens", "/v1/chat/completions"):
+            assert (await http.post(path, json={}, headers={"x-api-key": "bob"})).status_code == 401
+        both = {"x-api-key": "ada", "authorization": "Bearer bob"}
+        assert (await http.get("/v1/models", headers={"x-api-key": "ada"})).status_code == 200
+        assert (await http.get("/v1/models", headers=both)).status_code == 401
+    await servers.stop(0)

@@ -1,0 +1,165 @@
+"""The official `openai` package against the Responses API."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tandem.proto import errors
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.test_openai import CALL, HERMES
+from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "name": "weather",
+        "description": "Tells the weather.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    }
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer(chat_template=HERMES)
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://{service.http}/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+def seen(service: Service) -> str:
+    """The last prompt."""
+    return bytes(service.source.requests[-1].prompt).decode()
+
+
+async def test_a_response(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*b"hello", EOS_ID]
+    made = await client.responses.create(
+        model="tiny", input="hello?", instructions="Be brief.", temperature=0.5, max_output_tokens=9, store=False
+    )
+    assert (made.object, made.status, made.model, made.output_text) == ("response", "completed", "tiny", "hello")
+    assert (made.temperature, made.max_output_tokens, made.instructions) == (0.5, 9, "Be brief.")
+    assert made.output[0].to_dict()["type"] == "message"
+    assert made.output[0].to_dict()["status"] == "completed"
+    assert seen(service) == "system: Be brief.\nuser: hello?\nassistant: "
+    assert made.usage is not None
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (len(seen(service)), 6)
+    assert (made.to_dict()["store"], made.previous_response_id) == (False, None)
+    cut = await client.responses.create(model="tiny", input="hello?", max_output_tokens=2)
+    assert cut.incomplete_details is not None
+    assert (cut.status, cut.incomplete_details.reason, cut.output_text) == ("incomplete", "max_output_tokens", "he")
+
+
+async def test_a_conversation(service: Service, client: openai.AsyncOpenAI) -> None:
+    """What an earlier answer had goes back as it came."""
+    service.source.answer = [*b"hello", EOS_ID]
+    first = await client.responses.create(model="tiny", input="hi")
+    conversation: Any = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        *(item.model_dump() for item in first.output),
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"role": "user", "content": "and?"},
+    ]
+    await client.responses.create(model="tiny", input=conversation)
+    assert seen(service) == "system: Be brief.\nuser: hi\nassistant: hello\nuser: and?\nassistant: "
+
+
+async def test_tools_and_their_outputs(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
+    made = await client.responses.create(model="tiny", input="hello?", tools=TOOLS)
+    assert [item.type for item in made.output] == ["message", "function_call", "function_call"]
+    calls = [item for item in made.output if item.type == "function_call"]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Köln"})] * 2
+    one = await client.responses.create(model="tiny", input="hello?", tools=TOOLS, parallel_tool_calls=False)
+    assert [item.type for item in one.output] == ["message", "function_call"]
+    conversation: Any = [{"role": "user", "content": "hello?"}, *(item.model_dump() for item in made.output)]
+    conversation += [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+    service.source.answer = [*b"It rains.", EOS_ID]
+    made = await client.responses.create(model="tiny", input=conversation, tools=TOOLS)
+    assert made.output_text == "It rains."
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+    assert seen(service).endswith(f"assistant: I look.{call}{call}\ntool: rain\ntool: rain\nassistant: ")
+
+
+async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    choices: list[tuple[Any, bool, bool]] = [
+        ("auto", True, False),
+        ("none", False, False),
+        ("required", True, True),
+        ({"type": "function", "name": "weather"}, True, True),
+    ]
+    for choice, calls, bound in choices:
+        made = await client.responses.create(model="tiny", input="hello?", tools=TOOLS, tool_choice=choice)
+        assert [item.type for item in made.output] == ["function_call" if calls else "message"]
+        assert bool(service.source.requests[-1].grammar) is bound
+
+
+async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpenAI) -> None:
+    """They build, event by event, the very response that ends them."""
+    service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
+    stream = await client.responses.create(model="tiny", input="hello?", tools=TOOLS, stream=True)
+    events: list[Any] = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.completed"
+    output = events[-1].response.output
+    assert [event.item for event in events if event.type == "response.output_item.done"] == output
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == output[0].content[0].text == "I look."
+    for index in (1, 2):
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        kinds = [event.type.removeprefix("response.") for event in own]
+        assert kinds[0] == "output_item.added"
+        assert kinds[-2:] == ["function_call_arguments.done", "output_item.done"]
+        deltas = [event.delta for event in own if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == output[index].arguments
+    async with client.responses.stream(model="tiny", input="hello?", tools=TOOLS) as helper:
+        final = await helper.get_final_response()
+    assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+async def test_output_of_a_schema(service: Service, client: openai.AsyncOpenAI) -> None:
+    service.source.answer = [*b'{"name": "Ada", "age": 36}', EOS_ID]
+    made = await client.responses.parse(model="tiny", input="hello?", text_format=Person)
+    assert made.output_parsed == Person(name="Ada", age=36)
+    assert '"age"' in service.source.requests[-1].grammar
+    await client.responses.create(model="tiny", input="hello?", text={"format": {"type": "json_object"}})
+    assert service.source.requests[-1].grammar
+
+
+async def test_errors(service: Service, client: openai.AsyncOpenAI) -> None:
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
+        ({"store": True}, "store", "responses are not stored here"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "must be from 1"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+    ]
+    for fields, param, text in wrong:
+        with pytest.raises(openai.BadRequestError, match=text) as caught:
+            await client.responses.create(model="tiny", input="hello?", **fields)
+        assert caught.value.param == param
+    service.source.error, service.source.error_after = errors.InternalError("broken"), 2
+    stream = await client.responses.create(model="tiny", input="hello?", stream=True)
+    events: list[Any] = [event async for event in stream]
+    assert (events[-1].type, events[-1].message, events[-1].code) == ("error", "broken", "internal")
