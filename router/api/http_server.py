@@ -86,7 +86,7 @@ class HttpServer:
         # replica cannot answer a controller that restarts, which then stops it.
         audit, bounds = audit or AuditLog(), bounds or ConnectionBounds()
         config = uvicorn.Config(
-            _Gate(KeyGate(self._app(), authenticator or Authenticator(), _refusal), browsers, audit or AuditLog()),
+            _Gate(KeyGate(self._app(), authenticator or Authenticator(), _refusal), browsers, audit),
             lifespan="off",
             log_config=None,
             log_level="error",  # its warnings are of what clients send, as often as they like
