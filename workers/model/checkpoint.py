@@ -123,7 +123,7 @@ def _read_index(folder: Path) -> dict[str, Path]:
 def _other_weights(folder: Path) -> str:
     """Says what to do with the weights of another kind that a folder has."""
     names = sorted(path.name for path in folder.iterdir())
-    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
+    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]:
         text = f"; {pickles[0]:.80} may run code when it is read, so it is not: "
         return text + "save the model anew by transformers' save_pretrained, which writes safetensors"
     if others := [name for name in names if name.endswith(".safetensors")]:

@@ -162,6 +162,7 @@ async def test_a_request_is_shown_while_it_runs_and_when_it_has_ended(
 
 
 async def test_why_requests_have_ended(http: httpx.AsyncClient, source: FakeTokenSource, feed: ConsoleFeed) -> None:
+    source.answer = b"so it ends"
     await http.post(TEXT, json=body(TEXT, max_tokens=2))
     await http.post(TEXT, json=body(TEXT, n=2, max_tokens=200, stop=["e"]))
     source.error = Unavailable("no worker is ready")

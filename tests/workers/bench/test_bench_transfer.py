@@ -40,4 +40,4 @@ def test_the_overlap_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert overlap.main(["--model", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "bench_overlap: config.json: cannot be read (No such file or directory)\n"
+    assert capsys.readouterr().err == "bench_overlap: config.json: not found\n"

@@ -104,7 +104,7 @@ def write_config(folder: Path, kind: str, **overrides: Any) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: "),
         ({"num_experts": 10**9}, "num_experts: must be at most"),
         ({"hidden_size": "wide"}, "hidden_size: not valid to transformers' CohereConfig"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers: must be an integer from 1 to"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers: must be at most "),
         ({"layer_norm_eps": []}, "layer_norm_eps: not valid"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings: must be an integer"),
     ],

@@ -72,7 +72,7 @@ def test_links_within_the_folder_and_in_the_cache_of_the_hub_are_taken(folder: P
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pkl", "model.safetensors.pkl"])
 def test_weights_that_can_run_code_are_not_read(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    with pytest.raises(CheckpointError, match="only safetensors weights are read"):
+    with pytest.raises(CheckpointError, match="may run code when it is read"):
         read_tensors(folder)
     assert not Path("ran").exists()
 
