@@ -14,7 +14,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.auth.authenticator import Authenticator
 from tandem.router.frontend.prepare import ServedModel
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.tests.router.api.test_openai import CALL, HERMES
+from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.auth.keys import api_key
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource, byte_tokenizer
@@ -26,12 +26,7 @@ TOOLS: Any = [
     {
         "name": "weather",
         "description": "Tells the weather.",
-        "input_schema": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
+        "input_schema": SCHEMA,
     }
 ]
 
@@ -54,11 +49,6 @@ async def ask(client: anthropic.AsyncAnthropic, **fields: Any) -> anthropic.type
     return message
 
 
-def seen(service: Service) -> str:
-    """The last prompt."""
-    return bytes(service.source.requests[-1].prompt).decode()
-
-
 async def test_a_message(service: Service, client: anthropic.AsyncAnthropic) -> None:
     service.source.answer = [*b"hello", EOS_ID]
     said = await ask(client, system="Be brief.", metadata={"user_id": "x"}, extra_body=SAMPLED)
@@ -66,8 +56,8 @@ async def test_a_message(service: Service, client: anthropic.AsyncAnthropic) -> 
     assert said.id.startswith("msg_")
     assert [(block.type, block.text) for block in said.content if block.type == "text"] == [("text", "hello")]
     assert (said.stop_reason, said.stop_sequence) == ("end_turn", None)
-    assert seen(service) == "system: Be brief.\nuser: hello?\nassistant: "
-    assert (said.usage.input_tokens, said.usage.output_tokens) == (len(seen(service)), 6)
+    assert last_prompt(service) == "system: Be brief.\nuser: hello?\nassistant: "
+    assert (said.usage.input_tokens, said.usage.output_tokens) == (len(last_prompt(service)), 6)
     assert said.usage.cache_read_input_tokens == 0
     sampling = service.source.requests[-1].sampling
     assert (sampling.temperature, sampling.top_k) == (0.5, 3)
@@ -79,7 +69,7 @@ async def test_texts_in_blocks_and_the_begin_of_an_answer(service: Service, clie
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "The river"}]
     await ask(client, system=[cached, {"type": "text", "text": "!"}], messages=messages)
-    assert seen(service) == "system: Be brief.!\nuser: ab\nassistant: The river"
+    assert last_prompt(service) == "system: Be brief.!\nuser: ab\nassistant: The river"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -108,7 +98,7 @@ async def test_stop_reasons(
         said = await ask(client, **fields)
     assert [block.text for block in said.content] == [text]
     assert (said.stop_reason, said.stop_sequence) == (reason, sequence)
-    assert said.usage.input_tokens == len(seen(service))
+    assert said.usage.input_tokens == len(last_prompt(service))
 
 
 async def test_the_events_of_a_stream(service: Service, client: anthropic.AsyncAnthropic) -> None:
@@ -133,7 +123,7 @@ async def test_the_events_of_a_stream(service: Service, client: anthropic.AsyncA
     assert "".join(event["delta"].get("text", "") for event in deltas) == "I look."
     inputs = [event["delta"]["partial_json"] for event in deltas if event["index"] == 2]
     assert json.loads("".join(inputs)) == {"city": "Köln"}
-    assert events[0]["message"]["usage"]["input_tokens"] == len(seen(service))
+    assert events[0]["message"]["usage"]["input_tokens"] == len(last_prompt(service))
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
@@ -150,7 +140,7 @@ async def test_tools_and_their_results(service: Service, client: anthropic.Async
     assert [block.type for block in said.content] == ["text", "tool_use", "tool_use"]
     assert [(call.name, call.input) for call in said.content[1:]] == [("weather", {"city": "Köln"})] * 2
     assert said.stop_reason == "tool_use"
-    assert seen(service) == "[weather] user: hello?\nassistant: "
+    assert last_prompt(service) == "[weather] user: hello?\nassistant: "
     results = [
         {"type": "tool_result", "tool_use_id": said.content[1].id, "content": "rain"},
         {"type": "tool_result", "tool_use_id": said.content[2].id, "content": [{"type": "text", "text": "sun"}]},
@@ -164,7 +154,9 @@ async def test_tools_and_their_results(service: Service, client: anthropic.Async
     said = await ask(client, messages=messages, tools=TOOLS)
     assert [block.text for block in said.content] == ["It rains."]
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
-    assert seen(service).endswith(f"assistant: I look.{call}{call}\ntool: rain\ntool: sun\nuser: So?\nassistant: ")
+    assert last_prompt(service).endswith(
+        f"assistant: I look.{call}{call}\ntool: rain\ntool: sun\nuser: So?\nassistant: "
+    )
 
 
 async def test_tool_choice(service: Service, client: anthropic.AsyncAnthropic) -> None:

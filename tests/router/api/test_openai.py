@@ -12,33 +12,21 @@ from pydantic import BaseModel
 
 from tandem.proto import errors
 from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
 
-HERMES = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}] {% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 TOOLS: list[ChatCompletionToolParam] = [
     {
         "type": "function",
         "function": {
             "name": "weather",
             "description": "Tells the weather.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-                "additionalProperties": False,
-            },
+            "parameters": SCHEMA,
         },
     }
 ]
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello?"}]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
 
 @pytest.fixture(scope="session")

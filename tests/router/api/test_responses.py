@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from tandem.proto import errors
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.tests.router.api.test_openai import CALL, HERMES
+from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
 from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
 
@@ -20,12 +20,7 @@ TOOLS: Any = [
         "name": "weather",
         "description": "Tells the weather.",
         "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
+        "parameters": SCHEMA,
     }
 ]
 
@@ -41,11 +36,6 @@ async def client(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-def seen(service: Service) -> str:
-    """The last prompt."""
-    return bytes(service.source.requests[-1].prompt).decode()
-
-
 async def test_a_response(service: Service, client: openai.AsyncOpenAI) -> None:
     service.source.answer = [*b"hello", EOS_ID]
     made = await client.responses.create(
@@ -55,9 +45,9 @@ async def test_a_response(service: Service, client: openai.AsyncOpenAI) -> None:
     assert (made.temperature, made.max_output_tokens, made.instructions) == (0.5, 9, "Be brief.")
     assert made.output[0].to_dict()["type"] == "message"
     assert made.output[0].to_dict()["status"] == "completed"
-    assert seen(service) == "system: Be brief.\nuser: hello?\nassistant: "
+    assert last_prompt(service) == "system: Be brief.\nuser: hello?\nassistant: "
     assert made.usage is not None
-    assert (made.usage.input_tokens, made.usage.output_tokens) == (len(seen(service)), 6)
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (len(last_prompt(service)), 6)
     assert (made.to_dict()["store"], made.previous_response_id) == (False, None)
     cut = await client.responses.create(model="tiny", input="hello?", max_output_tokens=2)
     assert cut.incomplete_details is not None
@@ -76,7 +66,7 @@ async def test_a_conversation(service: Service, client: openai.AsyncOpenAI) -> N
         {"role": "user", "content": "and?"},
     ]
     await client.responses.create(model="tiny", input=conversation)
-    assert seen(service) == "system: Be brief.\nuser: hi\nassistant: hello\nuser: and?\nassistant: "
+    assert last_prompt(service) == "system: Be brief.\nuser: hi\nassistant: hello\nuser: and?\nassistant: "
 
 
 async def test_tools_and_their_outputs(service: Service, client: openai.AsyncOpenAI) -> None:
@@ -93,7 +83,7 @@ async def test_tools_and_their_outputs(service: Service, client: openai.AsyncOpe
     made = await client.responses.create(model="tiny", input=conversation, tools=TOOLS)
     assert made.output_text == "It rains."
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
-    assert seen(service).endswith(f"assistant: I look.{call}{call}\ntool: rain\ntool: rain\nassistant: ")
+    assert last_prompt(service).endswith(f"assistant: I look.{call}{call}\ntool: rain\ntool: rain\nassistant: ")
 
 
 async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None:
