@@ -159,8 +159,8 @@ class RequestManager:
         session.requests[key] = request
         submitted = time.monotonic()
         if spec.task is Task.DECODE:
-            fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
-            fetch.add_done_callback(partial(self._fetched, request))
+            request.fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
+            request.fetch.add_done_callback(partial(self._fetched, request))
         if request.adapter or (spec.sampling.grammar and self.load_grammar is not None):
             request.preparing = asyncio.create_task(self._prepare(request, submitted))
             request.preparing.add_done_callback(self._check_task)
@@ -185,10 +185,10 @@ class RequestManager:
         request = session.requests.get((suspend.request_id, suspend.attempt))
         if request is None:
             return
-        if request.spec.task is Task.DECODE and not request.has_kv:
+        if request.fetch is not None and not request.fetch.done():
             self._refuse(request, worker_pb2.FAILURE_KIND_GONE, _LEAVING)
-        else:
-            self.thread.post(partial(self._suspend, request))
+        else:  # a fetch that has just ended is acknowledged, so nobody else has the cache: `_fetched` first commits it
+            asyncio.get_running_loop().call_soon(self.thread.post, partial(self._suspend, request))
 
     def end(self, request: WorkerRequest) -> None:
         """Removes a request and frees what it holds, in any state: first its transfers stop using its blocks."""
@@ -375,7 +375,6 @@ class RequestManager:
             self.failed(error)
         else:
             if request in self._requests:
-                request.has_kv = True
                 request.session.put(request.key, kv_received=received)
                 self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
 

@@ -11,6 +11,7 @@ from ..proto.limits import MAX_INTERNAL_MESSAGE_BYTES
 from .engine.events import NewTokens
 from .engine.plan import SampledLogprobs
 from .engine.sequence import FinishReason, SequenceSpec
+from .transfer.receiver import FetchResult
 
 RequestKey = tuple[str, int]  # request id, attempt
 
@@ -37,7 +38,7 @@ class WorkerRequest:
     adapter: worker_pb2.Adapter | None = None
     preparing: asyncio.Task[None] | None = None  # loads its adapter, compiles its grammar
     grammar: object = None  # a reference that keeps it compiled
-    has_kv: bool = False  # its KV cache has arrived from another worker
+    fetch: asyncio.Task[FetchResult] | None = None  # of its KV cache from another worker
     suspended: dict[int, int] = field(default_factory=dict)  # choices whose KV cache is on offer: their sequence ids
 
 

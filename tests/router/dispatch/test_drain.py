@@ -13,6 +13,9 @@ from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.request_manager import RequestManager
+from tandem.workers.session import WorkerRequest
+from tandem.workers.transfer.receiver import FetchResult
 from tandem.workers.worker import Worker
 
 
@@ -65,6 +68,26 @@ async def test_streams_move_to_another_worker_and_nothing_is_computed_again(
         attempts = await asyncio.gather(*requests)
         assert max(attempts) > 1
         assert submits[Task.PREFILL] + submits[Task.WHOLE] == before == 24
+
+
+async def test_a_stream_whose_cache_has_just_arrived_is_not_computed_again(
+    submits: Counter[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, fetches = RequestManager._fetched, []
+
+    def suspend_and_commit(manager: RequestManager, request: WorkerRequest, task: "asyncio.Task[FetchResult]") -> None:
+        fetches.append(task)
+        if len(fetches) == 1:  # acknowledged already, so that the prefill worker has let go of the cache
+            request_id, attempt = request.key
+            manager.suspend(request.session, worker_pb2.Suspend(request_id=request_id, attempt=attempt))
+        fetch(manager, request, task)
+
+    monkeypatch.setattr(RequestManager, "_fetched", suspend_and_commit)
+    async with fleet(1, 2, rank=lambda role: fake_rank()) as running:
+        ids, timeline = await running.generate(token_request(range(40), 20))
+        assert ids == expected_choices(range(40), 1, 20, VOCAB)[0]
+        assert (timeline.attempts, len(fetches)) == (2, 2)
+        assert submits[Task.PREFILL] + submits[Task.WHOLE] == 1
 
 
 async def test_every_worker_is_replaced_in_turn() -> None:
