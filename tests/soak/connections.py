@@ -4,8 +4,8 @@
     python -m tandem.tests.soak.connections --http http://127.0.0.1:8080 --grpc grpc://127.0.0.1:50051
 
 A process of its own keeps 500 connections that send their first line a byte at a time, half of them to each server, and
-opens and closes 20,000 others meanwhile. A good client asks over both APIs, before and during that. Exits with 1 if its
-p99 TTFT at either has more than doubled.
+opens and closes 20,000 others meanwhile, 1,000 a second. A good client asks over both APIs, before and during that.
+Exits with 1 if its p99 TTFT at either has more than doubled.
 """
 
 import argparse
@@ -46,14 +46,16 @@ async def drip(place: tuple[str, int], data: bytes) -> None:
         await asyncio.sleep(_DRIP_SECONDS)
 
 
-async def come_and_go(places: Sequence[tuple[str, int]], count: int) -> int:
-    """Opens and closes so many connections; returns how many were refused."""
+async def come_and_go(places: Sequence[tuple[str, int]], count: int, rate: int) -> int:
+    """Opens and closes so many connections, `rate` a second; returns how many were refused."""
     num_refused = 0
     left = iter(range(count))
+    began = time.perf_counter()
 
     async def one_after_the_other() -> None:
         nonlocal num_refused
         for number in left:
+            await asyncio.sleep(began + number / rate - time.perf_counter())
             try:
                 _, writer = await asyncio.open_connection(*places[number % len(places)])
                 writer.close()
@@ -64,12 +66,12 @@ async def come_and_go(places: Sequence[tuple[str, int]], count: int) -> int:
     return num_refused
 
 
-async def attack(places: Sequence[tuple[str, int]], num_slow: int, num_closed: int) -> None:
+async def attack(places: Sequence[tuple[str, int]], num_slow: int, num_closed: int, rate: int) -> None:
     """Runs the connections; says when the slow ones are there, and when the others are over. Ends with its stdin."""
     tasks = [asyncio.create_task(drip(places[number % 2], _SLOW_BYTES[number % 2])) for number in range(num_slow)]
     await asyncio.sleep(2 * _DRIP_SECONDS)
     print("slow", flush=True)
-    refused = await come_and_go(places, num_closed)
+    refused = await come_and_go(places, num_closed, rate)
     print(f"over {refused}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
@@ -106,7 +108,7 @@ async def run(options: argparse.Namespace) -> bool:
     asyncio.get_running_loop().call_later(options.seconds, over.set)
     before = await measure(urls, options.requests, over)
     over = asyncio.Event()
-    counts = [str(options.slow), str(options.closed)]
+    counts = map(str, (options.slow, options.closed, options.rate))
     command = [sys.executable, "-m", "tandem.tests.soak.connections", "--http", urls[0], "--grpc", urls[1]]
     pipe = asyncio.subprocess.PIPE
     attacker = await asyncio.create_subprocess_exec(*command, "--attack", *counts, stdin=pipe, stdout=pipe)
@@ -141,14 +143,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--grpc", default="grpc://127.0.0.1:50051")
     parser.add_argument("--slow", type=int, default=500, help="connections that send a byte a second")
     parser.add_argument("--closed", type=int, default=20_000, help="connections that are opened and closed")
+    parser.add_argument("--rate", type=int, default=1_000, help="of those, opened a second")
     parser.add_argument("--requests", type=int, default=200, help="of the good client, at least, to each server")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the measurement before, at least")
-    parser.add_argument("--attack", nargs=2, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--attack", nargs=3, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     if options.attack:
         places = [(str(parts.hostname), parts.port or 80) for parts in map(urlsplit, (options.http, options.grpc))]
+        # An attacker's computer takes no time from the service's; here it gets what that leaves.
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         asyncio.run(attack(places, *options.attack))
         return 0
     return 0 if asyncio.run(run(options)) else 1
