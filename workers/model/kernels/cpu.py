@@ -233,14 +233,18 @@ def linear_int(
     return out
 
 
-def sample(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, filters: torch.Tensor | None = None
+) -> torch.Tensor:
     """Samples as gumbel.py does from logits [rows, vocab_size] token ids [rows], int64, -1 where a logit is not finite.
 
-    temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32."""
+    temperatures float32 [rows], 0 for the greedy choice; keys int64 [rows, 2], each below 2^32; filters float32
+    [rows, 3]: top-k, 0 for none, top-p, and the logarithm of min-p, -3e38 for none. Scores that differ by less than
+    2^-16 are ties for the filters."""
     rows, vocab_size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     words = keys.to(torch.uint32)
-    call("sample", logits.dtype, rows, logits, logits.stride(0), temperatures, words, tokens, vocab_size)
+    call("sample", logits.dtype, rows, logits, logits.stride(0), temperatures, words, tokens, vocab_size, filters)
     return tokens
 
 

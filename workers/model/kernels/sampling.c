@@ -1,4 +1,4 @@
-// Samples the next token without a filter: the fused form of gumbel.py.
+// Samples the next token: the fused form of gumbel.py and of top-k, top-p and min-p of filters.py.
 
 #include "common.h"
 
@@ -22,6 +22,123 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
     return u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
 }
 
+// What a row keeps: the top_k best tokens (0: all), of these the best up to the mass top_p, and none that is further
+// below the best than -log_min_p.
+typedef struct {
+    float top_k, top_p, log_min_p;
+} Filter;
+
+typedef struct {
+    const void *logits;
+    int wide;  // in float32, not bfloat16
+    int64_t vocab;
+    float scale, top;  // 1 / temperature, and the largest score
+} Row;
+
+// A token's place is how far its score is below the top, in steps of 2^-16; scores of one place are ties. From 64 on all
+// are one: they have no mass. Places are counted in two turns, first by their upper bits, then by the lower ones.
+enum { BITS_OF_TURN = 11, PLACES = 1 << BITS_OF_TURN, LAST_PLACE = PLACES * PLACES - 1 };
+
+typedef struct {
+    int32_t count[PLACES];
+    float mass[PLACES];
+} Histogram;
+
+static void load_scores(const Row *row, int64_t begin, int64_t count, float *score) {
+    const float *wide = (const float *)row->logits + begin;
+    const uint16_t *narrow = (const uint16_t *)row->logits + begin;
+    if (row->wide)
+        for (int64_t i = 0; i < count; i++) score[i] = wide[i] * row->scale;
+    else
+        for (int64_t i = 0; i < count; i++) score[i] = load_bf16(narrow[i]) * row->scale;
+}
+
+static inline int32_t place_of(const Row *row, float score) {
+    float steps = (row->top - score) * 65536;
+    steps = steps > 0 ? steps : 0;
+    return (int32_t)(steps < LAST_PLACE ? steps : LAST_PLACE);
+}
+
+// Counts the tokens of a row by the upper bits of their places, those with these upper bits by the lower ones if not -1.
+static void count_places(const Row *row, int32_t upper, Histogram *found) {
+    memset(found, 0, sizeof *found);
+    for (int64_t begin = 0; begin < row->vocab; begin += BLOCK) {
+        const int64_t count = least(BLOCK, row->vocab - begin);
+        float score[BLOCK], mass[BLOCK];
+        int32_t place[BLOCK];
+        load_scores(row, begin, count, score);
+        for (int64_t i = 0; i < count; i++) mass[i] = decay(score[i] - row->top);
+        for (int64_t i = 0; i < count; i++) {
+            const int32_t all = place_of(row, score[i]), high = all >> BITS_OF_TURN;
+            place[i] = upper < 0 ? high : high == upper ? all & (PLACES - 1) : -1;
+        }
+        for (int64_t i = 0; i < count; i++)
+            if (place[i] >= 0) {
+                found->count[place[i]]++;
+                found->mass[place[i]] += mass[i];
+            }
+    }
+}
+
+// Tokens before a place.
+typedef struct {
+    double count, mass;
+} Before;
+
+// Returns the first place with which the tokens, or if `by_mass` their mass, are `enough`; the last if they never are.
+static int32_t find_place(const Histogram *in, int by_mass, double enough, Before *before) {
+    int32_t place = 0;
+    for (; place < PLACES - 1; place++) {
+        const double count = before->count + in->count[place], mass = before->mass + in->mass[place];
+        if ((by_mass ? mass : count) >= enough) break;
+        before->count = count;
+        before->mass = mass;
+    }
+    return place;
+}
+
+// Returns the last place that is kept, and the mass up to it.
+static int32_t last_place(const Row *row, const Histogram *uppers, int by_mass, double enough, double *mass) {
+    Histogram lowers;
+    Before before = {0, 0};
+    const int32_t upper = find_place(uppers, by_mass, enough, &before);
+    count_places(row, upper, &lowers);
+    const int32_t lower = find_place(&lowers, by_mass, enough, &before);
+    *mass = before.mass + lowers.mass[lower];
+    return upper << BITS_OF_TURN | lower;
+}
+
+static int64_t sample_filtered(const Row *row, const Filter *filter, const uint32_t *key) {
+    int32_t last = LAST_PLACE;
+    if (filter->top_k > 0 || filter->top_p < 1) {
+        Histogram uppers;
+        count_places(row, -1, &uppers);
+        double total = 0;
+        if (filter->top_k > 0) last = last_place(row, &uppers, 0, filter->top_k, &total);
+        else
+            for (int32_t place = 0; place < PLACES; place++) total += uppers.mass[place];
+        if (filter->top_p < 1) last = last_place(row, &uppers, 1, filter->top_p * total, &total);
+    }
+    float best = -3e38f;
+    int64_t token = -1;
+    for (int64_t begin = 0; begin < row->vocab; begin += BLOCK) {
+        const int64_t count = least(BLOCK, row->vocab - begin);
+        float score[BLOCK];
+        int32_t place[BLOCK];
+        load_scores(row, begin, count, score);
+        for (int64_t i = 0; i < count; i++)
+            place[i] = score[i] - row->top < filter->log_min_p ? LAST_PLACE + 1 : place_of(row, score[i]);
+        for (int64_t i = 0; i < count; i++) {
+            if (place[i] > last) continue;
+            const float noisy = score[i] - logf(exponential(uniform((uint32_t)(begin + i), key[0], key[1])));
+            if (noisy <= best) continue;
+            best = noisy;
+            token = begin + i;
+        }
+    }
+    return token;
+}
+
 static inline uint16_t bits_bf16(uint16_t x) { return x; }
 static inline uint32_t bits_f32(float x) {
     uint32_t bits;
@@ -29,16 +146,20 @@ static inline uint32_t bits_f32(float x) {
     return bits;
 }
 
-// logits [rows, vocab], rows `stride` elements apart; temperatures [rows], 0 is greedy; keys [rows, 2]; tokens [rows].
+// logits [rows, vocab], rows `stride` elements apart; temperatures [rows], 0 is greedy; keys [rows, 2]; tokens [rows];
+// filters [rows] or NULL, for rows that have none top_k 0, top_p 1, log_min_p -3e38.
 // The first of several equal maxima wins; -1 if the largest is not finite or a logit is NaN. The bits say so, the
 // largest of either sign's: -ffast-math takes it that there is no such number.
 #define DEFINE_SAMPLE(T, NAME, BITS)                                                                                   \
     int64_t sample_##NAME(const Arg *a, int64_t rows, int64_t row) {                                                   \
         if (row < 0) return rows;                                                                                      \
         const T *from = (const T *)a[0].p + row * a[1].n;                                                              \
-        const float temperature = ((const float *)a[2].p)[row];                                                        \
+        const float temperature = ((const float *)a[2].p)[row], scale = temperature > 0 ? 1 / temperature : 1;         \
         const uint32_t *key = (const uint32_t *)a[3].p + 2 * row;                                                      \
         const int64_t vocab = a[5].n;                                                                                  \
+        const Filter *filter = a[6].p ? (const Filter *)a[6].p + row : NULL;                                           \
+        const int filtered = temperature > 0 && filter &&                                                              \
+                             (filter->top_k > 0 || filter->top_p < 1 || filter->log_min_p > -3e38f);                   \
         float best = -3e38f;                                                                                           \
         int64_t token = -1;                                                                                            \
         const BITS sign = (BITS)1 << (8 * sizeof(BITS) - 1);                                                           \
@@ -47,9 +168,9 @@ static inline uint32_t bits_f32(float x) {
         for (int64_t begin = 0; begin < vocab; begin += BLOCK) {                                                       \
             const int64_t count = least(BLOCK, vocab - begin);                                                         \
             float score[BLOCK], top = -3e38f;                                                                          \
-            if (temperature > 0)                                                                                       \
+            if (temperature > 0 && !filtered)                                                                          \
                 for (int64_t i = 0; i < count; i++)                                                                    \
-                    score[i] = load_##NAME(from[begin + i]) / temperature -                                            \
+                    score[i] = load_##NAME(from[begin + i]) * scale -                                                  \
                                logf(exponential(uniform((uint32_t)(begin + i), key[0], key[1])));                      \
             else                                                                                                       \
                 for (int64_t i = 0; i < count; i++) score[i] = load_##NAME(from[begin + i]);                           \
@@ -64,7 +185,12 @@ static inline uint32_t bits_f32(float x) {
             for (int64_t i = count - 1; i >= 0; i--)                                                                   \
                 if (score[i] == top) token = begin + i;                                                                \
         }                                                                                                              \
-        ((int64_t *)a[4].p)[row] = negative > infinity || positive >= infinity ? -1 : token;                           \
+        if (negative > infinity || positive >= infinity) token = -1;                                                   \
+        if (filtered && token >= 0) {                                                                                  \
+            const Row scored = {from, sizeof(T) == 4, vocab, scale, best * scale};                                     \
+            token = sample_filtered(&scored, filter, key);                                                             \
+        }                                                                                                              \
+        ((int64_t *)a[4].p)[row] = token;                                                                              \
         return 0;                                                                                                      \
     }
 

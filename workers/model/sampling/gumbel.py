@@ -5,6 +5,7 @@ Order: temperature, then the filters. The choice is Gumbel-max: argmax(logit - l
 only at near ties.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -28,7 +29,9 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     native = cpu.usable(logits)
     random = [row for row, row_params in enumerate(params) if row_params.temperature >= MIN_TEMPERATURE]
     tokens = _sample_native(logits, params, positions) if native else _unless_invalid(*logits.max(-1))
-    for filtered in (True,) if native else (False, True):
+    if native:
+        random = [row for row in random if params[row].typical_p < 1]
+    for filtered in (False, True):
         rows = [row for row in random if has_filter(params[row]) == filtered]
         if rows:
             rows_device = indices(rows, logits.device)
@@ -40,10 +43,18 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
 
 
 def _sample_native(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-    """Samples all rows by the C kernel, those with filters greedily."""
-    temperatures = [0.0 if has_filter(row) or row.temperature < MIN_TEMPERATURE else row.temperature for row in params]
-    keys = [_keys(row.seed, position) for row, position in zip(params, positions, strict=True)]
-    return cpu.sample(logits, torch.tensor(temperatures), torch.tensor(keys))
+    """Samples all rows by the C kernel, those with typical sampling greedily."""
+    temperatures = [
+        0.0 if row.typical_p < 1 or row.temperature < MIN_TEMPERATURE else row.temperature for row in params
+    ]
+    keys = [
+        _keys(row.seed, position) if temperature else (0, 0)
+        for row, position, temperature in zip(params, positions, temperatures, strict=True)
+    ]
+    filters = None
+    if any(map(has_filter, params)):
+        filters = torch.tensor([[row.top_k, row.top_p, math.log(row.min_p) if row.min_p else -3e38] for row in params])
+    return cpu.sample(logits, torch.tensor(temperatures), torch.tensor(keys), filters)
 
 
 def _sample_random(
