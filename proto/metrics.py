@@ -158,9 +158,9 @@ KV_SECONDS = _histogram(
 KV_BYTES = _counter("tandem_kv_transfer_bytes_total", "Bytes of KV cache that workers have pulled.", transport=())
 WORKERS = _gauge(
     "tandem_workers",
-    "Workers that this router knows. The same in each router.",
+    "Workers that this router knows; lost: the session with it has broken. About the same in each router.",
     pool=("prefill", "decode"),
-    state=("ready", "draining"),
+    state=("ready", "draining", "lost"),
 )
 READY = _gauge("tandem_ready", "1 while /ready answers 200.")
 

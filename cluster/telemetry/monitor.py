@@ -79,8 +79,8 @@ class RouterMonitor:
         self.metrics.set(READY, not (self.ops.reason or self.ops.failure))
         counts: Counter[tuple[str, str]] = Counter()
         used = total = 0
-        for info, load, drains in registry.loads():
-            counts[_POOLS[info.role], "draining" if drains else "ready"] += 1
+        for info, load, state in registry.loads():
+            counts[_POOLS[info.role], state] += 1
             if info.role == worker_pb2.ROLE_DECODE:
                 used += load.total_blocks - load.free_blocks - load.cached_blocks
                 total += load.total_blocks

@@ -85,10 +85,10 @@ class Dispatcher:
         return sum(execution.wake_at is not None for execution in self._running)
 
     def stop(self) -> None:
-        """Ends all requests, those that wait for admission too, with Unavailable."""
+        """Ends all requests, those that wait for admission and those that come later too, with Unavailable."""
         self._closed = True
         error = Unavailable(_STOPPING)
-        self._admission.refuse_all(error)
+        self._admission.stop(error)
         for execution in list(self._running):
             execution.fail(error)
 

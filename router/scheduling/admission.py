@@ -77,11 +77,13 @@ class Admission:
         self._drain = DrainRate(clock)
         self._running: Counter[str] = Counter()  # by tenant, in parts per million of the largest worker
         self._shares: dict[str, int] = {}  # by request that runs, the same
+        self._refusal: TandemError | None = None  # of every request, once the router stops
         registry.subscribe(self._admit_waiting)
 
     def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
         """Raises Overloaded if a request of about so many tokens would be refused now; costs microseconds, so that it
         can be asked before a prompt is tokenized."""
+        self._check_stopped()
         if self.queue or not self._fits(Capacity(sequences=1, kv_tokens=estimated_tokens)):
             entry = QueueEntry(tenant=tenant, priority=priority, num_tokens=max(estimated_tokens, 1))
             self._check_wait(entry, deadline)
@@ -95,7 +97,8 @@ class Admission:
         Raises InvalidArgument for more sequences than any worker runs at once, and Overloaded, with the time after
         which another try may be worth it: at once if the queue is full or the predicted wait too long, later if the
         wait turns out too long or another request displaces this one. Cancelling a request that waits removes it from
-        the queue."""
+        the queue. Once stopped, raises what `stop` was given."""
+        self._check_stopped()
         required = required_capacity(request)
         needed = self._limit_to_worker(required)
         if self.queue or not self._fits(needed):
@@ -142,12 +145,17 @@ class Admission:
         finally:
             timer.cancel()
 
-    def refuse_all(self, error: TandemError) -> None:
-        """Refuses all requests that wait."""
+    def stop(self, error: TandemError) -> None:
+        """Refuses all requests that wait, and from now on every other, too."""
+        self._refusal = error
         while (entry := self.queue.first()) is not None:
             self.queue.remove(entry)
             if not entry.admitted.done():
                 entry.admitted.set_exception(error)
+
+    def _check_stopped(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal.with_traceback(None)  # which would grow with each
 
     def _expire(self, entry: _Waiting) -> None:
         if not entry.admitted.done():

@@ -114,9 +114,9 @@ class WorkerRegistry:
         """Returns all workers, as the directory last described them."""
         return [worker.info for worker in self._workers.values()]
 
-    def loads(self) -> list[tuple[worker_pb2.WorkerInfo, worker_pb2.WorkerLoad, bool]]:
-        """Returns all workers with their last report, and whether they drain."""
-        return [(worker.info, worker.load, worker.drains) for worker in self._workers.values()]
+    def loads(self) -> list[tuple[worker_pb2.WorkerInfo, worker_pb2.WorkerLoad, str]]:
+        """Returns all workers with their last report, and whether they are ready, draining or lost."""
+        return [(worker.info, worker.load, worker.state) for worker in self._workers.values()]
 
     def get(self, worker_id: str) -> worker_pb2.WorkerInfo | None:
         """Returns one worker; None if it is not listed."""

@@ -78,6 +78,13 @@ class WorkerState:
         return self.info.draining or self.load.draining
 
     @property
+    def state(self) -> str:
+        """What metrics count it as."""
+        if self.is_lost:
+            return "lost"
+        return "draining" if self.drains else "ready"
+
+    @property
     def takes_requests(self) -> bool:
         """Whether requests may be placed on it."""
         return not self.drains and not self.is_lost

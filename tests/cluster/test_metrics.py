@@ -198,6 +198,17 @@ async def test_tokens_are_seen_while_a_stream_runs(folder: Path) -> None:
         assert used.value("tandem_workers", pool="prefill", state="draining") == 0
 
 
+async def test_a_worker_whose_session_has_broken_is_not_ready(folder: Path) -> None:
+    async with fleet(1, 2) as running:
+        router = await start(folder, running)
+        lost = running.workers[-1].info()
+        router._registry.session_lost(lost.worker_id, lost.epoch)
+        page = await scrape(router.ops_address)
+        counts = [page.value("tandem_workers", pool="decode", state=state) for state in ("ready", "draining", "lost")]
+        assert counts == [1, 0, 1]
+        await router.stop(0)
+
+
 async def test_nothing_is_counted_where_metrics_are_off(folder: Path) -> None:
     async with routers(folder, metrics=False) as (router,):
         await ask_grpc(router.grpc_address, Counted(), 1)

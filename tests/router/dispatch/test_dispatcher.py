@@ -243,6 +243,24 @@ async def test_when_the_service_stops_everybody_reads_so() -> None:
         await router.dispatcher.close()
 
 
+async def test_a_request_that_comes_when_the_service_stops_waits_for_nothing() -> None:
+    """Neither for a slot nor, as all sessions are broken, for a worker."""
+    registry = WorkerRegistry()
+    info = worker_pb2.WorkerInfo(worker_id="d1", epoch=1, role=worker_pb2.ROLE_DECODE, max_sequences=1)
+    registry.update([info])
+    registry.session_lost("d1", 1)
+    admission = Admission(registry)
+    router = Dispatcher(registry, admission, identity=IDENTITY, park_seconds=3600)
+    router.stop()
+    asked = router.generate(token_request([1], 1), inference_pb2.Timeline())
+    async with asyncio.timeout(30):
+        with pytest.raises(Unavailable, match="the service is stopping"):
+            await anext(asked)
+    with pytest.raises(Unavailable, match="the service is stopping"):
+        admission.check_early(1, "tenant")
+    await router.close()
+
+
 async def test_routers_share_workers_without_knowing_of_each_other() -> None:
     """Their request ids are the same; the end of one leaves the others' requests alone."""
     async with fleet(1, 2, rank=lambda role: fake_rank(step_seconds=0.002), max_sequences=4) as running:
