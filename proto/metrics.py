@@ -163,6 +163,7 @@ WORKERS = _gauge(
     state=("ready", "draining", "lost"),
 )
 READY = _gauge("tandem_ready", "1 while /ready answers 200.")
+TASKS = _gauge("tandem_tasks", "Asyncio tasks of this process; those of a worker are on the status page.")
 
 # --- workers, through Ray ---------------------------------------------------------------------------------------------
 

@@ -316,6 +316,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             integrity_ok=integrity_ok,
             transports=self._endpoint.receiver.connections.transports,
             num_recomputed_tokens=self._requests.num_recomputed_tokens,
+            num_tasks=len(asyncio.all_tasks()),
         )
 
     async def _check_integrity(self) -> bool:

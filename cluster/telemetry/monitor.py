@@ -11,6 +11,7 @@ from ...proto.metrics import (
     NULL_METRICS,
     READY,
     RUNNING,
+    TASKS,
     WAITING,
     WAITING_BY_REASON,
     WORKERS,
@@ -77,6 +78,7 @@ class RouterMonitor:
         self.metrics.set(WAITING_BY_REASON, num_queued, reason="capacity")
         self.metrics.set(WAITING_BY_REASON, num_parked, reason="deferred")
         self.metrics.set(READY, not (self.ops.reason or self.ops.failure))
+        self.metrics.set(TASKS, len(asyncio.all_tasks()))
         counts: Counter[tuple[str, str]] = Counter()
         used = total = 0
         for info, load, state in registry.loads():

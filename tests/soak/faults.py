@@ -51,19 +51,22 @@ def processes() -> dict[str, list[psutil.Process]]:
 class Nemesis:
     """Kills one process after the other, each kind in turn."""
 
-    def __init__(self, service: Service, kinds: Sequence[str], *, with_gcs: bool) -> None:
-        """`kinds`: what to kill in turn. `with_gcs`: after the first round the GCS is stopped for a while."""
+    def __init__(self, service: Service, kinds: Sequence[str], *, with_gcs: bool, spares: bool = False) -> None:
+        """`kinds`: what to kill in turn. `with_gcs`: after the first round the GCS is stopped for a while. `spares`: of
+        each kind that has several processes one lives throughout."""
         self.kills: Counter[str] = Counter()
         self.slowest: dict[str, float] = {}  # by kind: the most seconds until the service was whole again
         self.not_whole: list[str] = []
         self._service = service
         self._with_gcs = with_gcs
+        self._spares = spares
         self._order = kinds
         self._position = 0
 
     def strike(self) -> str:
-        """Kills a process of the next kind, the one that has run longest; returns what it did. The GCS, once, is
-        stopped for a while: killed without a database of its own, it would take the cluster along."""
+        """Kills a process of the next kind, the one that has run longest, or that has not if this spares; returns what
+        it did. The GCS, once, is stopped for a while: killed without a database of its own, it would take the cluster
+        along."""
         if self._with_gcs and not self.kills["gcs"] and self._position == len(self._order):
             return self._pause_gcs()
         kind = self._order[self._position % len(self._order)]
@@ -72,7 +75,7 @@ class Nemesis:
         if not found:
             self.not_whole.append(f"no process of kind {kind}")
             return f"no process of kind {kind}"
-        target = min(found, key=psutil.Process.create_time)
+        target = (max if self._spares else min)(found, key=psutil.Process.create_time)
         os.kill(target.pid, signal.SIGKILL)
         self.kills[kind] += 1
         return f"killed {kind} {target.pid}"

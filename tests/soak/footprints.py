@@ -1,57 +1,99 @@
-"""Samples memory, open files and threads of the processes of a run, to show that none of them only grows."""
+"""Samples what the processes of a run use, and tells which of it grows without end."""
 
+import math
+import os
 import time
+import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 import psutil
 
+from tandem.tests.metrics_page import MetricsPage
+from tandem.tests.service import status
 from tandem.tests.soak.faults import processes
+from tandem.tests.soak.samples import Points, grows, trend
 
+JUDGED: Final = ("router", "prefill", "decode", "client")
+"""Kinds of processes that must not grow; what Ray's own do is shown. The client is this process."""
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """Holds what one process used at one moment."""
+SHOWN: Final = (*JUDGED, "gcs")
+LEAST: Final = {"MiB": 2.0, "files": 1.0, "threads": 1.0, "tasks": 1.0}
+"""What is sampled, and how much it may grow in a run."""
 
-    at: float
-    rss: int  # bytes
-    num_fds: int
-    num_threads: int
+_HOUR: Final = 3600.0
+_SECONDS: Final = 10.0
 
 
 @dataclass
 class Footprints:
-    """Collects samples of all processes of the cluster."""
+    """Collects samples, each of all processes. A member of the service has one name for its process and one for its
+    asyncio tasks."""
 
-    _samples: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)  # by kind and pid
+    _points: dict[tuple[str, str, str], Points] = field(default_factory=dict)  # by kind, name and figure
+    _num_samples: int = 0
 
-    def sample(self) -> None:
+    def sample(self, status_url: str) -> None:
+        """Takes a sample; the service should be whole, and as busy as at the others."""
+        self._num_samples += 1
         now = time.monotonic()
         for kind, found in processes().items():
             for process in found:
                 with suppress(psutil.Error), process.oneshot():
-                    sample = Sample(
-                        at=now,
-                        rss=process.memory_info().rss,
-                        num_fds=process.num_fds(),
-                        num_threads=process.num_threads(),
-                    )
-                    self._samples.setdefault((kind, process.pid), []).append(sample)
+                    self._add(now, kind, str(process.pid), "MiB", process.memory_info().rss / 2**20)
+                    self._add(now, kind, str(process.pid), "files", process.num_fds())
+                    self._add(now, kind, str(process.pid), "threads", process.num_threads())
+        client = psutil.Process()  # its memory has the outcome of every stream
+        self._add(now, "client", str(os.getpid()), "files", client.num_fds())
+        self._add(now, "client", str(os.getpid()), "threads", client.num_threads())
+        with suppress(OSError, ValueError, KeyError):  # a member has just been killed
+            page = status(status_url)
+            for worker in page["workers"]:
+                self._add(now, worker["role"], worker["id"], "tasks", worker["num_tasks"])
+            for router in page["routers"]:
+                with urllib.request.urlopen(f"http://{router['ops']}/metrics", timeout=_SECONDS) as answer:
+                    figures = MetricsPage(answer.read().decode())
+                self._add(now, "router", router["id"], "tasks", figures.value("tandem_tasks"))
 
     def rows(self) -> list[list[str]]:
-        """Returns one row for each process that was there at the last sample: start and end of what it used."""
-        last = max((samples[-1].at for samples in self._samples.values()), default=0.0)
+        """Returns one row for each figure of a process that was there at the last sample: its first, middle and last
+        value, and how fast it grows if it was there at all."""
+        newest = max((points[-1][0] for points in self._points.values()), default=0.0)
         rows = []
-        for (kind, pid), samples in sorted(self._samples.items()):
-            first, end = samples[0], samples[-1]
-            if end.at != last or end is first:
+        for (kind, name, figure), points in sorted(self._points.items()):
+            if kind not in SHOWN or points[-1][0] != newest or len(points) < 2:
                 continue
-            rows.append(
-                [
-                    *(kind, str(pid), f"{end.at - first.at:.0f} s"),
-                    f"{first.rss >> 20} -> {samples[len(samples) // 2].rss >> 20} -> {end.rss >> 20} MiB",
-                    f"{first.num_fds} -> {end.num_fds}",
-                    f"{first.num_threads} -> {end.num_threads}",
-                ]
-            )
+            values = " -> ".join(f"{points[place][1]:.0f}" for place in (0, len(points) // 2, -1))
+            seconds = f"{newest - points[0][0]:.0f} s"
+            rows.append([kind, name, seconds, figure, values, self._describe(kind, figure, points)])
         return rows
+
+    def faults(self) -> list[str]:
+        """Names what grows in processes that lived throughout; also says so if none did, or none long enough."""
+        judged = [
+            (f"{kind} {name}: {figure}", points, LEAST[figure])
+            for (kind, name, figure), points in sorted(self._points.items())
+            if kind in JUDGED and self._is_long(points)
+        ]
+        lived = {kind for (kind, _, _), points in self._points.items() if self._is_long(points)}
+        missing = [f"no {kind} to judge lived throughout" for kind in JUDGED if kind not in lived]
+        grown = [f"{what} grow ({_per_hour(points)})" for what, points, least in judged if grows(points, least)]
+        return missing + grown
+
+    def _add(self, now: float, kind: str, name: str, figure: str, value: float) -> None:
+        self._points.setdefault((kind, name, figure), []).append((now, value))
+
+    def _is_long(self, points: Points) -> bool:
+        return len(points) == self._num_samples and trend(points)[1] > -math.inf
+
+    def _describe(self, kind: str, figure: str, points: Points) -> str:
+        if not self._is_long(points):
+            return ""
+        verdict = ("grows" if grows(points, LEAST[figure]) else "flat") if kind in JUDGED else "Ray's"
+        return f"{_per_hour(points)}: {verdict}"
+
+
+def _per_hour(points: Points) -> str:
+    slope, surely = trend(points)
+    return f"{slope * _HOUR:+.1f} an hour, at least {surely * _HOUR:+.1f}"

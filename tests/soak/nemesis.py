@@ -2,8 +2,9 @@
 
     python -m tandem.tests.soak.nemesis --minutes 3 --streams 200 --tokens 200
 
-Every stream must end with exactly the fault-free output, and afterwards no worker may hold anything. Exits with 1
-otherwise. docs/reliability.md describes what is promised and what was measured.
+Every stream must end with exactly the fault-free output, and afterwards no worker may hold anything; with `--spare`,
+nothing that lived throughout may grow. Exits with 1 otherwise. docs/reliability.md describes what is promised and what
+was measured.
 """
 
 import argparse
@@ -56,6 +57,7 @@ class Plan:
     tp: int = 1  # of every worker; of several ranks one is killed, too
     demo_model: bool = False
     gcs: bool = True
+    spares: bool = False  # one process of each kind, to see whether it grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +114,8 @@ async def _run(plan: Plan, service: Service) -> Report:
     known += await fault_free(service.grpc_addresses, list(with_stops(known)))
     _say(started, f"{len(known)} requests without faults; {service.addresses}")
     traffic, footprints = Traffic(), Footprints()
-    nemesis = Nemesis(service, [*plan.kinds, *["rank"] * (plan.tp > 1)], with_gcs=plan.gcs)
-    footprints.sample()
+    kinds = [*plan.kinds, *["rank"] * (plan.tp > 1)]
+    nemesis = Nemesis(service, kinds, with_gcs=plan.gcs, spares=plan.spares)
     begun = time.monotonic()
 
     def is_over() -> bool:
@@ -125,12 +127,11 @@ async def _run(plan: Plan, service: Service) -> Report:
     while not is_over() and not streams.done():
         await asyncio.wait([streams], timeout=plan.period)
         if not is_over():
+            await asyncio.to_thread(footprints.sample, service.status_url)  # the last fault has settled
             await _strike(plan, nemesis, traffic, started)
-            footprints.sample()
     await streams
     seconds = time.monotonic() - begun
-    faults = [*nemesis.not_whole, *await asyncio.to_thread(_held, service)]
-    footprints.sample()
+    faults = [*nemesis.not_whole, *await asyncio.to_thread(_held, service), *(footprints.faults() * plan.spares)]
     return Report(traffic=traffic, nemesis=nemesis, footprints=footprints, seconds=seconds, faults=faults)
 
 
@@ -222,6 +223,9 @@ def _plan(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--kinds", nargs="+", choices=KILLED, default=KILLED, help="which processes are killed in turn")
     parser.add_argument("--tp", type=int, default=1, help="ranks of each worker; above 1 one of them is killed, too")
     parser.add_argument("--demo-model", action="store_true", help="serve the demo model instead of a tiny random one")
+    parser.add_argument(
+        "--spare", dest="spares", action="store_true", help="let one process of each kind live; it must not grow"
+    )
     parser.add_argument("--no-gcs", dest="gcs", action="store_false", help="never stop the GCS")
     return Plan(**vars(parser.parse_args(arguments)))
 
