@@ -179,6 +179,7 @@ class RouterRuntime:
     async def stop(self, grace: float) -> None:
         """Refuses new requests, gives running ones `grace` seconds, then ends everything. Who is cut reads why."""
         self._is_stopping, self._monitor.ops.reason = True, "draining"
+        self._dispatcher.announce_stop()
         await self._servers.set_serving(False)
         asyncio.get_running_loop().call_later(grace, self._dispatcher.stop)
         await self._servers.stop(grace + _LAST_ANSWER_SECONDS)

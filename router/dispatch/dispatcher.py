@@ -84,6 +84,10 @@ class Dispatcher:
         """Requests that were interrupted and wait for a worker."""
         return sum(execution.wake_at is not None for execution in self._running)
 
+    def announce_stop(self) -> None:
+        """Has requests read that the service is stopping if workers, which stop too, can take them no more."""
+        self._registry.absence = _STOPPING
+
     def stop(self) -> None:
         """Ends all requests, those that wait for admission and those that come later too, with Unavailable."""
         self._closed = True

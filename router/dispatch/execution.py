@@ -162,7 +162,7 @@ class RequestExecution:
         if not (waiting := [choice for choice in choices if not self._start(choice)]):
             return
         if not self._registry.has_lost:
-            raise Unavailable("no worker is ready")
+            raise Unavailable(self._registry.absence)
         indices = [choice for choice in waiting if choice is not None] or range(self._request.num_choices)
         self._parked.append(Parked(frozenset(indices), None, Cause.GONE, "", self._clock() + self._park_seconds))
         self._watch_workers()
@@ -329,7 +329,7 @@ class RequestExecution:
                 raise Overloaded("every worker's queue is full")  # the caller may try elsewhere
             if self._clock() >= each.until:
                 if self not in self._quarantine or self._registry.place(self._request, self._avoid()) is None:
-                    raise Unavailable("no worker is ready")
+                    raise Unavailable(self._registry.absence)
                 each.until = self._clock() + self._park_seconds  # it waits for its turn, not for a worker
                 self._give_up |= dict.fromkeys(each.choices, each.until)
             self._parked.append(each)

@@ -39,6 +39,7 @@ class WorkerRegistry:
     ) -> None:
         """`local_prefill_tokens`: a prompt of which a decode worker lacks no more tokens may be computed there."""
         self.prefill_work = PrefillWork()
+        self.absence = "no worker is ready"  # what a request is told for which there is none
         self.on_reach: Callable[[], object] = lambda: None  # called after a worker was lost, or found again
         self._local_prefill_tokens = local_prefill_tokens
         self._rng = rng or random.Random()

@@ -1,5 +1,6 @@
 """Tests which addresses the routers of a service take that share a host."""
 
+import asyncio
 import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 
 from tandem.cluster.config import AuthConfig, TandemConfig, load_config
 from tandem.cluster.runtime import RouterRuntime
-from tandem.proto.errors import InvalidArgument
+from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.auth.keys import create_key
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import ClientTls
 from tandem.router.frontend.template import TemplateRenderer
 from tandem.tests.certificates import make_certificate
+from tandem.tests.fleet import fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
 
@@ -116,6 +118,28 @@ async def test_a_router_binds_more_than_it_tells(config: TandemConfig, folder: P
     assert second.http_address == first.http_address
     for each in (first, second):
         await each.stop(0)
+
+
+async def test_who_is_cut_when_the_service_stops_reads_so(config: TandemConfig, folder: Path) -> None:
+    """Over both APIs, at the end of the time that streams have."""
+    size = len(make_tokenizer())
+    async with fleet(0, 1, rank=lambda role: fake_rank(vocab_size=size, step_seconds=0.02)) as running:
+        router = await start(config, folder, 1)
+        await router.update([worker.info() for worker in running.workers])
+        body = {"model": "m", "prompt": [5, 6], "max_tokens": 1_500, "ignore_eos": True, "stream": True}
+        async with (
+            AsyncClient(router.grpc_address, max_retries=0) as client,
+            client.stream([5, 6], max_tokens=1_500, ignore_eos=True) as stream,
+            httpx.AsyncClient(base_url=f"http://{router.http_address}", timeout=60) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            lines = answer.aiter_lines()
+            await asyncio.gather(anext(stream), anext(lines))
+            stopping = asyncio.create_task(router.stop(0.1))
+            with pytest.raises(Unavailable, match="the service is stopping"):
+                await stream.completion()
+            assert "the service is stopping" in "".join([line async for line in lines])
+            await stopping
 
 
 @pytest.mark.parametrize("needs_key", [False, True])

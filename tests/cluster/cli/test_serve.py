@@ -1,5 +1,6 @@
 """Tests `tandem serve` with a Ray of its own: services from start to stop, and their ends by signals and faults."""
 
+import asyncio
 import json
 import os
 import re
@@ -17,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.router.client.client import Client
+from tandem.router.client.client import AsyncClient, Client
+from tandem.tests.metrics_page import scrape_until
 from tandem.tests.service import ACTIVITY
 
 OURS = ("RAY_ADDRESS", "RAY_AUTH_MODE")  # what a user's environment does not have
@@ -25,7 +27,7 @@ TANDEM = [sys.executable, "-c", "from tandem.cluster.cli.main import main; main(
 WAIT = 60  # seconds that anything may take, on however busy a machine
 RAY_LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [^]]* [IWE] \d+ \d+\] ")
 SCRATCH = re.compile(rf"{re.escape(tempfile.gettempdir())}/tandem-\w+")
-READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+) ops=127\.0\.0\.1:\d+\n$")
+READY = re.compile(r"^tandem ready grpc=(127\.0\.0\.1:\d+) http=(127\.0\.0\.1:\d+) ops=(127\.0\.0\.1:\d+)\n$")
 
 
 def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
@@ -36,6 +38,8 @@ def run(*args: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
 
 class Serving:
     """Runs `tandem serve` as a process of its own."""
+
+    ops_address = ""  # once it is ready
 
     def __init__(self, *args: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in OURS}
@@ -55,16 +59,25 @@ class Serving:
         line = self.process.stdout.readline()
         ready = READY.match(line)
         assert ready, (line, self.process.communicate()[1])
+        self.ops_address = ready[3]
         return ready[1], ready[2]
 
     def stop(self, signum: signal.Signals) -> str:
         """Sends the signal, SIGINT to the whole group as a terminal does, and waits until everything has ended; returns
         the rest of stdout."""
+        return self.wait_ended(self.signal(signum))
+
+    def signal(self, signum: signal.Signals) -> list[psutil.Process]:
+        """Sends the signal; returns the processes that have to end."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         if signum == signal.SIGINT:
             os.killpg(self.process.pid, signum)
         else:
             self.process.send_signal(signum)
+        return family
+
+    def wait_ended(self, family: list[psutil.Process]) -> str:
+        """Waits until everything has ended; returns the rest of stdout."""
         out, _ = self.process.communicate(timeout=WAIT)
         _, alive = psutil.wait_procs(family, timeout=WAIT)
         assert not alive, alive
@@ -154,13 +167,29 @@ def test_a_service_from_start_to_stop(
     assert (service.process.returncode, out) == (0, "")
 
 
-def test_sigterm_in_the_middle_of_a_stream_stops_everything_too(serving: Callable[..., Serving]) -> None:
-    service = serving("--prefill", "0")
+async def test_after_sigterm_streams_end_and_who_waits_for_a_worker_reads_why(
+    serving: Callable[..., Serving], tmp_path: Path
+) -> None:
+    """One stream at a time, and time enough for it. Those that are cut: test_runtime.py."""
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "model: ignored\ngrace_seconds: 60\ndecode: {max_sequences: 1}\nrouter: {max_queue_seconds: 3600}\n"
+    )
+    service = serving("--prefill", "0", "--config", str(path))
     grpc_address, _ = service.wait_ready()
-    with Client(grpc_address) as client, client.stream([5, 6, 7], max_tokens=2000, ignore_eos=True) as stream:
-        assert next(stream).first_index == 0
-        out = service.stop(signal.SIGTERM)
-    assert (service.process.returncode, out) == (0, "")
+    async with AsyncClient(grpc_address, max_retries=0) as client:
+        asked = [
+            asyncio.create_task(client.generate([number, 6, 7], max_tokens=2000, ignore_eos=True, timeout=2 * WAIT))
+            for number in range(3, 12)
+        ]
+        await scrape_until(lambda page: page.value("vllm:num_requests_waiting") == 8, service.ops_address)
+        family = service.signal(signal.SIGTERM)
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+    assert (service.wait_ended(family), service.process.returncode) == ("", 0)
+    refused = [each for each in ended if isinstance(each, BaseException)]
+    answers = [each for each in ended if not isinstance(each, BaseException)]
+    assert {len(answer.choices[0].token_ids) for answer in answers} == {2000}
+    assert {getattr(each, "message", repr(each)) for each in refused} == {"the service is stopping"}
 
 
 @pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.soak)])
