@@ -168,6 +168,7 @@ class Attempt:
         """Sends the first submit; call it right after `WorkerRegistry.place`. Raises Unavailable if the router
         closes."""
         num_tokens, decode_id = len(self._submit.token_ids), self.placement.decode
+        goes_ahead = self._submit.first_index > 0
         if isinstance(self._opener, SuspendedChoice):
             self._registry.dispatched(decode_id, self.part, 0)
             self._kv = self._opener.kv
@@ -176,10 +177,10 @@ class Attempt:
             return
         if self.placement.prefill is None:
             self._submit.task = worker_pb2.TASK_WHOLE
-            self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True)
+            self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True, goes_ahead=goes_ahead)
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
-            self._registry.dispatched(self.placement.prefill, self.part, num_tokens)
+            self._registry.dispatched(self.placement.prefill, self.part, num_tokens, goes_ahead=goes_ahead)
             self._registry.dispatched(decode_id, self.part, 0)
         worker_id = self.placement.prefill or decode_id
         self._opener = self._send(worker_id, self._submit)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
@@ -157,9 +157,10 @@ class WorkerRegistry:
     ) -> Placement | None:
         """Chooses the workers of an attempt, none of those in `avoid`. `prefill`, if given, is the worker that holds
         the KV cache already; `whole` asks for one worker that does all. Without a decode worker a prefill worker does
-        all. `goes_ahead`: no prompt at a worker is computed before it, as of a stream that was interrupted; so neither
-        a queue nor what is guessed of the worker's speed keeps it from the one that has most of it cached. None if
-        there is neither, or if no decode worker can take over from `prefill`."""
+        all. `goes_ahead`: no prompt at a worker is computed before it but those of others that go ahead, as of streams
+        that were interrupted; so neither the rest of a queue nor what is guessed of the worker's speed keeps it from
+        the one that has most of it cached. None if there is neither, or if no decode worker can take over from
+        `prefill`."""
         _, _, matched = self._look_up(request)
         decode = self._candidates(_DECODE, avoid, matched)
         if prefill is None and (whole or not decode):
@@ -171,15 +172,22 @@ class WorkerRegistry:
             sources, local_tokens = [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)], 0
         if goes_ahead:
             # Prompts of about one length do not tell how much of their time each token takes, see `LinearFit`.
-            ahead: dict[str, Any] = {"pending_tokens": 0, "num_pending": 0, "prefill": NEUTRAL_PREFILL}
-            sources = [replace(each, **ahead, transfer=NEUTRAL_TRANSFER) for each in sources]
-            decode = [replace(each, **ahead) for each in decode]
+            sources = [replace(self._ahead(each), transfer=NEUTRAL_TRANSFER) for each in sources]
+            decode = list(map(self._ahead, decode))
         return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
 
-    def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int, *, decodes: bool = False) -> None:
+    def dispatched(
+        self,
+        worker_id: str,
+        request: TokenRequest,
+        num_tokens: int,
+        *,
+        decodes: bool = False,
+        goes_ahead: bool = False,
+    ) -> None:
         """Counts a request that is dispatched to the worker, which is to compute `num_tokens` of its prompt, less what
-        it has cached; `decodes` says so of a prefill worker. Call it for the decode worker last: that releases what was
-        reserved for the request."""
+        it has cached; `decodes` says so of a prefill worker, `goes_ahead` is as for `place`. Call it for the decode
+        worker last: that releases what was reserved for the request."""
         worker = self._workers.get(worker_id)
         decodes |= worker is None or worker.info.role == _DECODE
         if worker is not None:
@@ -187,7 +195,7 @@ class WorkerRegistry:
             _, prefix, matched = found if found is not None and found[0] is request else self._look_up(request)
             cached_tokens = matched.get(worker_id, 0)
             used = used_capacity(request, num_tokens=num_tokens, cached_tokens=cached_tokens, decodes=decodes)
-            worker.add(request.request_id, used, prefix)
+            worker.add(request.request_id, used, prefix, goes_ahead=goes_ahead)
             if used.prompt_tokens:
                 self.prefill_work.add(used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens))
             self._prefixes.expect(worker_id, prefix)
@@ -322,6 +330,12 @@ class WorkerRegistry:
         steps = [worker.load.step_seconds for worker in found if worker.load.step_seconds]
         step_seconds = min(steps, default=NEUTRAL_STEP_SECONDS)
         return [self._candidate(worker, matched, step_seconds) for worker in found]
+
+    def _ahead(self, candidate: Candidate) -> Candidate:
+        """Returns the worker as one finds it that goes ahead of what waits there."""
+        worker = self._workers.get(candidate.worker_id)
+        pending = 0 if worker is None else worker.ahead_tokens
+        return replace(candidate, pending_tokens=pending, num_pending=0, prefill=NEUTRAL_PREFILL)
 
     def _candidate(self, worker: WorkerState, matched: Mapping[str, int], step_seconds: float) -> Candidate:
         info = worker.info

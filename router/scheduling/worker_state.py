@@ -29,6 +29,7 @@ class WorkerState:
 
     info: worker_pb2.WorkerInfo
     requests: dict[str, tuple[Capacity, Prefix]] = field(default_factory=dict)  # by id: dispatched here and not ended
+    ahead: set[str] = field(default_factory=set)  # ids: those of them whose prompts go ahead of what waits
     own: Capacity = NO_CAPACITY  # used by `requests`
     others: Capacity = NO_CAPACITY
     uncached_rate: float = 1.0  # of the prompts dispatched here, the part that was not cached; a moving mean
@@ -50,9 +51,12 @@ class WorkerState:
         )
         self.others = (reported - self.own).clipped()
 
-    def add(self, request_id: str, used: Capacity, prefix: Prefix) -> None:
-        """Counts a request that is dispatched to the worker, in place of what it counted before."""
+    def add(self, request_id: str, used: Capacity, prefix: Prefix, *, goes_ahead: bool = False) -> None:
+        """Counts a request that is dispatched to the worker, in place of what it counted before. `goes_ahead`: its
+        prompt is computed before others."""
         self.remove(request_id)
+        if goes_ahead:
+            self.ahead.add(request_id)
         self.requests[request_id] = used, prefix
         self.own += used
         if used.prompt_tokens:
@@ -62,6 +66,7 @@ class WorkerState:
     def remove(self, request_id: str) -> Prefix | None:
         """Counts a request no more; returns its prefix, None if it was not there."""
         used, prefix = self.requests.pop(request_id, (None, None))
+        self.ahead.discard(request_id)
         if used is not None:
             self.own -= used
         return prefix
@@ -93,6 +98,11 @@ class WorkerState:
     def pending_tokens(self) -> int:
         """Prompt tokens to compute. Of others' prompts as much is taken to be cached as of this router's."""
         return self.own.uncached_tokens + int(self.others.prompt_tokens * self.uncached_rate)
+
+    @property
+    def ahead_tokens(self) -> int:
+        """Those of them that are computed first: of streams that were interrupted."""
+        return sum(self.requests[each][0].uncached_tokens for each in self.ahead)
 
     @property
     def size(self) -> Capacity:

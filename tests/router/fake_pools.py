@@ -194,7 +194,15 @@ class FakePools:
         self.subscribers.append(on_free)
         return partial(self.subscribers.remove, on_free)
 
-    def dispatched(self, worker_id: str, request: TokenRequest, num_tokens: int, *, decodes: bool = False) -> None:
+    def dispatched(
+        self,
+        worker_id: str,
+        request: TokenRequest,
+        num_tokens: int,
+        *,
+        decodes: bool = False,
+        goes_ahead: bool = False,
+    ) -> None:
         self.held[worker_id, request.request_id] = 1
 
     def prefilled(self, worker_id: str, request_id: str) -> None:

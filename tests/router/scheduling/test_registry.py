@@ -181,6 +181,27 @@ def test_one_that_goes_ahead_goes_where_most_of_it_is_cached_however_slow_prompt
     assert {registry.place(again, goes_ahead=True) for _ in range(9)} == {dispatch_of(cached, decode)}
 
 
+def test_several_that_go_ahead_spread_over_workers_that_have_the_same_cached() -> None:
+    """As those of a worker that has died, whose prompts begin alike; one with longer rests gets fewer."""
+    registry, shared = registry_of(2, 1), prompt(1, 800)
+    for worker in ("p0", "p1"):
+        report(registry, worker, epoch=1, stored=hash_chain(shared, 16))
+    dispatched: dict[str | None, list[int]] = {"p0": [], "p1": []}
+    for number, length in enumerate((300, 100, 100, 100, 100, 100)):
+        again = request([*shared, *prompt(2 + number, length)], f"{number}#0")
+        placement = registry.place(again, goes_ahead=True)
+        assert placement is not None
+        assert placement.prefill is not None
+        registry.dispatched(placement.prefill, again, len(again.prompt), goes_ahead=True)
+        registry.dispatched(placement.decode, again, 0)
+        dispatched[placement.prefill].append(length)
+    assert sorted(map(sorted, dispatched.values())) == [[100, 100, 100, 100], [100, 300]]
+    for worker in ("p0", "p1"):
+        for number in range(6):
+            registry.prefilled(worker, f"{number}#0")
+    assert [registry._workers[worker].ahead_tokens for worker in ("p0", "p1")] == [0, 0]
+
+
 def test_whether_a_decode_worker_can_be_reached_is_told_when_it_changes() -> None:
     registry, told = registry_of(1, 2), [0]
     registry.on_reach = lambda: told.append(int(registry.reaches_decode))
