@@ -65,6 +65,7 @@ class StepPlan:
     dropped: tuple[int, ...]  # sequence ids to forget before this step
     copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before this step; no target is a source
     unloaded: tuple[int, ...] = ()  # adapters that no further step names
+    is_urgent: bool = False  # a stream that was interrupted elsewhere stands still until it is done
 
     @property
     def num_tokens(self) -> int:

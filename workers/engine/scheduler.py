@@ -77,9 +77,11 @@ class Scheduler:
         steps = [self._step(sequence, 1, copies) for sequence in decodes if sequence.state is State.RUNNING]
         budget = self._budgets.mixed_chunk_tokens if decodes else self._budgets.chunk_tokens
         prompts.sort(key=lambda sequence: sequence.spec.order)
+        is_urgent = False
         while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:
             steps.append(self._step(prompt, min(prompt.num_unscheduled, budget), copies))
             budget -= len(steps[-1].token_ids)
+            is_urgent |= prompt.spec.continues
             if prompt.spec.continues and not self._is_next_continuing(prompts):
                 break
         plan = StepPlan(
@@ -87,6 +89,7 @@ class Scheduler:
             dropped=tuple(self._requests.dropped),
             copies=tuple(copies),
             unloaded=self._requests.take_unloaded(),
+            is_urgent=is_urgent,
         )
         self._requests.dropped.clear()
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once

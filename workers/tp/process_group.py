@@ -181,7 +181,8 @@ def rank_loop(group: TpGroup, executor: Executor) -> None:
 def encode_plan(plan: StepPlan) -> bytes:
     """Encodes a plan as msgpack: its parts as tuples of their fields' values."""
     data: bytes = msgpack.packb(
-        (plan.sequences, plan.dropped, plan.copies, plan.unloaded), default=lambda part: _VALUES[type(part)](part)
+        (plan.sequences, plan.dropped, plan.copies, plan.unloaded, plan.is_urgent),
+        default=lambda part: _VALUES[type(part)](part),
     )
     return data
 
@@ -189,9 +190,9 @@ def encode_plan(plan: StepPlan) -> bytes:
 def decode_plan(data: bytes) -> StepPlan:
     """Decodes a plan of `encode_plan`. Raises RuntimeError for anything else."""
     try:
-        steps, dropped, copies, unloaded = msgpack.unpackb(data, use_list=False)
+        steps, dropped, copies, unloaded, is_urgent = msgpack.unpackb(data, use_list=False)
         sequences = tuple(map(_decode_step, steps))
-        return StepPlan(sequences=sequences, dropped=dropped, copies=copies, unloaded=unloaded)
+        return StepPlan(sequences=sequences, dropped=dropped, copies=copies, unloaded=unloaded, is_urgent=is_urgent)
     except (ValueError, TypeError) as error:
         raise RuntimeError("rank 0 has sent what is no plan") from error
 

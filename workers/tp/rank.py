@@ -21,6 +21,7 @@ from ..model.runner import ModelRunner
 from ..threads import available_cores, let_others_first
 from ..transfer.connector import TransferContext
 from .adapters import LoadOnRank, adapter_loader
+from .nice_executor import NiceExecutor
 from .process_group import TpGroup
 
 
@@ -40,7 +41,7 @@ class RankConfig:
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
     transports: tuple[str, ...] = ("shared",)  # of KV cache, preferred to gRPC in this order
-    nice: int = 0  # niceness of the thread that computes on a CPU
+    nice: int = 0  # niceness of the thread that computes on a CPU, see `NiceExecutor`
     host: str = "127.0.0.1"  # the one interface to bind
     port: int = 0  # 0 takes a free one
     stall_seconds: float = 30.0  # timeout of a KV transfer without progress
@@ -109,7 +110,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     runner.warmup()
     context = min(config.context_tokens or model.max_position_embeddings, model.max_position_embeddings)
     return Rank(
-        executor=runner,
+        executor=NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner,
         kv=runner.kv,
         num_blocks=num_blocks,
         block_size=config.block_size,

@@ -125,8 +125,10 @@ def test_prompts_that_continue_streams_share_their_steps_with_no_new_prompt(work
     target.submit(spec(3, PROMPT[:5], max_tokens=3, first_index=2))
     events = target.step()
     assert [step.sequence_id for step in target.executor.plans[-1].sequences] == [2, 3]
+    assert target.executor.plans[-1].is_urgent
     events += target.step()
     assert [step.sequence_id for step in target.executor.plans[-1].sequences] == [2, 3, 1]
+    assert not target.executor.plans[-1].is_urgent
     target.submit(spec(4, tuple(range(20, 60)), max_tokens=1, first_index=2))
     events += run(target)
     for number, tokens in ((1, PROMPT), (2, PROMPT[:4]), (3, PROMPT[:5])):

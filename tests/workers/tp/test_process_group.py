@@ -140,6 +140,7 @@ PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "dropped": st.lists(st.integers(0, 2**63 - 1)).map(tuple),
     "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "unloaded": st.lists(IDS).map(tuple),
+    "is_urgent": st.booleans(),
 }
 PLANS = st.fixed_dictionaries(PLAN_FIELDS).map(lambda plan: StepPlan(**plan))
 

@@ -1,0 +1,34 @@
+"""Has steps on a CPU wait for other processes on its cores, but not those for which a stream stands still."""
+
+import os
+import threading
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+
+from ..engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
+
+
+class NiceExecutor(Executor):
+    """Runs another executor's steps at a niceness, the urgent ones at that of the process.
+
+    A stream that was interrupted would else wait for all that decodes on the same cores. To become less nice again
+    takes CAP_SYS_NICE, or RLIMIT_NICE: without them all steps are nice."""
+
+    def __init__(self, executor: Executor, nice: int) -> None:
+        """`nice`: of the thread that calls `launch`, at first."""
+        self._executor = executor
+        self._nice = self._current = nice
+        self._usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        """See `Executor.launch`."""
+        wanted = self._usual if plan.is_urgent else self._nice
+        if wanted != self._current:
+            with suppress(PermissionError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), wanted)
+                self._current = wanted
+        return self._executor.launch(plan, on_layers)
+
+    def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
+        """See `Executor.prepare_masks`."""
+        return self._executor.prepare_masks(sequences, seconds)
