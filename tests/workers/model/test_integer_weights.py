@@ -108,6 +108,26 @@ def test_the_kernel_computes_what_its_numbers_stand_for(bits: int, outputs: int,
 
 @needs_kernel
 @pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 64), (64, 384, 8)])
+def test_a_zero_of_each_output_and_group_is_subtracted(bits: int, outputs: int, inputs: int, group_size: int) -> None:
+    torch.manual_seed(bits + outputs)
+    numbers, scales = round_weight(torch.randn(outputs, inputs), bits, group_size)
+    zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8)
+    shifts = (2 ** (bits - 1) - zeros.float()).repeat_interleave(group_size, dim=1)
+    weight = restore_weight(numbers, scales, bits) + shifts * scales.float().repeat_interleave(group_size, dim=1)
+    packed = cpu.pack_linear_int(numbers, scales, bits, zeros)
+    for rows in (1, 7, 13):
+        x = torch.randn(rows, inputs).bfloat16()
+        expected = rounded_inputs(x, group_size) @ weight.T
+        found = cpu.linear_int(x, packed, outputs)
+        assert ((found.float() - expected).norm() / expected.norm()).item() < 0.004
+    middle = torch.full_like(zeros, 2 ** (bits - 1))
+    both = [cpu.linear_int(x, cpu.pack_linear_int(numbers, scales, bits, each), outputs) for each in (middle, None)]
+    assert torch.equal(*both)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", BITS.values())
 def test_gate_and_up_are_fused(bits: int) -> None:
     weight = torch.randn(128, 64).bfloat16()
     x = torch.randn(5, 64).bfloat16()
@@ -171,7 +191,7 @@ def test_the_plan_counts_the_bytes_that_are_kept(folder: Path, quantization: str
     config = open_checkpoint(folder, quantization=quantization).config
     tree = load(folder, quantization, dtype)._model
     methods = [each for each in tree.modules() if isinstance(each, IntegerLinearMethod) and not each._is_tied]
-    kept = sum(tensor.nbytes for each in methods for tensor in (each._rounded, each._scales))
+    kept = sum(tensor.nbytes for each in methods for tensor in each._packed[:2])
     others = sum(each.data.nbytes for each in all_parameters(tree))
     assert rank_weight_bytes(config, dtype, 1, 0) == kept + others
 

@@ -17,6 +17,9 @@ _MAX_GROUP: Final = 32  # as in common.h
 _PANEL: Final = 32  # as in linear.c
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
+PackedInt = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Numbers, scales and zeros from `pack_linear_int`."""
+
 
 def usable(tensor: torch.Tensor) -> bool:
     """Returns whether there are kernels for tensors of this device and dtype."""
@@ -199,28 +202,32 @@ def pack_linear_int(
     weight: torch.Tensor,  # [outputs, inputs] uint8, numbers below 2**bits
     scales: torch.Tensor,  # [outputs, groups] bfloat16
     bits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs a weight and its scales in the order in which `linear_int` reads them: [panels, inputs * bits / 8, 32] and
-    [panels, groups, 32]."""
+    zeros: torch.Tensor | None = None,  # [outputs, groups] uint8, what stands for 0; None: 2**(bits - 1)
+) -> PackedInt:
+    """Packs a weight, its scales and zeros in the order in which `linear_int` reads them: [panels, inputs * bits / 8,
+    32] and twice [panels, groups, 32]."""
     outputs, inputs = weight.shape
     panels, groups = -(-outputs // _PANEL), scales.shape[1]
     packed = weight.new_empty(panels, inputs * bits // 8, _PANEL)
     packed_scales = scales.new_empty(panels, groups, _PANEL)
     weight, scales = weight.contiguous(), scales.contiguous()
     call("pack_linear_int", None, outputs, weight, scales, packed, packed_scales, inputs, groups, bits)
-    return packed, packed_scales
+    if zeros is not None:
+        zeros = torch.nn.functional.pad(zeros, (0, 0, 0, panels * _PANEL - outputs))
+        zeros = zeros.view(panels, _PANEL, groups).transpose(1, 2).contiguous()
+    return packed, packed_scales, zeros
 
 
 def linear_int(
     x: torch.Tensor,  # [rows, inputs] bfloat16
-    packed: tuple[torch.Tensor, torch.Tensor],  # from pack_linear_int
+    packed: PackedInt,
     outputs: int,
     bias: torch.Tensor | None = None,  # [outputs]
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
     activation: str | None = None,
 ) -> torch.Tensor:
     """Computes what `linear` does, with x rounded to 8 bits group by group."""
-    weight, scales = packed
+    weight, scales, zeros = packed
     rows, inputs = x.shape
     groups, bits = scales.shape[1], 8 * weight.shape[1] // inputs
     q = x.new_empty(rows, inputs, dtype=torch.int8)
@@ -229,7 +236,7 @@ def linear_int(
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     operands = (q, terms, weight, scales, bias, residual, out)
-    call("linear_int", x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated)
+    call("linear_int", x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros)
     return out
 
 

@@ -2,8 +2,8 @@
 // on the dot product of bytes of AVX-512 VNNI. x is rounded to 8 bits beforehand, group by group (ZeroQuant, arXiv
 // 2206.01861), so that products and sums within a group are exact integers.
 //
-// The dot product wants one side unsigned: the weights, with their zero in the middle; the group's sum of x, times that
-// zero, is subtracted. Weights are packed in panels of 32 outputs as in linear.c, in quads of inputs; 4-bit weights of
+// The dot product wants one side unsigned: the weights, with their zero in the middle or, for each output and group, at
+// a number of its own; the group's sum of x, times that zero, is subtracted. Weights are packed in panels of 32 outputs as in linear.c, in quads of inputs; 4-bit weights of
 // two quads, the first one's in the low halves.
 
 #include "linear.h"
@@ -135,16 +135,24 @@ ALL(MULTIPLY, 4)
 #define NAME(R, BITS) multiply_##R##_##BITS,
 static Multiply *const multiply_rows[2][ROWS] = {{ALL(NAME, 4)}, {ALL(NAME, 8)}};
 
-// Adds a group's exact sums to the results [rows, 32], scaled; `terms` [rows, ..., 2], rows `stride` floats apart.
+static inline __m512i load_zeros(const uint8_t *zeros) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)zeros));
+}
+
+// Adds a group's exact sums to the results [rows, 32], scaled; `terms` [rows, ..., 2], rows `stride` floats apart. The
+// zeros are `zeros` or, if that is NULL, `middle`.
 static void add_group(float *results, const int32_t *sums, const float *terms, int64_t stride, const uint16_t *scales,
-                      int64_t rows, int32_t zero) {
+                      const uint8_t *zeros, int64_t rows, int32_t middle) {
     const __m512 low = load_scales(scales), high = load_scales(scales + 16);
+    __m512i zero[2] = {};
+    if (zeros) zero[0] = load_zeros(zeros), zero[1] = load_zeros(zeros + 16);
     for (int64_t r = 0; r < rows; r++, results += PANEL, sums += PANEL, terms += stride) {
         int32_t row_sum;
         memcpy(&row_sum, terms + 1, sizeof row_sum);
-        const __m512i offset = _mm512_set1_epi32(zero * row_sum);
         const __m512 scale = _mm512_set1_ps(terms[0]);
         for (int h = 0; h < 2; h++) {
+            const __m512i offset = zeros ? _mm512_mullo_epi32(zero[h], _mm512_set1_epi32(row_sum))
+                                         : _mm512_set1_epi32(middle * row_sum);
             const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums + 16 * h), offset));
             const __m512 scaled = _mm512_mul_ps(scale, h ? high : low);
             _mm512_store_ps(results + 16 * h, _mm512_fmadd_ps(exact, scaled, _mm512_load_ps(results + 16 * h)));
@@ -152,7 +160,8 @@ static void add_group(float *results, const int32_t *sums, const float *terms, i
     }
 }
 
-// q and terms as from quantize_bf16; packed and packed_scales as above; the rest as of linear_bf16. An item is a panel.
+// q and terms as from quantize_bf16; packed and packed_scales as above, zeros [.., groups, 32] or NULL; the rest as of
+// linear_bf16. An item is a panel.
 int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
     const int8_t *q = a[0].p;
     const float *terms = a[1].p;
@@ -163,6 +172,7 @@ int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
     const int64_t blocks = ceil_div(rows, ROWS), steps = group_bytes / 128;
     const uint8_t *panel = (const uint8_t *)a[2].p + item * size;
     const uint16_t *scales = (const uint16_t *)a[3].p + item * groups * PANEL;
+    const uint8_t *zeros = a[12].p ? (const uint8_t *)a[12].p + item * groups * PANEL : NULL;
     for (int64_t block = 0, row = 0; block < blocks; block++) {
         const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
         // As in linear_bf16.
@@ -173,8 +183,8 @@ int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
             _Alignas(64) int32_t sums[ROWS * PANEL];
             multiply_group(q + row * inputs + g * group, inputs, panel + g * group_bytes, ahead + g * group_bytes, sums,
                            steps);
-            add_group(results, sums, terms + (row * groups + g) * 2, groups * 2, scales + g * PANEL, height,
-                      bits == 8 ? 128 : 8);
+            add_group(results, sums, terms + (row * groups + g) * 2, groups * 2, scales + g * PANEL,
+                      zeros ? zeros + g * PANEL : NULL, height, bits == 8 ? 128 : 8);
         }
         finish_rows(&end, results, row, height, item * PANEL);
         row += height;

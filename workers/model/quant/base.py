@@ -22,6 +22,17 @@ class LinearPartition:
     has_bias: bool = False
     gated: bool = False  # two maps, gate and up, of which `LinearMethod.apply_gated` is used
 
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Returns the numbers of outputs and inputs kept."""
+        outputs = sum(len(range(*kept.indices(size))) for _, size, kept in self.outputs)
+        return outputs, len(range(*self.inputs.indices(self.num_inputs)))
+
+    @property
+    def maps(self) -> dict[str, int]:
+        """Returns the outputs of the whole maps by their names."""
+        return {name: size for name, size, _ in self.outputs}
+
     def slices(self, suffix: str) -> tuple[WeightSlice, ...]:
         """Returns the parts of the tensors [outputs, inputs] called NAME.suffix."""
         return tuple(
@@ -37,33 +48,31 @@ class LinearPartition:
 class LinearMethod(Module, ABC):
     """Holds the weights of one linear layer and multiplies by them; one instance a layer.
 
-    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method` of config.json. A
-    subclass that keeps `create_weights` loads plain weights, and may give them another form once they are loaded."""
+    A quantised format is one subclass, which `registry` finds by `quantization_config.quant_method` of config.json."""
 
-    weight: Parameter  # [outputs, inputs]
-    bias: Parameter | None = None  # [outputs]
-    _gated = False
+    batch_invariant = False
+    """Whether on GPUs a row's result must not depend on the number of rows; on CPUs it never does where the kernels of
+    ours are used."""
 
     @classmethod
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "LinearMethod":
         """Returns the method of the layer `name`; `quantization` is the checkpoint's quantization_config. Override it
-        to read settings or to leave some layers to another method."""
+        to read settings or to leave some layers to another method. Raises CheckpointError."""
         return cls()
 
+    @abstractmethod
     def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
         """Sets the layer's parameters as attributes. `dtype` is what the layer computes in."""
-        self._gated = partition.gated
-        self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
-        if partition.has_bias:
-            self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
 
     def tie(self, weight: Parameter) -> bool:
         """Instead of `create_weights`, takes the weight [outputs, inputs] of an embedding, which keeps it. Returns
         whether the method can: a format of checkpoints, with parameters of its own, cannot."""
-        if type(self).create_weights is not LinearMethod.create_weights:
-            return False
-        self.weight = weight
-        return True
+        return False
+
+    def scheme(self) -> str:
+        """Says in a few words how a format of checkpoints keeps the weights, and how they are multiplied; empty for
+        plain ones. `create_weights` has been called."""
+        return ""
 
     @abstractmethod
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -74,6 +83,26 @@ class LinearMethod(Module, ABC):
         """Maps x [num_tokens, inputs] to activation(gate) * up, [num_tokens, outputs / 2], for a gated partition; the
         activation is silu or gelu_tanh."""
         return activate_and_mul(self.apply(x), activation)
+
+
+class PlainLinearMethod(LinearMethod):
+    """Loads plain weights; a subclass may give them another form once they are loaded."""
+
+    weight: Parameter  # [outputs, inputs]
+    bias: Parameter | None = None  # [outputs]
+    _gated = False
+
+    def create_weights(self, partition: LinearPartition, dtype: torch.dtype) -> None:
+        """See `LinearMethod.create_weights`."""
+        self._gated = partition.gated
+        self.weight = Parameter(*partition.slices("weight"), dtype=dtype)
+        if partition.has_bias:
+            self.bias = Parameter(*partition.output_slices("bias"), dtype=dtype)
+
+    def tie(self, weight: Parameter) -> bool:
+        """See `LinearMethod.tie`."""
+        self.weight = weight
+        return True
 
 
 LinearMethodOf = Callable[[str], LinearMethod]

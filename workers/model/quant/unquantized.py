@@ -8,31 +8,37 @@ from torch.nn import functional
 
 from .. import kernels
 from ..kernels import cpu
-from .base import LinearMethod, LinearPartition
+from .base import LinearPartition, PlainLinearMethod
 
 _Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """Maps x, weight, bias and residual as `gpu_linear.linear`."""
 
 
-class UnquantizedLinearMethod(LinearMethod):
+class UnquantizedLinearMethod(PlainLinearMethod):
     """Computes y = x W^T + b. In bfloat16 on CPUs the weight is packed once: for our own kernel where the processor
     suits it, else in oneDNN's blocked form."""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: on GPUs a row's result does not depend on the number of rows; on CPUs it never does where
-        the kernel of ours is used."""
-        self._batch_invariant = batch_invariant
+        """`batch_invariant`: see `LinearMethod.batch_invariant`."""
+        self.batch_invariant = batch_invariant
         self._uses_kernel = self._uses_onednn = self._fuses_gate = False
         self._invariant_linear: _Linear | None = None
 
     @classmethod
     def from_tensors(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        batch_invariant: bool = False,
+        gated: bool = False,
     ) -> Self:
-        """Returns a method over weight [outputs, inputs] and bias [outputs], ready to `apply`."""
+        """Returns a method over weight [outputs, inputs], which may be overwritten, and bias [outputs], ready to
+        `apply`."""
         method = cls(batch_invariant=batch_invariant)
-        outputs, inputs = weight.shape
-        partition = LinearPartition(outputs=(("", outputs, slice(None)),), num_inputs=inputs, has_bias=bias is not None)
+        whole = (("", len(weight), slice(None)),)
+        has_bias = bias is not None
+        partition = LinearPartition(outputs=whole, num_inputs=weight.shape[1], has_bias=has_bias, gated=gated)
         method.create_weights(partition, weight.dtype)
         for parameter, data in zip(method.parameters(), (weight, bias), strict=False):
             if data is not None:
@@ -47,7 +53,7 @@ class UnquantizedLinearMethod(LinearMethod):
         self._bias = self.bias.data if self.bias else None
         self._uses_kernel = cpu.can_multiply(weight)
         self._uses_onednn = not self._uses_kernel and _onednn_can_pack(weight)
-        if self._batch_invariant and kernels.on_gpu(weight):
+        if self.batch_invariant and kernels.on_gpu(weight):
             from ..kernels.gpu_linear import linear  # with Triton
 
             self._invariant_linear = linear
