@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "workers.model.module": set(),
     "workers.model.kernels": {"workers.model.device"},
     "workers.model.parallel": {"workers.kv_cache"},
-    "workers.model.quant": {"workers.model.kernels", "workers.model.module"},
+    "workers.model.quant": {f"workers.model.{name}" for name in ("config", "kernels", "module")},
     "workers.model.layers": {
         "workers.kv_cache",
         *(f"workers.model.{name}" for name in ("config", "kernels", "module", "parallel", "quant")),
@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "workers.model.registry": {*(f"workers.model.{name}" for name in ("config", "generic", "models", "quant"))},
     "workers.model.loader": {
         *(f"workers.model.{name}" for name in ("checkpoint", "config", "device", "layers", "models", "module")),
-        *(f"workers.model.{name}" for name in ("parallel", "registry")),
+        *(f"workers.model.{name}" for name in ("parallel", "quant", "registry")),
     },
     "workers.model.kv_store": {
         *("workers.kv_cache", "workers.memory", "workers.model.footprint"),

@@ -7,8 +7,8 @@ import pytest
 
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
-MAX_LINES = 39_730
-MAX_TYPES = 560
+MAX_LINES = 40_460
+MAX_TYPES = 570
 
 # Names that this project alone used for what vLLM, SGLang, PyTorch or the papers call otherwise: words that no
 # identifier may have as one of its parts, and whole identifiers.

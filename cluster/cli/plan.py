@@ -3,7 +3,7 @@
 Imports no Ray."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Annotated, Final, get_args
 
@@ -115,7 +115,11 @@ def check(
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
     if model_impl not in MODEL_IMPLS:
         raise InvalidArgument(f"must be one of {', '.join(MODEL_IMPLS)}", "--model-impl")
-    from ...workers.model.loader import check_checkpoint, weight_shapes  # with torch, which takes a second
+    from ...workers.model.loader import (
+        check_checkpoint,
+        weight_schemes,
+        weight_shapes,
+    )  # with torch, which takes a second
 
     try:
         folder = resolve_model(model, dtype=dtype, progress=True)
@@ -128,11 +132,13 @@ def check(
     for reason in filter(None, refused):
         typer.echo(f"{model}: refused: {reason}")
         raise typer.Exit(1)
-    num_parameters = sum(map(prod, weight_shapes(config).values()))
+    num_parameters = sum(map(prod, weight_shapes(replace(config, quantization={})).values()))
     typer.echo(f"{model}: runs, {_implementation(config)}")
     typer.echo(
         f"{num_parameters:,} parameters, stored as {config.dtype}; context of {config.max_position_embeddings:,} tokens"
     )
+    for scheme in weight_schemes(config, dtype):
+        typer.echo(f"weights: {scheme}")
     if defaults := describe_defaults(given):
         typer.echo(f"defaults of requests, by {FILE}: {defaults}")
     typer.echo(f"in {dtype}, on each rank:")

@@ -15,6 +15,7 @@ from .layers.linear import BuildOptions
 from .models.family import CausalLM
 from .module import Module, Parameter, WeightSlice, all_parameters
 from .parallel import TensorParallel
+from .quant.base import LinearMethod
 from .registry import family_of, find_linear_method, load_model_config, with_quantization
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
@@ -76,6 +77,13 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {part.name: part.shape for parameter in parameters for part in parameter.slices}
 
 
+def weight_schemes(config: ModelConfig, dtype: str) -> list[str]:
+    """Says in what formats of checkpoints linear weights are kept, and how they are multiplied; nothing of plain
+    ones."""
+    modules = build_model(config, DTYPES[dtype]).modules()
+    return sorted({each.scheme() for each in modules if isinstance(each, LinearMethod)} - {""})
+
+
 def rank_weight_bytes(config: ModelConfig, dtype: str, tp: int, rank: int) -> int:
     """Returns the bytes of the weights that a rank keeps. Raises ValueError as `check_split` does.
 
@@ -116,6 +124,8 @@ def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
         target.copy_(whole.view(stored.shape)[part.slices])
         if not _is_finite(target):
             raise CheckpointError(f"{stored.file.name}: {part.name}: has NaN or infinite numbers in {target.dtype}")
+        if part.below is not None and not _is_below(target, part.below):
+            raise CheckpointError(f"{stored.file.name}: {part.name}: must have numbers from 0 to {part.below - 1}")
         maps[stored.file].madvise(mmap.MADV_DONTNEED)
 
     return read
@@ -123,9 +133,16 @@ def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
 
 def _is_finite(data: torch.Tensor) -> bool:
     """Returns whether no number is NaN or infinite, without memory for each, as torch.isfinite takes it."""
+    if data.dtype is torch.float8_e4m3fn:  # which has no infinite ones
+        return not bool(((data.view(torch.uint8) & 0x7F) == 0x7F).any())
     if data.dtype not in DTYPES.values() or not data.numel():
         return True
     return all(bool(bound.isfinite()) for bound in data.aminmax())
+
+
+def _is_below(data: torch.Tensor, bound: int) -> bool:
+    low, high = data.aminmax()
+    return int(low) >= 0 and int(high) < bound
 
 
 def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:
@@ -148,9 +165,8 @@ def _fill(module: Module, read: ReadWeight, device: torch.device) -> None:
 def _read(parameter: Parameter, read: ReadWeight, device: torch.device) -> torch.Tensor:
     # A copy, even where nothing changes: a tensor over the mapped file would die with a truncated file.
     data = _empty(tuple(parameter.data.shape), parameter.data.dtype, device)
-    sizes = [part.local_shape[0] for part in parameter.slices if part.shape]
-    for part, rows in zip(parameter.slices, torch.split(data, sizes) if sizes else (data,), strict=True):
-        read(part, rows)
+    for part, target in zip(parameter.slices, parameter.parts(data), strict=True):
+        read(part, target)
     return data
 
 

@@ -18,6 +18,7 @@ class WeightSlice:
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     slices: tuple[slice, ...] = ()  # of its first dimensions; the others are kept whole
+    below: int | None = None  # its numbers are at least 0 and below this
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -27,16 +28,23 @@ class WeightSlice:
 
 
 class Parameter:
-    """Holds one tensor of a rank: slices of checkpoint tensors, concatenated along the first dimension.
+    """Holds one tensor of a rank: slices of checkpoint tensors, concatenated along a dimension.
 
     `data` is on `meta` until the loader has read it."""
 
-    def __init__(self, *slices: WeightSlice, dtype: torch.dtype) -> None:
-        self.slices = slices
-        first = slices[0].local_shape
-        shape = (sum(part.local_shape[0] for part in slices), *first[1:]) if first else ()
+    def __init__(self, *slices: WeightSlice, dtype: torch.dtype, dim: int = 0) -> None:
+        self.slices, self._dim = slices, dim
+        shape = list(slices[0].local_shape)
+        if shape:
+            shape[dim] = sum(part.local_shape[dim] for part in slices)
         self.data = torch.empty(shape, dtype=dtype, device="meta")
         self.num_bytes = self.data.nbytes  # that are held of it once it is loaded and processed
+
+    def parts(self, data: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Returns what each of the slices has of `data`, or of a tensor of its shape."""
+        data = self.data if data is None else data
+        sizes = [part.local_shape[self._dim] for part in self.slices if part.shape]
+        return torch.split(data, sizes, self._dim) if sizes else (data,)
 
 
 class Module:

@@ -6,7 +6,6 @@ a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a `LinearMe
 
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +28,9 @@ from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
 from .quant.base import LinearMethod, LinearMethodOf
+from .quant.compressed_tensors import CompressedTensorsMethod
+from .quant.fp8 import Fp8LinearMethod
+from .quant.gptq import AwqLinearMethod, GptqLinearMethod
 from .quant.integer import BITS, IntegerLinearMethod
 from .quant.unquantized import UnquantizedLinearMethod
 
@@ -47,7 +49,13 @@ MODELS: Final[dict[str, ModelFamily]] = {
     "Qwen3MoeForCausalLM": ModelFamily(parse_qwen3_moe_config, Qwen3MoeForCausalLM),
     "GptOssForCausalLM": ModelFamily(parse_gpt_oss_config, GptOssForCausalLM),
 }
-LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = dict.fromkeys(BITS, IntegerLinearMethod)
+LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {
+    **dict.fromkeys(BITS, IntegerLinearMethod),
+    "compressed-tensors": CompressedTensorsMethod,
+    "gptq": GptqLinearMethod,
+    "awq": AwqLinearMethod,
+    "fp8": Fp8LinearMethod,
+}
 """By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
 _PAGE: Final = """# Models
 
@@ -88,16 +96,21 @@ def family_of(config: ModelConfig) -> ModelFamily:
 
 
 def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) -> LinearMethodOf:
-    """Returns what makes the linear method of each of a model's layers; `batch_invariant` holds for unquantised ones.
-    Raises CheckpointError for an unknown
-    quant_method."""
+    """Returns what makes the linear method of each of a model's layers; `batch_invariant` holds for those that have no
+    kernel of their own. Raises CheckpointError for an unknown quant_method."""
     if not config.quantization:
         return lambda name: UnquantizedLinearMethod(batch_invariant=batch_invariant)
     format_name = config.quantization.get("quant_method")
     method = LINEAR_METHODS.get(str(format_name)) or _plugin("tandem.linear_methods", str(format_name))
     if method is None:
         raise CheckpointError(f"config.json: quantization_config.quant_method: {format_name!r} is not supported")
-    return partial(method.for_layer, config.quantization)
+
+    def make(name: str) -> LinearMethod:
+        made: LinearMethod = method.for_layer(config.quantization, name)
+        made.batch_invariant = batch_invariant
+        return made
+
+    return make
 
 
 def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from tandem.cluster.cli.main import app
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_decoders import make_tiny_decoder
+from tandem.tests.tiny_quantized import FORMATS, make_quantized_model
 
 
 def check(*args: str) -> tuple[int, str]:
@@ -24,6 +25,17 @@ def test_a_model_with_code_of_ours(tmp_path: Path) -> None:
     assert f"{tmp_path}: runs, by Tandem's own LlamaForCausalLM" in text
     assert "parameters, stored as float32; context of 2,048 tokens" in text
     assert "512 B" in text  # keys and values of 2 KV heads x 16 x 4 bytes, in 2 layers
+
+
+def test_a_quantised_model_says_its_scheme(tmp_path: Path) -> None:
+    """And counts the weights that it stands for, not the numbers that it is stored in."""
+    folder, plain = make_quantized_model(tmp_path, FORMATS["FP8 channels"])
+    code, text = check(str(folder))
+    assert code == 0
+    scheme = "compressed-tensors float-quantized W8A8 FP8, a scale for each output"
+    assert f"weights: {scheme}, turned into bfloat16 when they are loaded" in text
+    counts = [re.search(r"([\d,]+) parameters", each) for each in (text, check(str(plain))[1])]
+    assert len({each and each[1] for each in counts}) == 1
 
 
 def test_a_model_with_code_of_transformers(tmp_path: Path) -> None:

@@ -44,18 +44,20 @@ class ThreadGroup:
         return self.all_gather(x)[0]
 
 
-def load_rank(folder: Path, group: ThreadGroup, model_impl: str = "auto") -> ModelRunner:
+def load_rank(folder: Path, group: ThreadGroup, model_impl: str = "auto", dtype: str = "float32") -> ModelRunner:
     checkpoint = open_checkpoint(folder, model_impl)
-    return ModelRunner.load(checkpoint, dtype="float32", device="cpu", num_blocks=128, block_size=16, group=group)
+    return ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
 
 
-def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any], model_impl: str = "auto") -> list[Any]:
+def on_ranks(
+    folder: Path, size: int, work: Callable[[ModelRunner], Any], model_impl: str = "auto", dtype: str = "float32"
+) -> list[Any]:
     """What `work` returns on each rank."""
     barrier, box = threading.Barrier(size), [torch.empty(0)] * size
 
     def rank(number: int) -> Any:
         group = ThreadGroup(number, size, barrier, box)
-        return work(load_rank(folder, group, model_impl))
+        return work(load_rank(folder, group, model_impl, dtype))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))

@@ -1,0 +1,248 @@
+"""Checkpoints in quantised formats: products, tokens and bytes against the weights that their numbers stand for, and
+folders that are refused."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.tests.tiny_quantized import (
+    AWQ,
+    DEQUANTISED,
+    FORMATS,
+    FP8,
+    compressed_config,
+    gptq_config,
+    make_quantized_model,
+    set_quantization,
+)
+from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
+from tandem.tests.workers.model.test_parallel import on_ranks
+from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.kernels import cpu
+from tandem.workers.model.loader import check_checkpoint, rank_weight_bytes, weight_schemes
+from tandem.workers.model.module import all_parameters
+from tandem.workers.model.quant.integer import IntegerLinearMethod
+from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
+from tandem.workers.model.runner import ModelRunner
+
+WEIGHTS = "model.safetensors"
+DOWN = "model.layers.0.mlp.down_proj"
+HAS_KERNEL = cpu.can_multiply_int(64, 64)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folders(form: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_quantized_model(tmp_path_factory.mktemp("model"), FORMATS[form], attention_bias=True)
+
+
+def generate(runner: ModelRunner) -> list[int]:
+    return Driver(runner).generate(1, prompt(30), 12)
+
+
+def test_the_tokens_are_those_of_the_dequantised_weights(folders: tuple[Path, Path]) -> None:
+    quantized, plain = folders
+    expected = reference_greedy(reference(plain), prompt(30), 12)
+    assert len(set(expected)) > 4
+    assert generate(load(quantized)) == expected
+    assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+def test_the_products_are_those_of_the_dequantised_weights(folders: tuple[Path, Path], form: str) -> None:
+    """In bfloat16: by the kernel, where it has the format, and else by the weights in bfloat16; each layer whole and
+    split over two ranks, gates fused and not."""
+    quantized, plain = folders
+    weights = load_file(plain / WEIGHTS)
+    gate_up = torch.cat([weights[DOWN.replace("down", name) + ".weight"] for name in ("gate", "up")])
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def layer(runner: ModelRunner) -> Any:
+        return runner._model.layers[0].mlp  # type: ignore[attr-defined]
+
+    def down(runner: ModelRunner) -> torch.Tensor:
+        begin = 128 * runner.kv.rank
+        return layer(runner).down_proj.method.apply(x[:, begin : begin + 128]).float()  # type: ignore[no-any-return]
+
+    whole = load(quantized, dtype="bfloat16")
+    mlp = layer(whole)
+    assert_near(mlp.down_proj.method.apply(x), x.float() @ weights[f"{DOWN}.weight"].T)
+    assert_near(sum(on_ranks(quantized, 2, down, dtype="bfloat16")), x.float() @ weights[f"{DOWN}.weight"].T)
+    expected = x[:, :128].float() @ gate_up.T
+    assert_near(mlp.gate_up_proj.method.apply(x[:, :128]), expected)
+    gate, up = expected.chunk(2, dim=-1)
+    assert_near(mlp.gate_up_proj.method.apply_gated(x[:, :128]), torch.nn.functional.silu(gate) * up)
+    made = mlp.down_proj.method._method
+    assert isinstance(made, IntegerLinearMethod) == (HAS_KERNEL and form not in DEQUANTISED)
+
+
+def assert_near(found: Any, expected: torch.Tensor) -> None:
+    """Within the rounding of bfloat16, and of inputs to 8 bits."""
+    assert (found.float() - expected).norm() / expected.norm() < 0.015
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_the_bytes_that_are_kept(folders: tuple[Path, Path], dtype: str) -> None:
+    runner = load(folders[0], dtype=dtype)
+    modules = list(runner._model.modules())
+    tensors = [each.data for each in all_parameters(runner._model)]
+    for each in modules:
+        if isinstance(each, IntegerLinearMethod):
+            tensors += [tensor for tensor in (*each._packed, each._bias) if tensor is not None]
+        elif isinstance(each, UnquantizedLinearMethod):
+            tensors.append(each._matrix)
+    kept = {id(each): each.numel() * each.itemsize for each in tensors}
+    assert rank_weight_bytes(runner.config, dtype, 1, 0) == sum(kept.values())
+
+
+def test_ignored_layers_are_plain(tmp_path: Path) -> None:
+    config = compressed_config("pack-quantized", 4, "group", 32)
+    config["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "re:.*down_proj$"]
+    config["ignore"] = ["lm_head", "model.layers.1.mlp.down_proj"]
+    quantized, plain = make_quantized_model(tmp_path, config)
+    stored, restored = load_file(quantized / WEIGHTS), load_file(plain / WEIGHTS)
+    for name in list(restored):
+        if "gate_proj" in name or "up_proj" in name or name == "model.layers.1.mlp.down_proj.weight":
+            stored[name] = restored[name]
+    save_file(stored, quantized / WEIGHTS)
+    assert generate(load(quantized)) == reference_greedy(reference(plain), prompt(30), 12)
+
+
+def test_each_map_of_a_layer_may_have_its_own_act_order(tmp_path: Path) -> None:
+    """GPTQ gives maps of one input the same, but the format does not say so."""
+    config = gptq_config(size=32, order=True)
+    quantized, plain = make_quantized_model(tmp_path, config)
+    stored, restored = load_file(quantized / WEIGHTS), load_file(plain / WEIGHTS)
+    query = "model.layers.0.self_attn.q_proj"
+    stored[f"{query}.g_idx"] = stored[f"{query}.g_idx"].flip(0)
+    scales = stored[f"{query}.scales"].float().T
+    before = scales[:, stored[f"{query}.g_idx"].flip(0).long()]
+    after = scales[:, stored[f"{query}.g_idx"].long()]
+    restored[f"{query}.weight"] = (restored[f"{query}.weight"] / before).round() * after
+    save_file(stored, quantized / WEIGHTS)
+    save_file(restored, plain / WEIGHTS, {"format": "pt"})
+    assert generate(load(quantized)) == reference_greedy(reference(plain), prompt(30), 12)
+
+
+Damage = Callable[[dict[str, torch.Tensor]], object]
+W4, GPTQ = FORMATS["W4A16 64"], FORMATS["GPTQ act-order"]
+
+
+@pytest.mark.parametrize(
+    ("config", "damage", "reason"),
+    [
+        (W4, lambda tensors: tensors.pop(f"{DOWN}.weight_scale"), f"{DOWN}.weight_scale: missing"),
+        (W4, lambda tensors: tensors.pop(f"{DOWN}.weight_packed"), f"{DOWN}.weight_packed: missing"),
+        (
+            W4,
+            lambda tensors: tensors.update({f"{DOWN}.weight_packed": tensors[f"{DOWN}.weight_packed"][:, 1:].clone()}),
+            f"{DOWN}.weight_packed: shape is [128, 31], config.json asks for [128, 32]",
+        ),
+        (
+            W4,
+            lambda tensors: tensors.update({f"{DOWN}.weight_packed": tensors[f"{DOWN}.weight_packed"].long()}),
+            f"{DOWN}.weight_packed: dtype I64 is not supported, only I32",
+        ),
+        (
+            W4,
+            lambda tensors: tensors.update({f"{DOWN}.weight_scale": tensors[f"{DOWN}.weight_scale"][:, :1].clone()}),
+            f"{DOWN}.weight_scale: shape is [128, 1], config.json asks for [128, 4]",
+        ),
+        (
+            W4,
+            lambda tensors: tensors[f"{DOWN}.weight_scale"].fill_(float("inf")),
+            f"{DOWN}.weight_scale: has NaN or infinite numbers in torch.float32",
+        ),
+        (GPTQ, lambda tensors: tensors.pop(f"{DOWN}.qzeros"), f"{DOWN}.qzeros: missing"),
+        (GPTQ, lambda tensors: tensors[f"{DOWN}.g_idx"].add_(1), f"{DOWN}.g_idx: must have numbers from 0 to 7"),
+        (GPTQ, lambda tensors: tensors[f"{DOWN}.g_idx"].sub_(1), f"{DOWN}.g_idx: must have numbers from 0 to 7"),
+        (AWQ, lambda tensors: tensors.pop(f"{DOWN}.scales"), f"{DOWN}.scales: missing"),
+        (
+            AWQ,
+            lambda tensors: tensors.update({f"{DOWN}.qzeros": tensors[f"{DOWN}.qzeros"].t().contiguous()}),
+            f"{DOWN}.qzeros: shape is [16, 4], config.json asks for [4, 16]",
+        ),
+        (
+            FP8,
+            lambda tensors: tensors[f"{DOWN}.weight"].view(torch.uint8)[3, 5:6].fill_(0xFF),
+            f"{DOWN}.weight: has NaN or infinite numbers in torch.float8_e4m3fn",
+        ),
+    ],
+)
+def test_broken_tensors_are_refused_by_file_tensor_and_reason(
+    tmp_path: Path, config: dict[str, Any], damage: Damage, reason: str
+) -> None:
+    folder, _ = make_quantized_model(tmp_path, config)
+    tensors = load_file(folder / WEIGHTS)
+    damage(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert str(caught.value) == f"{WEIGHTS}: {reason}"
+
+
+def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
+    config = deepcopy(config)
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method: 'bitsandbytes' is not supported"),
+        (W4 | {"format": "marlin-24"}, "format: 'marlin-24' is not supported, only pack-quantized, "),
+        (W4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: is not supported"),
+        (W4 | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config: is not supported"),
+        (W4 | {"ignore": "lm_head"}, "ignore: must be a list of strings"),
+        (W4 | {"ignore": ["re:("]}, "ignore: 're:(' is not a pattern that can be matched"),
+        (changed(W4, num_bits=3), "config_groups.group_0.weights.num_bits: 3 is not supported, only 4 and 8"),
+        (changed(W4, num_bits="4"), "config_groups.group_0.weights.num_bits: must be an integer"),
+        (changed(W4, strategy="tensor"), "config_groups.group_0.weights.strategy: 'tensor' is not supported for int"),
+        (changed(W4, group_size=0), "config_groups.group_0.weights.group_size: must be an integer from 1"),
+        (changed(W4, type="float"), "config_groups.group_0.weights.num_bits: 4 of floating point is not supported"),
+        (gptq_config(3), "bits: 3 is not supported, only 4 and 8"),
+        (gptq_config(size=0), "group_size: must be -1 or above 0"),
+        (gptq_config() | {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' is not supported, only gptq, "),
+        (
+            gptq_config() | {"dynamic": {"-:lm_head": {}}},
+            "dynamic: layers with settings of their own are not supported",
+        ),
+        (AWQ | {"version": "gemv"}, "version: 'gemv' is not supported, only 'gemm'"),
+        (AWQ | {"zero_point": False}, "zero_point: must be true"),
+        (FP8 | {"weight_block_size": None}, "weight_block_size: must be two integers above 0"),
+        (FP8 | {"fmt": "e5m2"}, "fmt: 'e5m2' is not supported, only 'e4m3'"),
+    ],
+)
+def test_unknown_schemes_are_refused_in_a_line(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    folder, _ = make_quantized_model(tmp_path, AWQ, num_hidden_layers=1)
+    set_quantization(folder, config)
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint(folder)
+    assert str(caught.value).startswith(f"config.json: quantization_config.{reason}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_that_takes_for_ever_is_given_up(tmp_path: Path) -> None:
+    folder, _ = make_quantized_model(tmp_path, W4, num_hidden_layers=1)
+    set_quantization(folder, W4 | {"ignore": [r"re:(?:[\w.]|[\w.]{2}|[\w.]{3})+[^\w.]"]})
+    with pytest.raises(CheckpointError, match=r"ignore: .* is not a pattern that can be matched"):
+        check_checkpoint(folder)
+
+
+def test_the_scheme_is_said(tmp_path: Path) -> None:
+    folder, plain = make_quantized_model(tmp_path, FP8, num_hidden_layers=1)
+    text = "FP8, blocks of 48 x 32, turned into bfloat16 when they are loaded"
+    assert weight_schemes(check_checkpoint(folder), "bfloat16") == [text]
+    assert weight_schemes(check_checkpoint(plain), "bfloat16") == []
+    set_quantization(folder, AWQ)
+    with pytest.raises(CheckpointError, match=r"down_proj\.qweight|q_proj\.qweight: missing"):
+        check_checkpoint(folder)
