@@ -125,7 +125,12 @@ REQUEST_MAX_GENERATION = _histogram(
 )
 REQUEST_N = _histogram("vllm:request_params_n", (1.0, 2.0, 5.0, 10.0, 20.0), "n of a request.")
 ITERATION_TOKENS = _histogram(
-    "vllm:iteration_tokens_total", _STEP_TOKENS, "Outputs for this router of one engine step, a token each."
+    "vllm:iteration_tokens_total", _STEP_TOKENS, "Outputs for this router of one engine step, tokens and others."
+)
+SPEC_DRAFTS = _counter("vllm:spec_decode_num_drafts_total", "Steps of a completion that verified guessed tokens.")
+SPEC_DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens_total", "Tokens that were guessed for them.")
+SPEC_ACCEPTED_TOKENS = _counter(
+    "vllm:spec_decode_num_accepted_tokens_total", "Those of them that were right and are part of an answer."
 )
 REFUSALS = _counter(
     "tandem_refusals_total",

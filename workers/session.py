@@ -77,6 +77,8 @@ class RouterSession:
         tokens.finish_reason = _FINISH[event.finish]
         tokens.prefill_seconds = event.prefill_seconds
         tokens.score = event.score
+        if event.num_draft_tokens:
+            tokens.num_draft_tokens = event.num_draft_tokens
         if event.logprobs:
             tokens.logprobs.extend(map(_scores, event.logprobs))
         scores = event.prompt_logprobs

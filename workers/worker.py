@@ -317,6 +317,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             transports=self._endpoint.receiver.connections.transports,
             num_recomputed_tokens=self._requests.num_recomputed_tokens,
             num_tasks=len(asyncio.all_tasks()),
+            num_draft_tokens=self._engine.requests.num_draft_tokens,
+            num_accepted_tokens=self._engine.requests.num_accepted_tokens,
         )
 
     async def _check_integrity(self) -> bool:

@@ -24,6 +24,7 @@ _KEYS: Final = {
     **{"grpc_port": "router.grpc_port", "http_port": "router.http_port", "ops_port": "router.ops_port"},
     "reflection": "router.reflection",
     **{"api_keys": "auth.keys_file", "allow_anonymous": "auth.allow_anonymous"},
+    "speculative": "speculative.method",
 }
 """The keys of the configuration that are not called as their flags are."""
 
@@ -45,6 +46,7 @@ def serve(
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
     ] = None,
+    speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
     generation_config: Annotated[

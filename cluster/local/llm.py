@@ -52,6 +52,7 @@ _KEYS: Final = {
     **{"enable_prefix_caching": "prefix_caching", "kv_cache_gb": "decode.kv_cache_gb"},
     **{"block_size": "decode.block_size", "num_threads": "decode.num_threads"},
     **{"max_loras": "lora.max_loras", "max_lora_rank": "lora.max_lora_rank"},
+    "speculative_config": "speculative",
 }
 """The keys of the configuration that are not called as the arguments are."""
 
@@ -77,6 +78,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         dtype: str = "bfloat16",
         quantization: str | None = None,
+        speculative_config: Mapping[str, object] | None = None,
         device: str = "cpu",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
@@ -93,16 +95,18 @@ class LLM:
         """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve` takes it.
 
         `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of the weights, when
-        they are loaded: int8 or int4; None takes them as they are. `max_model_len`: the longest prompt plus completion;
-        None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each
-        process; None shares the cores. `numerics`: fast or exact, as in the configuration of a service.
-        `generation_config`: auto takes what parameters leave out from the model's generation_config.json, or none.
-        `served_model_name`: what the requests of a batch may call the model. `max_loras`: adapters held at once.
+        they are loaded: int8 or int4; None takes them as they are. `speculative_config`: as in vLLM, such as {"method":
+        "ngram", "num_speculative_tokens": 5}. `max_model_len`: the longest prompt plus completion; None is the model's
+        own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each process; None shares
+        the cores. `numerics`: fast or exact, as in the configuration of a service. `generation_config`: auto takes what
+        parameters leave out from the model's generation_config.json, or none. `served_model_name`: what the requests of
+        a batch may call the model. `max_loras`: adapters held at once.
 
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
         given: dict[str, object] = {"model": model, "dtype": dtype, "device": device, "numerics": numerics}
         given |= {"quantization": quantization, "generation_config": generation_config}
+        given |= {"speculative_config": None if speculative_config is None else dict(speculative_config)}
         given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
         given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}
         given |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
@@ -369,7 +373,7 @@ def _naming_arguments() -> Iterator[None]:
     except InvalidArgument as error:
         text = str(error)
         for argument, key in _KEYS.items():
-            text = re.sub(rf"^{re.escape(key)}:", f"{argument}:", text, flags=re.MULTILINE)
+            text = re.sub(rf"^{re.escape(key)}(?=[:.])", argument, text, flags=re.MULTILINE)
         field, _, message = text.partition(": ")
         raise InvalidArgument(message, field) from None
 

@@ -54,6 +54,7 @@ def worker_config(
         mixed_chunk_tokens=config.mixed_chunk_tokens(pool),
         max_sequences=pool.max_sequences,
         prefix_caching=config.prefix_caching,
+        speculative=config.speculative,
     )
     return WorkerConfig(
         rank=rank, budgets=budgets, lease_seconds=config.lease_seconds, hang_seconds=config.hang_seconds

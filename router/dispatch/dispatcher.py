@@ -149,4 +149,5 @@ class Dispatcher:
     def _received(self, worker: WorkerKey, message: worker_pb2.SessionResponse) -> None:
         self._registry.report(*worker, message)
         if message.outputs:
-            self._metrics.observe(ITERATION_TOKENS, len(message.outputs))
+            num_tokens = sum(len(output.tokens.ids) or 1 for output in message.outputs)
+            self._metrics.observe(ITERATION_TOKENS, num_tokens)

@@ -13,6 +13,9 @@ from ...proto.metrics import (
     NULL_METRICS,
     PREEMPTIONS,
     RECOVERIES,
+    SPEC_ACCEPTED_TOKENS,
+    SPEC_DRAFT_TOKENS,
+    SPEC_DRAFTS,
     BucketCounts,
     Metrics,
 )
@@ -105,6 +108,12 @@ class RequestTimer:
         elif count > 1:
             self._gaps.observe(0.0, count - 1)
         self._last_of[choice] = now
+
+    def drafted(self, num_tokens: int, num_accepted: int) -> None:
+        """Counts the tokens that a worker guessed for a step, and those of them that were right."""
+        self._metrics.add(SPEC_DRAFTS)
+        self._metrics.add(SPEC_DRAFT_TOKENS, num_tokens)
+        self._metrics.add(SPEC_ACCEPTED_TOKENS, num_accepted)
 
     def stop(self) -> None:
         """Writes the timeline: the request has ended, whichever way."""

@@ -67,6 +67,11 @@ def test_flags_alone_are_enough() -> None:
             "model: m\nquantization: int8\ndevice: cuda\nnumerics: exact",
             "quantization: does not go with numerics exact on cuda, where it has no kernel for that",
         ),
+        ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram', got 'eagle'"),
+        (
+            "model: m\nspeculative: {prompt_lookup_min: 6}",
+            "speculative.prompt_lookup_min: must be at most prompt_lookup_max, 5, got 6",
+        ),
         ("model: m\nprefill: {replicas: -1}", "prefill.replicas: must be greater than or equal to 0, got -1"),
         ("model: m\nprefill: {replicas: many}", "prefill.replicas: must be a valid integer, got 'many'"),
         ("model: m\nprefill: {replicas: true}", "prefill.replicas: must be a valid integer, got True"),

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +28,10 @@ from tandem.tests.matrix.proxy import Proxy
 from tandem.tests.metrics_page import MetricsPage, scrape, scrape_until
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny_tokenizer import make_tokenizer
+from tandem.tests.workers.engine.fake import expected_tokens
+from tandem.workers.engine import scheduler
+from tandem.workers.engine.config import SpeculativeConfig
+from tandem.workers.engine.ngram import Drafter
 
 HOST: Final = "127.0.0.1"
 WAIT: Final = 30.0
@@ -54,10 +58,13 @@ async def start(folder: Path, running: Fleet | None, **overrides: object) -> Rou
 
 
 @asynccontextmanager
-async def routers(folder: Path, count: int = 1, **overrides: object) -> AsyncIterator[list[RouterRuntime]]:
+async def routers(
+    folder: Path, count: int = 1, speculative: SpeculativeConfig | None = None, **overrides: object
+) -> AsyncIterator[list[RouterRuntime]]:
     """Starts routers that share a prefill and a decode worker."""
     size = len(make_tokenizer())
-    async with fleet(1, 1, rank=lambda role: fake_rank(vocab_size=size)) as running, AsyncExitStack() as scope:
+    workers = fleet(1, 1, rank=lambda role: fake_rank(vocab_size=size), speculative=speculative)
+    async with workers as running, AsyncExitStack() as scope:
         found = []
         for _ in range(count):
             found.append(await start(folder, running, **overrides))
@@ -298,6 +305,36 @@ async def test_a_router_that_drains_is_not_ready_and_lets_its_streams_end(folder
                 received = 1 + sum([len(delta.token_ids) async for delta in stream])
             assert received >= 1_900
         await stopping
+
+
+class Foreseeing(Drafter):
+    """Drafts two right tokens and a wrong one."""
+
+    def draft(self, tokens: Sequence[int], room: int) -> tuple[int, ...]:
+        size = len(make_tokenizer())
+        right = expected_tokens(tokens, 3, size)
+        return (*right[:2], (right[2] + 1) % size)[: max(room, 0)]
+
+
+async def test_guessed_tokens_are_counted_and_come_as_one_delta(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "Drafter", Foreseeing)
+    counted = Counted()
+    async with routers(folder, speculative=SpeculativeConfig()) as (router,):
+        await ask_http(router.http_address, counted, 1, logprobs=2, seed=0)
+        async with AsyncClient(router.grpc_address, max_retries=0) as client:
+            answer = await client.generate(prompt(2), max_tokens=TOKENS, seed=0, timeout=WAIT)
+            stream = client.stream(prompt(2), max_tokens=TOKENS, seed=0, timeout=WAIT)
+            deltas = [delta async for delta in stream]
+        sizes = [len(delta.token_ids) for delta in deltas]
+        assert [token for delta in deltas for token in delta.token_ids] == list(answer.choices[0].token_ids)
+        assert "".join(delta.text for delta in deltas) == answer.choices[0].text
+        assert len(sizes) <= 9, "of 24 tokens"
+        page = await scrape_until(lambda page: page.value("vllm:num_requests_running") == 0, router.ops_address)
+        assert page.value("vllm:generation_tokens_total") == 3 * TOKENS
+        assert page.value("vllm:spec_decode_num_drafts_total") == 3 * 8
+        assert page.value("vllm:spec_decode_num_draft_tokens_total") == 3 * (7 * 3 + 1)
+        assert page.value("vllm:spec_decode_num_accepted_tokens_total") == 3 * (7 * 2 + 1)
+        assert page.value("vllm:inter_token_latency_seconds_count") == 3 * (TOKENS - 1)
 
 
 async def test_the_ops_port_is_the_configured_one_or_another(folder: Path) -> None:

@@ -22,6 +22,10 @@ VLLM: dict[str, tuple[str, set[str]]] = {
     "vllm:prefix_cache_queries_total": ("counter", set()),
     "vllm:prefix_cache_hits_total": ("counter", set()),
     "vllm:num_preemptions_total": ("counter", set()),
+    # vllm/v1/spec_decode/metrics.py
+    "vllm:spec_decode_num_drafts_total": ("counter", set()),
+    "vllm:spec_decode_num_draft_tokens_total": ("counter", set()),
+    "vllm:spec_decode_num_accepted_tokens_total": ("counter", set()),
     "vllm:prompt_tokens_total": ("counter", set()),
     "vllm:prompt_tokens_cached_total": ("counter", set()),
     "vllm:generation_tokens_total": ("counter", set()),

@@ -1,6 +1,9 @@
 """Holds the configuration of an engine."""
 
 from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
@@ -10,6 +13,27 @@ def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
     if device != "cpu":
         return 2048
     return 128 if num_threads == 1 else 512
+
+
+class SpeculativeConfig(BaseModel):
+    """Configures speculative decoding, with the names of vLLM: what follows the last n-gram elsewhere in a sequence is
+    guessed to follow now, and verified in one step. Changes no token."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = Field(default=5, ge=1, le=64)  # of a sequence in one step, at most
+    prompt_lookup_min: int = Field(default=3, ge=1, le=64)  # tokens of an n-gram
+    prompt_lookup_max: int = Field(default=5, ge=1, le=64)
+    # Decodes and guesses of one step; more would be bound by computing, and a guess cost what a token costs.
+    max_step_tokens: int = Field(default=32, ge=2, le=65_536)
+
+    @model_validator(mode="after")
+    def _has_lengths(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            most = f"at most prompt_lookup_max, {self.prompt_lookup_max}"
+            raise ValueError(f"speculative.prompt_lookup_min: must be {most}, got {self.prompt_lookup_min}")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +46,7 @@ class Budgets:
     max_waiting: int = 1024  # sequences in the queue
     growth_tokens: int = 256  # generated tokens whose blocks admission reserves; later blocks come one by one
     prefix_caching: bool = True
+    speculative: SpeculativeConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

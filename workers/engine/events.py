@@ -29,8 +29,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
-    """Reports generated tokens of one sequence: one, or all tokens of a beam search's hypothesis. With a finish reason
-    the sequence has ended and holds nothing."""
+    """Reports generated tokens of one sequence: one, one and the tokens of a draft before it, or all tokens of a beam
+    search's hypothesis. With a finish reason the sequence has ended and holds nothing."""
 
     id: int
     first_index: int  # index of token_ids[0] among the generated tokens of the request
@@ -40,6 +40,7 @@ class NewTokens:
     logprobs: tuple[SampledLogprobs, ...] = ()  # one for each token, if requested
     prompt_logprobs: tuple[SampledLogprobs, ...] = ()  # of prompt tokens 1, 2, ...; with the first choice's first token
     score: float = 0.0  # of a hypothesis
+    num_draft_tokens: int = 0  # guessed for this step; all tokens but the last are of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 Knows nothing of tensors, devices or networks.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 PENDING_TOKEN: Final = -1
@@ -51,10 +51,25 @@ class SequenceStep:
     new_blocks: tuple[int, ...]  # appended to the sequence's block table before the step
     sampling: SamplingParams | None  # set in the sequence's first step on this worker, then None
     num_samples: int  # tokens sampled to follow token_ids[-1]; the i-th with `sampling.seed` + i
+    # The last tokens of token_ids that are a draft, guessed to follow. Then one token is sampled to follow the token
+    # before them and one to follow each of them: num_draft + 1 samples, all with `sampling.seed`.
+    num_draft: int = 0
     history: tuple[int, ...] = ()  # with a `sampling` that needs it: all known tokens of the sequence
     num_prompt: int = 0  # prompt tokens in the history
     adapter: int = 0  # with `sampling`: the number under which the sequence's adapter is loaded; 0 is none
     next_prompt_token: int | None = None  # follows token_ids[-1] in the prompt, if `prompt_logprobs` are requested
+
+    def each_sample(self) -> "Iterable[SequenceStep]":
+        """Returns the step as steps up to each token after which it samples."""
+        if not self.num_draft:
+            return (self,)
+        ends = range(len(self.token_ids) - self.num_draft, len(self.token_ids) + 1)
+        return [replace(self, token_ids=self.token_ids[:end], num_samples=1, num_draft=0) for end in ends]
+
+    def num_accepted(self, samples: Sequence[int]) -> int:
+        """Returns how many tokens of the draft are right by the step's samples; the sample after these holds, too."""
+        pairs = zip(self.token_ids[len(self.token_ids) - self.num_draft :], samples, strict=False)
+        return next((index for index, (guess, token) in enumerate(pairs) if guess != token), self.num_draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +90,15 @@ class StepPlan:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of chunks of more than one."""
-        return sum(len(step.token_ids) for step in self.sequences if len(step.token_ids) > 1)
+        return sum(len(step.token_ids) for step in self.sequences if len(step.token_ids) > 1 + step.num_draft)
 
     @property
     def has_decodes(self) -> bool:
         """Whether a sequence continues with one token and samples the next; decodes are the first in `sequences`."""
         first = self.sequences[0] if self.sequences else None
-        return first is not None and first.start > 0 and len(first.token_ids) == 1 and first.num_samples > 0
+        if first is None:
+            return False
+        return first.start > 0 and len(first.token_ids) == 1 + first.num_draft and first.num_samples > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +114,7 @@ class SampledLogprobs:
 class Samples:
     """Holds the sampled tokens of a step."""
 
-    tokens: list[int]  # all samples, in the plan's order
+    tokens: list[int]  # all samples, in the plan's order; those after a wrong token of a draft mean nothing
     # By sequence id, one for each of its samples.
     logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     # By sequence id: of the tokens that follow each of the step's positions in the prompt, in order.

@@ -28,6 +28,7 @@ class RequestTable:
         self.unloading: set[int] = set()  # adapters that leave with the first plan after their last sequence
         self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they will fork into
         self.num_leased = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0  # since the start
 
     @property
     def waiting_tokens(self) -> int:
@@ -121,6 +122,9 @@ class RequestTable:
             self.pool.release([sequence.blocks.pop()])
             sequence.blocks.append(sequence.copy_source)
             sequence.copy_source = None
+        end = -(-sequence.num_computed // self.config.block_size)
+        self.pool.release(sequence.blocks[end:])  # given for drafts
+        del sequence.blocks[end:]
         self.pool.lease(sequence.blocks)
         sequence.move(State.LEASED)
 

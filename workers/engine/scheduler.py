@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from . import fork
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
+from .ngram import Drafter
 from .plan import PENDING_TOKEN, Constrained, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Sequence, SequenceSpec, State, Task
@@ -32,6 +33,9 @@ class Scheduler:
     that they will need are reserved from the start (see `fork`).
 
     Whoever is under a grammar that does not say yet what may follow sits steps out, so that it keeps nobody waiting.
+
+    With `speculative`, a sequence that repeats itself has the step verify a draft of its next tokens, unless there are
+    many sequences; so the next step of it is planned when that one is updated.
     """
 
     def __init__(self, requests: RequestTable, prepare_masks: Callable[[Items[Constrained]], Collection[int]]) -> None:
@@ -41,6 +45,7 @@ class Scheduler:
         self._requests = requests
         self._config = requests.config
         self._budgets = requests.config.budgets
+        self._speculative = self._budgets.speculative
 
     @property
     def has_work(self) -> bool:
@@ -66,6 +71,8 @@ class Scheduler:
             if sequence.spec.id in late:
                 continue
             if num_unscheduled := sequence.num_unscheduled:
+                if self._speculative and self._awaits_token(sequence):
+                    continue
                 (decodes if num_unscheduled == 1 else prompts).append(sequence)
             elif sequence.is_suspended:
                 suspended.append(sequence)
@@ -74,7 +81,13 @@ class Scheduler:
             if sequence.num_scheduled == len(sequence.blocks) * self._config.block_size:
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
-        steps = [self._step(sequence, 1, copies) for sequence in decodes if sequence.state is State.RUNNING]
+        decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
+        room = self._speculative.max_step_tokens - len(decodes) if self._speculative else 0
+        steps = []
+        for sequence in decodes:
+            draft = self._draft(sequence, room) if room > 0 else ()
+            room -= len(draft)
+            steps.append(self._step(sequence, 1, copies, draft))
         budget = self._budgets.mixed_chunk_tokens if decodes else self._budgets.chunk_tokens
         prompts.sort(key=lambda sequence: sequence.spec.order)
         is_urgent = False
@@ -189,17 +202,48 @@ class Scheduler:
             self._requests.claim(sequence, 1)
         return events
 
-    def _step(self, sequence: Sequence, count: int, copies: list[tuple[int, int]]) -> SequenceStep:
-        """Schedules a sequence's next `count` tokens; adds the block copy that it needs first to `copies`."""
+    def _awaits_token(self, sequence: Sequence) -> bool:
+        """Whether a sequence whose next token is pending sits the step out: a draft is likely to follow that token, and
+        needs to know it."""
+        is_pending = sequence.num_scheduled == sequence.num_tokens
+        return is_pending and bool(self._guess(sequence, sequence.max_length - sequence.num_tokens - 1))
+
+    def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        """Drafts at most `room` tokens after the last one, whose step is next, and gives the sequence blocks for them;
+        preempts nobody."""
+        if sequence.num_scheduled == sequence.num_tokens:
+            return ()
+        draft = self._guess(sequence, min(room, sequence.max_length - sequence.num_tokens))
+        num_free = len(sequence.blocks) * self._config.block_size - sequence.num_tokens
+        while num_free < len(draft) and (sequence.reserved or self.pool.num_available):
+            if not sequence.reserved:
+                sequence.reserved += self.pool.reserve(1)
+            self._requests.claim(sequence, 1)
+            num_free += self._config.block_size
+        return draft[:num_free]
+
+    def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        if self._speculative is None or not sequence.may_draft:
+            return ()
+        sequence.drafter = sequence.drafter or Drafter(self._speculative)
+        return sequence.drafter.draft(sequence.tokens, room)
+
+    def _step(
+        self, sequence: Sequence, count: int, copies: list[tuple[int, int]], draft: tuple[int, ...] = ()
+    ) -> SequenceStep:
+        """Schedules a sequence's next `count` tokens and `draft` after them; adds the block copy that it needs first to
+        `copies`."""
         start, end = sequence.num_scheduled, sequence.num_scheduled + count
+        num_samples = sequence.num_samples if end >= len(sequence.tokens) else 0
         step = SequenceStep(
             sequence_id=sequence.spec.id,
-            token_ids=tuple(sequence.tokens[start:end]) or (PENDING_TOKEN,),
+            token_ids=(tuple(sequence.tokens[start:end]) or (PENDING_TOKEN,)) + draft,
             start=start,
             new_blocks=tuple(sequence.blocks[sequence.num_sent_blocks :]),
             sampling=None if sequence.sampling_sent else sequence.spec.sampling,
             adapter=0 if sequence.sampling_sent else sequence.spec.adapter,
-            num_samples=sequence.num_samples if end >= len(sequence.tokens) else 0,
+            num_samples=num_samples + len(draft),
+            num_draft=len(draft),
         )
         if step.sampling is not None and step.sampling.needs_history:
             step = replace(step, history=tuple(sequence.tokens), num_prompt=sequence.spec.num_prompt)
@@ -208,7 +252,7 @@ class Scheduler:
         if sequence.copy_source is not None:
             copies.append((sequence.copy_source, sequence.blocks[start // self._config.block_size]))
             sequence.copy_source = None
-        sequence.num_scheduled = end
+        sequence.num_scheduled, sequence.num_draft = end + len(draft), len(draft)
         sequence.num_sent_blocks = len(sequence.blocks)
         sequence.sampling_sent = True
         return step

@@ -5,11 +5,13 @@ Knows nothing of other sequences, of tensors or of the network.
 
 import copy
 import enum
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from ...proto.hashing import hash_block, hash_chain, hash_root
 from .beam import Beams
+from .ngram import Drafter
 from .plan import FirstTokens, SampledLogprobs, SamplingParams
 
 
@@ -129,6 +131,9 @@ class Sequence:
     the next to schedule, at position `num_scheduled == num_tokens`, but of unknown id. Between two steps of the engine
     a sequence has at most one, and none without overlap: then `num_scheduled == num_computed`. Sequences whose next
     step depends on its id have none: beams, sequences with a grammar, and sequences that will fork.
+
+    A step may also verify a *draft*: guessed tokens after the last known one. They count as scheduled until the step is
+    collected; then those that are right are tokens, with KV cache, and the others have never been.
     """
 
     spec: SequenceSpec
@@ -155,6 +160,8 @@ class Sequence:
     prompt_logprobs: list[SampledLogprobs] = field(default_factory=list)  # so far
     chain: list[bytes] = field(init=False)  # hashes of the full blocks, as far as computed
     num_published: int = 0
+    drafter: Drafter | None = None  # made with the first draft
+    num_draft: int = 0  # tokens of the draft that the step in flight verifies; counted in num_scheduled
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)
@@ -179,8 +186,19 @@ class Sequence:
     @property
     def num_unscheduled(self) -> int:
         """Tokens that the next steps can schedule: the known ones and after them the pending one, unless it is the last
-        token in any case or may not pend."""
+        token in any case or may not pend. None while a draft is being verified."""
+        if self.num_draft:
+            return 0
         return min(max(len(self.tokens), self.num_scheduled + self.may_pend), self.max_length) - self.num_scheduled
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a draft of what follows could be verified: what it samples depends on nothing else that changes with
+        each token, and it has its first token."""
+        sampling = self.spec.sampling
+        is_late = len(self.tokens) >= sampling.min_length or not sampling.stop_ids
+        is_alone = self.num_samples == 1 and self.search is None and self.num_generated > 0
+        return is_alone and is_late and not sampling.needs_history
 
     @property
     def needs_mask(self) -> bool:
@@ -217,7 +235,17 @@ class Sequence:
 
     def suspend(self) -> None:
         """Has nothing more scheduled after the prompt and what a step in flight computes."""
-        self.max_length = max(self.num_scheduled, len(self.spec.tokens))
+        self.max_length = max(self.num_scheduled - self.num_draft, len(self.spec.tokens))
+
+    def accept(self, tokens: Items[int]) -> None:
+        """Appends the verified tokens of a draft and the token after them, and takes the rest of the draft back. The
+        blocks for it stay, for the tokens to come."""
+        self.tokens += tokens
+        self.num_computed += len(tokens)  # the token before the draft, and all of these but the last
+        self.num_scheduled, self.num_draft = self.num_computed, 0
+        self.max_length = max(self.max_length, self.num_computed)
+        if self.drafter is not None:
+            self.drafter.record(len(tokens) - 1)
 
     def move(self, state: State) -> None:
         """Changes the state. Raises RuntimeError for a move that MOVES does not have."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from . import fork
 from .beam import Candidate
 from .events import Event, Failed, NewTokens, PrefillFinished, Progress
-from .plan import FirstTokens, SampledLogprobs, Samples, StepPlan
+from .plan import FirstTokens, SampledLogprobs, Samples, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Search, Sequence, Task
 
@@ -30,6 +30,10 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         if step.sequence_id in samples.failed:
             reason = samples.failed[step.sequence_id]
             events += [Failed(id=number, reason=reason) for number in table.abort(sequence)]
+            continue
+        if step.num_draft:
+            logprobs = samples.logprobs.get(step.sequence_id)
+            events.append(_accept_draft(table, sequence, step, samples.tokens[start:end], logprobs))
             continue
         sequence.num_computed += len(step.token_ids)
         if sequence.num_computed >= (sequence.num_published + 1) * block_size:
@@ -82,6 +86,38 @@ def append_tokens(
     else:
         sequence.tokens.append(tokens[0])
     return events
+
+
+def _accept_draft(
+    table: RequestTable,
+    sequence: Sequence,
+    step: SequenceStep,
+    samples: Items[int],
+    logprobs: Items[SampledLogprobs] | None,
+) -> NewTokens:
+    """Continues a sequence with the tokens of its draft that are right and the one after them, or up to the one that
+    finishes it."""
+    spec, index = sequence.spec, sequence.num_generated
+    tokens = samples[: step.num_accepted(samples) + 1]
+    reasons = [spec.finish_reason(token, index + number) for number, token in enumerate(tokens, start=1)]
+    finish = next(filter(None, reasons), None)
+    if finish is not None:
+        tokens = tokens[: reasons.index(finish) + 1]
+    sequence.accept(tokens)
+    table.publish(sequence)
+    table.num_draft_tokens += step.num_draft
+    table.num_accepted_tokens += len(tokens) - 1
+    if finish is not None:
+        table.end(sequence)
+    return NewTokens(
+        id=spec.id,
+        first_index=spec.first_index + index,
+        token_ids=tuple(tokens),
+        finish=finish,
+        prefill_seconds=0.0,
+        logprobs=tuple(logprobs[: len(tokens)]) if logprobs else (),
+        num_draft_tokens=step.num_draft,
+    )
 
 
 def advance_search(table: RequestTable, search: Search, candidates: Items[Items[Candidate]]) -> list[Event]:

@@ -5,7 +5,7 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -161,7 +161,7 @@ class ModelRunner(Executor):
             self.kv.copy(plan.copies)
         for step in plan.sequences:
             self._admit(step)
-        sampled = [step for step in plan.sequences if step.num_samples]
+        sampled = [each for step in plan.sequences if step.num_samples for each in step.each_sample()]
         on_layers = None if self.launches_ahead else on_layers
         logits = prompts = chunks = None
         if plan.sequences:
@@ -239,15 +239,16 @@ class ModelRunner(Executor):
     def _logits(
         self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool
     ) -> tuple[torch.Tensor, LogprobsTensors | None, torch.Tensor | None]:
-        """Returns logits [num_sampled, vocab_size], the log probabilities that are wanted of prompts, and the sums of
-        `_sum_chunks`. A step that `is_adapted` is neither a recorded nor a captured one."""
+        """Returns logits [num_sampled, vocab_size], with a row for each token of a draft, too, the log probabilities
+        that are wanted of prompts, and the sums of `_sum_chunks`. A step that `is_adapted` is neither a recorded nor a
+        captured one."""
         spans = [
             SequenceSpan(blocks=self._tables[step.sequence_id], start=step.start, num_tokens=len(step.token_ids))
             for step in plan.sequences
         ]
         token_ids = self._token_ids(plan)
-        num_sampled = sum(step.num_samples > 0 for step in plan.sequences)
-        only_decodes = len(spans) == len(token_ids) == num_sampled and not is_adapted
+        num_sampling = sum(step.num_samples > 0 for step in plan.sequences)
+        only_decodes = len(spans) == len(token_ids) == num_sampling and not is_adapted
         if self._graphs and only_decodes:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
@@ -257,7 +258,7 @@ class ModelRunner(Executor):
         ends = counts.cumsum()
         firsts = np.array([span.start for span in spans]) - ends + counts
         positions = np.arange(ends[-1]) + firsts.repeat(counts)
-        sampled_rows = ends[[step.num_samples > 0 for step in plan.sequences]] - 1
+        sampled_rows = _sampled_rows(plan.sequences, ends)
         positions_device, rows_device = copy_to_device([positions, sampled_rows], self._device)
         if self._decodes and only_decodes:
             self._on_stage("model")
@@ -265,7 +266,7 @@ class ModelRunner(Executor):
             if logits is not None:
                 return logits, None, None
         hidden = self._hidden(token_ids, positions_device, spans, on_layers, is_adapted)
-        rows = None if num_sampled == len(token_ids) else rows_device
+        rows = None if len(sampled_rows) == len(token_ids) else rows_device
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
             prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
@@ -335,8 +336,18 @@ def _collect(
     return collect
 
 
+def _sampled_rows(steps: Sequence[SequenceStep], ends: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Returns the rows of the flat batch after whose tokens the steps sample; `ends` are where the steps end in it."""
+    rows: np.ndarray[Any, Any] = ends[[step.num_samples > 0 for step in steps]] - 1
+    drafts = [step.num_draft for step in steps if step.num_samples]
+    if not any(drafts):
+        return rows
+    return np.concatenate([np.arange(row - count, row + 1) for row, count in zip(rows, drafts, strict=True)])
+
+
 def _is_chunk(step: SequenceStep) -> bool:
-    return len(step.token_ids) > 1 or not step.num_samples
+    """Whether it has tokens whose logits nobody looks at."""
+    return len(step.token_ids) > 1 + step.num_draft or not step.num_samples
 
 
 def _sum_chunks(hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor | None:

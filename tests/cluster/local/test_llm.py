@@ -158,6 +158,25 @@ async def test_every_way_to_sample_equals_the_service(llm: LLM, folder: Path) ->
                 assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
+def test_guessed_tokens_change_no_answer(llm: LLM, folder: Path) -> None:
+    """Nor what stop strings, choices, log probabilities and grammars make of them."""
+    ways: list[Options] = [{**Options(max_tokens=60), **way} for way in WAYS]
+    expected = llm.generate([PROMPTS[2]] * len(ways), ways)
+    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    with LLM(str(folder), max_num_seqs=8, speculative_config=config, **SMALL) as guessing:
+        found = guessing.generate([PROMPTS[2]] * len(ways), ways)
+        wait_idle(guessing)
+        assert guessing._loop.run(guessing._engine.status()).num_accepted_tokens > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+            assert values_of(one.logprobs) == pytest.approx(values_of(other.logprobs), abs=1e-4)
+
+
+def values_of(logprobs: Any) -> list[float]:
+    return [each.logprob for by_token in logprobs or () for _, each in sorted(by_token.items())]
+
+
 def assert_same_logprobs(found: Any, expected: Choice, *, asked: bool) -> None:
     if not asked:
         assert found is None
@@ -225,6 +244,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[
         ({"dtype": "int3"}, "dtype: must be"),
         ({"quantization": "awq"}, "quantization: "),
         ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config.method: must be 'ngram'"),
         ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
     ],
 )

@@ -218,6 +218,8 @@ class FakeExecutor(Executor):
     def _run(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:
         """Returns the step's samples, and adds its log probabilities to `samples`."""
         number, tokens, sampling = step.sequence_id, self._known(step), self._sampling[step.sequence_id]
+        if step.num_draft:
+            return self._verify(step, history, samples)
         if sampling.prompt_logprobs is not None:
             following = tokens[1:] + (() if step.next_prompt_token is None else (step.next_prompt_token,))
             ends = itertools.accumulate(tokens, _extend, initial=history)
@@ -230,6 +232,23 @@ class FakeExecutor(Executor):
         if sampled and sampling.logprobs is not None:
             samples.logprobs[number] = [_score(history, token, self.vocab_size, sampling.logprobs) for token in sampled]
         return sampled
+
+    def _verify(self, step: SequenceStep, history: bytes, samples: Samples) -> list[int]:
+        """Returns what follows the step's first token and those of its draft that are right, then nonsense; adds log
+        probabilities. The next step begins after the tokens that are right."""
+        number, tokens, sampling = step.sequence_id, step.token_ids, self._sampling[step.sequence_id]
+        if len(tokens) != 1 + step.num_draft or step.num_samples != len(tokens):
+            raise RuntimeError(f"sequence {number}: a draft of {step.num_draft} in {len(tokens)} tokens")
+        ends = list(itertools.accumulate(tokens, _extend, initial=history))[1:]
+        sampled = [_next_token(end, self.vocab_size, sampling.seed) for end in ends]
+        if sampling.logprobs is not None:
+            scored = zip(ends, sampled, strict=True)
+            samples.logprobs[number] = [_score(end, token, self.vocab_size, sampling.logprobs) for end, token in scored]
+        self.kv.compute(self._tables[number], step.start, tokens, history)
+        is_right = [guess == token for guess, token in zip(tokens[1:], sampled, strict=False)]
+        num_valid = 1 + [*is_right, False].index(False)
+        self._num_computed[number] = step.start + num_valid
+        return sampled[:num_valid] + [-1] * (len(sampled) - num_valid)
 
     def _known(self, step: SequenceStep) -> tuple[int, ...]:
         """Returns the step's tokens, with the last step's sample of this sequence in place of PENDING_TOKEN."""

@@ -1,6 +1,7 @@
 """An engine on a fake executor that checks itself after every step."""
 
 import functools
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tandem.workers.engine.events import (
     Progress,
     Suspended,
 )
+from tandem.workers.engine.ngram import Drafter
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State
@@ -94,6 +96,24 @@ class OrderedKv(FakeKv):
         super().write(blocks, span, data)
 
 
+class Guesser(Drafter):
+    """Drafts what the fake model will sample, and is often wrong."""
+
+    def __init__(self, spec: SequenceSpec) -> None:
+        self._seeds = range(spec.sampling.seed, spec.sampling.seed + spec.num_choices)
+        self._rng = random.Random(spec.id)
+
+    def draft(self, tokens: Sequence[int], room: int) -> tuple[int, ...]:
+        count = self._rng.randint(0, max(min(room, 5), 0))
+        draft = expected_tokens(tokens, count, VOCAB_SIZE, self._rng.choice(self._seeds))
+        if count and self._rng.random() < 0.5:
+            draft[self._rng.randrange(count)] = self._rng.randrange(VOCAB_SIZE)
+        return tuple(draft)
+
+    def record(self, num_accepted: int) -> None:
+        pass
+
+
 class Worker:
     """An engine that checks itself after every step."""
 
@@ -107,6 +127,8 @@ class Worker:
     def submit(self, spec: SequenceSpec) -> None:
         self.engine.submit(spec)
         self.specs[spec.id] = spec
+        if self.config.budgets.speculative and not spec.beam:
+            self.sequences[spec.id].drafter = Guesser(spec)
 
     @property
     def sequences(self) -> dict[int, EngineSequence]:
@@ -126,8 +148,14 @@ class Worker:
         self.engine.step(take)
         budgets = self.config.budgets
         for plan in self.executor.plans[num_plans:]:
-            decodes = sum(step.start > 0 and step.num_samples and len(step.token_ids) == 1 for step in plan.sequences)
-            assert plan.num_tokens - decodes <= max(budgets.chunk_tokens, budgets.mixed_chunk_tokens)
+            decodes = [step for step in plan.sequences if step.start > 0 and step.num_samples]
+            decodes = [step for step in decodes if len(step.token_ids) == 1 + step.num_draft]
+            num_decoded = sum(len(step.token_ids) for step in decodes)
+            assert plan.num_tokens - num_decoded <= max(budgets.chunk_tokens, budgets.mixed_chunk_tokens)
+            if any(step.num_draft for step in plan.sequences):
+                assert budgets.speculative
+                known = sum(len(step.token_ids) for step in decodes if step.sampling is None)
+                assert known <= budgets.speculative.max_step_tokens
             assert len(plan.sequences) <= budgets.max_sequences
             assert not any(step.sampling and PENDING_TOKEN in step.token_ids for step in plan.sequences)
             assert len({step.sequence_id for step in plan.sequences}) == len(plan.sequences)
@@ -164,7 +192,8 @@ class Worker:
         for number, sequence in self.sequences.items():
             assert number == sequence.spec.id
             assert sequence.state is not State.FINISHED
-            assert sequence.num_computed <= sequence.num_scheduled <= min(sequence.num_tokens, sequence.spec.max_length)
+            most = min(sequence.num_tokens + sequence.num_draft, sequence.spec.max_length)
+            assert sequence.num_computed <= sequence.num_scheduled <= most
             assert self.config.overlap or sequence.num_computed == sequence.num_scheduled
             assert sequence.num_published * self.config.block_size <= sequence.num_computed
             assert sequence.num_slots > 1 or len(sequence.blocks) + len(sequence.reserved) <= sequence.max_blocks

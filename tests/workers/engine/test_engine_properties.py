@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from tandem.tests.workers.engine.harness import engine_config
 from tandem.tests.workers.engine.pair import Pair, Request
-from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.sequence import BeamSearch, FinishReason
 
@@ -54,6 +54,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
         growth_tokens=draw(st.integers(0, 4)),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         overlap=draw(st.booleans()),
+        speculative=draw(st.none() | st.builds(SpeculativeConfig, max_step_tokens=st.integers(2, 12))),
     )
 
 
@@ -140,6 +141,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
         walk(random.Random(seed), seen, overlap)
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
     want = {"Preempted", "import", "Progress", "cached", "lost lease", *cancels}
+    want |= {"draft accepted", "draft refused"}
     want |= {"fork", "beams", "copies", "cancel choice waiting", "cancel choice importing", "cancel choice running"}
     want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
     assert want <= set(seen), seen
@@ -166,6 +168,10 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
             seen["preempted in flight"] += sum(isinstance(e, Preempted) and e.id in before for e in events)
             stops = [e.id for e in events if isinstance(e, NewTokens) and e.finish is FinishReason.STOP]
             seen["stop in flight"] += sum(number in target.in_flight for number in stops)
+            for event in events:
+                if isinstance(event, NewTokens) and event.num_draft_tokens:
+                    seen["draft accepted"] += len(event.token_ids) > 1
+                    seen["draft refused"] += len(event.token_ids) <= event.num_draft_tokens
             seen["cached"] += sum(isinstance(event, Admitted) and event.num_cached > 0 for event in events)
         elif action == "pull" and importing:
             request = rng.choice(importing)
@@ -213,4 +219,5 @@ def random_config(rng: random.Random, overlap: bool) -> EngineConfig:
         max_sequences=rng.randint(2, 8),
         growth_tokens=rng.randint(0, 4),
         overlap=overlap,
+        speculative=rng.choice([None, SpeculativeConfig(max_step_tokens=rng.randint(2, 12))]),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -162,9 +163,9 @@ def test_blocks_published_when_they_are_scheduled_are_caught(monkeypatch: pytest
     schedule_step = Scheduler._step
 
     def eager(
-        scheduler: Scheduler, sequence: EngineSequence, count: int, copies: list[tuple[int, int]]
+        scheduler: Scheduler, sequence: EngineSequence, count: int, copies: list[tuple[int, int]], *draft: Any
     ) -> SequenceStep:
-        step = schedule_step(scheduler, sequence, count, copies)
+        step = schedule_step(scheduler, sequence, count, copies, *draft)
         num_computed, sequence.num_computed = sequence.num_computed, min(sequence.num_scheduled, sequence.num_tokens)
         scheduler._requests.publish(sequence)
         sequence.num_computed = num_computed

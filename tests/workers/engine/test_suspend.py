@@ -24,7 +24,7 @@ from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker, en
 from tandem.tests.workers.engine.pair import Request
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.block_pool import BlockState
-from tandem.workers.engine.config import EngineConfig
+from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted, Suspended
 from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, SequenceSpec, State, Task
@@ -345,6 +345,7 @@ class Service:
             case Suspended():
                 assert event.tokens == (*request.prompt, *request.tokens[:-1])
                 assert event.first_token == request.tokens[-1]
+                assert len(event.blocks) == -(-len(event.tokens) // self.workers[worker].config.block_size)
                 decode = self._spec(request, Task.DECODE)
                 self._next_id += 1
                 self.workers[1 - worker].submit(decode)
@@ -381,6 +382,7 @@ def configs(draw: st.DrawFn, overlap: bool) -> EngineConfig:
         growth_tokens=draw(st.integers(0, 4)),
         prefix_caching=draw(st.booleans()),
         overlap=overlap,
+        speculative=draw(st.sampled_from([None, SpeculativeConfig()])),
     )
 
 
@@ -449,6 +451,7 @@ def walk_config(rng: random.Random, overlap: bool) -> EngineConfig:
         max_sequences=rng.randint(2, 8),
         growth_tokens=rng.randint(0, 4),
         overlap=overlap,
+        speculative=rng.choice([None, SpeculativeConfig()]),
     )
 
 

@@ -127,6 +127,7 @@ STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "start": IDS,
     "new_blocks": TOKENS,
     "num_samples": st.integers(0, 3),
+    "num_draft": st.integers(0, 3),
     "adapter": IDS,
     "next_prompt_token": st.none() | IDS,
 }

@@ -49,7 +49,8 @@ def _top(logits: torch.Tensor, num_top: int) -> torch.Tensor:
 class LogprobsTensors:
     """Holds log probabilities on the device, and says whose they are."""
 
-    sequences: Sequence[tuple[int, int, int]]  # in the order of rows: id, number of rows, alternatives wanted
+    # In the order of rows: id, number of rows, alternatives wanted; a sequence more than once if it has a draft.
+    sequences: Sequence[tuple[int, int, int]]
     tensors: Tensors  # of `compute_logprobs`
 
     def to_lists(
@@ -57,13 +58,13 @@ class LogprobsTensors:
     ) -> dict[int, list[SampledLogprobs]]:
         """Returns by sequence id what the tensors hold, given as lists."""
         rows = zip(chosen, values, ids, strict=True)
-        return {
-            sequence_id: [
+        found: dict[int, list[SampledLogprobs]] = {}
+        for sequence_id, count, num_top in self.sequences:
+            found.setdefault(sequence_id, []).extend(
                 SampledLogprobs(logprob=logprob, top=tuple(zip(row_ids[:num_top], row_values[:num_top], strict=True)))
                 for logprob, row_values, row_ids in islice(rows, count)
-            ]
-            for sequence_id, count, num_top in self.sequences
-        }
+            )
+        return found
 
 
 def compute_prompt_logprobs(
@@ -83,7 +84,8 @@ def compute_prompt_logprobs(
     first = 0
     for step in steps:
         last = () if step.next_prompt_token is None else (step.next_prompt_token,)
-        follows = step.token_ids[1:] + last  # the known prompt tokens after the step's first, second, ... token
+        # The known prompt tokens after the step's first, second, ... token.
+        follows = () if step.num_draft else step.token_ids[1:] + last
         if follows and step.sequence_id in num_top:
             sequences.append((step.sequence_id, len(follows), num_top[step.sequence_id]))
             rows += range(first, first + len(follows))

@@ -1,0 +1,255 @@
+"""Steps that verify guessed tokens: the tokens of plain decoding in fewer steps, and no block is lost or too many."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tandem.tests.workers.engine.drive import (
+    PROMPT,
+    MakeWorker,
+    expected,
+    fill,
+    finish_of,
+    first_tokens,
+    run,
+    spec,
+    tokens_of,
+)
+from tandem.tests.workers.engine.fake import expected_choices
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
+from tandem.workers.engine.block_pool import BlockState
+from tandem.workers.engine.config import SpeculativeConfig
+from tandem.workers.engine.events import Admitted, Failed, NewTokens, Suspended
+from tandem.workers.engine.ngram import Drafter
+from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.engine.sequence import FinishReason, SequenceSpec, Task
+
+Draft = Callable[[Sequence[int], int], tuple[int, ...]]
+
+
+class Scripted(Drafter):
+    """Drafts what a function says."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self.accepted: list[int] = []
+
+    def draft(self, tokens: Sequence[int], room: int) -> tuple[int, ...]:
+        return self._draft(tokens, room)[: max(room, 0)]
+
+    def record(self, num_accepted: int) -> None:
+        self.accepted.append(num_accepted)
+
+
+def right(count: int) -> Draft:
+    """Drafts `count` right tokens."""
+    return lambda tokens, room: tuple(expected(tuple(tokens), count))
+
+
+def wrong_at(index: int, count: int) -> Draft:
+    """Drafts `count` tokens, of which that at `index` is wrong."""
+
+    def draft(tokens: Sequence[int], room: int) -> tuple[int, ...]:
+        guess = expected(tuple(tokens), count)
+        return (*guess[:index], (guess[index] + 1) % VOCAB_SIZE, *guess[index + 1 :])
+
+    return draft
+
+
+def start(worker: MakeWorker, submitted: SequenceSpec, draft: Draft, **config: Any) -> tuple[Worker, Scripted]:
+    target = worker(**({"speculative": SpeculativeConfig(max_step_tokens=64)} | config))
+    target.submit(submitted)
+    scripted = target.sequences[submitted.id].drafter = Scripted(draft)
+    return target, scripted
+
+
+def counts(events: Sequence[SeqEvent]) -> list[int]:
+    return [len(event.token_ids) for event in events if isinstance(event, NewTokens)]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_right_guesses_come_as_one_event(worker: MakeWorker, block_size: int) -> None:
+    target, drafter = start(worker, spec(1, max_tokens=12), right(3), block_size=block_size, num_blocks=96)
+    events = run(target)
+    assert tokens_of(events, 1) == expected(PROMPT, 12)
+    # With overlap the second token's step begins before the first token is known. The last draft leaves none over.
+    sizes = [1, 1, 4, 4, 2] if target.config.overlap else [1, 4, 4, 3]
+    assert counts(events) == sizes
+    indices = [sum(sizes[:number]) for number in range(len(sizes))]
+    assert [event.first_index for event in events if isinstance(event, NewTokens)] == indices
+    assert drafter.accepted == [size - 1 for size in sizes if size > 1]
+    requests = target.engine.requests
+    assert requests.num_draft_tokens == requests.num_accepted_tokens == sum(drafter.accepted)
+    target.check_idle()
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_tokens_after_a_wrong_guess_have_never_been(worker: MakeWorker, index: int) -> None:
+    target, drafter = start(worker, spec(1, max_tokens=30), wrong_at(index, 4))
+    events = run(target)
+    assert tokens_of(events, 1) == expected(PROMPT, 30)
+    assert set(drafter.accepted[:-1]) == {index}
+    assert target.engine.requests.num_accepted_tokens == sum(drafter.accepted)
+    target.check_idle()
+
+
+def test_a_stop_token_within_a_draft_ends_the_sequence(worker: MakeWorker) -> None:
+    want = expected(PROMPT, 8)
+    at = next(index for index, token in enumerate(want) if index > 1 and token not in want[:index])
+    target, _ = start(worker, spec(1, max_tokens=20, stop_ids=(want[at],)), right(7))
+    events = run(target)
+    assert (tokens_of(events, 1), finish_of(events, 1)) == (want[: at + 1], [FinishReason.STOP])
+    target.check_idle()
+
+
+def test_what_a_draft_has_computed_is_in_the_prefix_cache_as_far_as_it_is_right(worker: MakeWorker) -> None:
+    """The harness checks that what is cached was computed for these tokens; here, that it is all there."""
+    target, _ = start(worker, spec(1, max_tokens=15), wrong_at(2, 5), block_size=2, num_blocks=64)
+    run(target)
+    longer = (*PROMPT, *expected(PROMPT, 15))
+    target.submit(spec(2, longer, max_tokens=1))
+    events = run(target)
+    assert next(event.num_cached for event in events if isinstance(event, Admitted)) == len(longer) - 1
+    target.check_idle()
+
+
+def test_log_probabilities_are_those_of_plain_decoding(worker: MakeWorker) -> None:
+    sampling = SamplingParams(temperature=0.5, logprobs=3, prompt_logprobs=1)
+    found = []
+    for draft in (right(0), right(3), wrong_at(1, 3)):
+        target, _ = start(worker, spec(1, max_tokens=9, sampling=sampling), draft)
+        events = [event for event in run(target) if isinstance(event, NewTokens)]
+        found.append([[scores for event in events for scores in part(event)] for part in (own_logprobs, of_prompt)])
+        assert len(found[-1][0]) == 9
+        assert len(found[-1][1]) == len(PROMPT) - 1
+    assert found[0] == found[1] == found[2]
+
+
+def own_logprobs(event: NewTokens) -> Sequence[Any]:
+    return event.logprobs
+
+
+def of_prompt(event: NewTokens) -> Sequence[Any]:
+    return event.prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(bad_words=((3, 4),)),
+        SamplingParams(grammar="start: /a/"),
+        SamplingParams(stop_ids=(9,), min_length=100),
+    ],
+)
+def test_no_draft_where_each_token_changes_what_may_follow(worker: MakeWorker, sampling: SamplingParams) -> None:
+    target, drafter = start(worker, spec(1, max_tokens=6, sampling=sampling), right(3))
+    assert counts(run(target)) == [1] * 6
+    assert not drafter.accepted
+
+
+def test_drafts_begin_when_enough_tokens_are_there_for_stop_tokens(worker: MakeWorker) -> None:
+    sampling = SamplingParams(stop_ids=(VOCAB_SIZE,), min_length=len(PROMPT) + 4)
+    target, _ = start(worker, spec(1, max_tokens=12, sampling=sampling), right(3))
+    found = counts(run(target))
+    assert found[:4] == [1] * 4
+    assert max(found) == 4
+
+
+def test_many_sequences_leave_no_room_for_drafts(worker: MakeWorker) -> None:
+    config = SpeculativeConfig(max_step_tokens=8)
+    target = worker(speculative=config, num_blocks=64)
+    for number in range(1, 8):
+        target.submit(spec(number, PROMPT[number:], max_tokens=9))
+        target.sequences[number].drafter = Scripted(right(5))
+    events = run(target)
+    for number in range(1, 8):
+        assert tokens_of(events, number) == expected(PROMPT[number:], 9)
+    drafts = [[step.num_draft for step in plan.sequences if step.start] for plan in target.executor.plans]
+    assert max((sum(each) for each in drafts if len(each) == 7), default=0) <= 1
+    assert max(map(sum, drafts)) > 1, "while there are fewer"
+    target.check_idle()
+
+
+def test_choices_draft_after_the_fork(worker: MakeWorker) -> None:
+    target = worker(speculative=SpeculativeConfig(prompt_lookup_min=1, prompt_lookup_max=2), num_blocks=64)
+    target.submit(spec(1, max_tokens=40, num_choices=3, sampling=SamplingParams(seed=7)))
+    target.sequences[1].drafter = None
+    events = run(target, 300)
+    for number, tokens in enumerate(expected_choices(PROMPT, 3, 40, VOCAB_SIZE, seed=7), start=1):
+        assert tokens_of(events, number) == tokens
+    assert target.engine.requests.num_draft_tokens > 0
+    target.check_idle()
+
+
+def test_a_draft_preempts_nobody_and_takes_the_blocks_that_are_left(worker: MakeWorker) -> None:
+    """Two sequences that fill the pool to the last block."""
+    config = {"block_size": 2, "num_blocks": 20, "growth_tokens": 0, "prefix_caching": False}
+    target, _ = start(worker, spec(1, max_tokens=11), right(5), **config)
+    target.submit(spec(2, PROMPT[::-1], max_tokens=11))
+    target.sequences[2].drafter = Scripted(wrong_at(0, 5))
+    events = run(target)
+    assert not any(type(event).__name__ == "Preempted" for event in events)
+    assert tokens_of(events, 1) == expected(PROMPT, 11)
+    assert tokens_of(events, 2) == expected(PROMPT[::-1], 11)
+    target.check_idle()
+
+
+@pytest.mark.parametrize("num_steps", range(2, 9))
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_suspended_sequence_gives_the_blocks_of_its_draft_back(
+    worker: MakeWorker, num_steps: int, count: int
+) -> None:
+    target, _ = start(worker, spec(1, max_tokens=40), wrong_at(count - 1, count), block_size=2, num_blocks=64)
+    events = [event for _ in range(num_steps) for event in target.step()]
+    target.engine.suspend(1)
+    events += run(target)
+    (event,) = [each for each in events if isinstance(each, Suspended)]
+    made = tokens_of(events, 1)
+    assert (*event.tokens, event.first_token) == (*PROMPT, *made)
+    assert made == expected(PROMPT, len(made))
+    assert len(event.blocks) == -(-len(event.tokens) // 2) == target.engine.blocks()[BlockState.LEASED]
+    assert target.engine.blocks()[BlockState.OWNED] == 0
+    target.engine.cancel(1)
+    run(target)
+    target.check_idle()
+
+
+def test_a_decode_worker_drafts_from_the_prompt_that_it_has_received(worker: MakeWorker) -> None:
+    target, _ = start(worker, spec(1, task=Task.DECODE, max_tokens=12), right(3))
+    (admitted,) = target.step()
+    assert isinstance(admitted, Admitted)
+    target.engine.commit_import(1, first_tokens(fill(target, admitted, PROMPT)))
+    events = run(target)
+    assert tokens_of(events, 1) == expected(PROMPT, 12)[1:]
+    assert counts(events) == [4, 4, 3]
+    target.check_idle()
+
+
+def test_a_sequence_with_pending_tokens_waits_for_one_where_a_draft_is_likely(worker: MakeWorker) -> None:
+    """With overlap it would never have a draft otherwise; while none is likely it takes every step."""
+    for length, num_steps in ((3, 5 if worker().config.overlap else 4), (0, 12)):
+        target, _ = start(worker, spec(1, max_tokens=12), right(length))
+        run(target)
+        assert sum(bool(plan.sequences) for plan in target.executor.plans) == num_steps
+
+
+def test_a_failed_draft_fails_its_sequence_alone(worker: MakeWorker) -> None:
+    target, _ = start(worker, spec(1, max_tokens=12), right(3))
+    target.submit(spec(2, PROMPT[1:], max_tokens=5))
+    events = target.step() + target.step() + target.step()
+    target.executor.failing[1] = "not finite"
+    events += run(target)
+    assert [event for event in events if event.id == 1][-1] == Failed(id=1, reason="not finite")
+    made = tokens_of(events, 1)
+    assert made == expected(PROMPT, len(made))
+    assert tokens_of(events, 2) == expected(PROMPT[1:], 5)
+    target.check_idle()
+
+
+def test_nothing_is_drafted_unless_it_is_asked_for(worker: MakeWorker) -> None:
+    target, drafter = start(worker, spec(1, max_tokens=8), right(3), speculative=None)
+    assert counts(run(target)) == [1] * 8
+    assert not drafter.accepted
