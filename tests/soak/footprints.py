@@ -70,14 +70,14 @@ class Footprints:
         return rows
 
     def faults(self) -> list[str]:
-        """Names what grows in processes that lived throughout; also says so if none did, or none long enough."""
+        """Names what grows in processes that lived throughout; also kinds of which none did for seven samples."""
         judged = [
             (f"{kind} {name}: {figure}", points, LEAST[figure])
             for (kind, name, figure), points in sorted(self._points.items())
             if kind in JUDGED and self._is_long(points)
         ]
         lived = {kind for (kind, _, _), points in self._points.items() if self._is_long(points)}
-        missing = [f"no {kind} to judge lived throughout" for kind in JUDGED if kind not in lived]
+        missing = [f"no {kind} lived through enough samples to judge" for kind in JUDGED if kind not in lived]
         grown = [f"{what} grow ({_per_hour(points)})" for what, points, least in judged if grows(points, least)]
         return missing + grown
 
