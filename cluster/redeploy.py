@@ -82,7 +82,9 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
 
 
 def _layout(config: TandemConfig, folder: str) -> bytes:
-    checkpoint = open_checkpoint(Path(folder), config.model_impl, quantization=config.quantization)
+    checkpoint = open_checkpoint(
+        Path(folder), config.model_impl, quantization=config.quantization, context_tokens=config.context_tokens
+    )
     return checkpoint.kv_layout(config.dtype).digest
 
 

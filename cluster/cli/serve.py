@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TextIO
 
 import typer
 from rich.console import Console
@@ -107,7 +108,7 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
     console = Console(stderr=True)
     if defaults := describe_defaults(generation_defaults(config, folder)):
         console.print(f"defaults of requests, by the model's {FILE}: {defaults}", highlight=False)
-    with stopped_by_signals() as stopped:
+    with _own_stdout() as stdout, stopped_by_signals() as stopped:
         spinner = console.status(f"Starting {config.num_workers} worker(s) for {config.model}")
         spinner.start()
         try:
@@ -117,12 +118,25 @@ def serve_in_foreground(config: TandemConfig, folder: Path, address: str | None)
                 console.print(f"console: {service.console_url}", highlight=False)
                 if service.dashboard_url:
                     console.print(f"Ray's dashboard: {service.dashboard_url}{_token_note()}", highlight=False)
-                typer.echo(f"tandem ready {service.addresses}")
+                typer.echo(f"tandem ready {service.addresses}", file=stdout)
                 if not stopped.is_set():
                     service.wait()
                     console.print(f"another command has replaced the service {config.name!r}; it goes on")
         finally:
             spinner.stop()
+
+
+@contextmanager
+def _own_stdout() -> Iterator[TextIO]:
+    """Lends the block a stdout of its own; what else is written there, by Ray or a library, goes to stderr."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as stdout:
+        os.dup2(2, 1)
+        try:
+            yield stdout
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout.fileno(), 1)
 
 
 def _token_note() -> str:

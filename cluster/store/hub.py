@@ -23,8 +23,8 @@ ANSWER_DEADLINE_S: Final = 10.0
 """For the hub's first response and for every file's headers; the download of a large model has no deadline."""
 
 _HASH_BYTES: Final = 2**20
-_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-_UNWANTED: Final = ["*/*", "consolidated*"]  # other formats of the same weights, which would double the download
+_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+_UNWANTED: Final = ["*/*.safetensors", "*/*.json", "consolidated*"]  # of other formats, which would double the download
 
 
 def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bool = False) -> Path:
@@ -65,7 +65,7 @@ def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bo
 def _check_hashes(folder: Path) -> None:
     """Raises Unavailable for a file whose content is not what its name in the cache says: its SHA-256, or for small
     files git's SHA-1."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.rglob("*")):
         blob = path.resolve()
         if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
             continue  # of another kind of server than the hub

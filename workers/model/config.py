@@ -28,13 +28,14 @@ class RopeConfig:
     kind: str = "default"  # default, linear, llama3, yarn or longrope
     theta: float = 10_000.0
     factor: float = 1.0
-    original_max_position: int = 0  # tokens; llama3 and yarn
+    original_max_position: int = 0  # tokens; llama3, yarn and longrope
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     factors: tuple[float, ...] = ()  # longrope: what each frequency is divided by
+    short_factors: tuple[float, ...] = ()  # longrope: the same where no sequence is longer than original_max_position
     attention_factor: float = 1.0  # cos and sin are multiplied by it
     rotated: float = 1.0  # share of a head's dimensions that are rotated, the first ones
     interleaved: bool = False  # neighbours are rotated as a pair, not what lies half of the dimensions apart

@@ -16,7 +16,7 @@ from .models.family import CausalLM
 from .module import Module, Parameter, WeightSlice, all_parameters
 from .parallel import TensorParallel
 from .quant.base import LinearMethod
-from .registry import family_of, find_linear_method, load_model_config, with_quantization
+from .registry import family_of, find_linear_method, load_model_config, with_context, with_quantization
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
 """Copies a slice of a weight into a tensor of the slice's shape, whose dtype may differ from the weight's."""
@@ -45,15 +45,20 @@ def build_model(
     return family_of(config).build(config, options)
 
 
-def open_checkpoint(folder: Path, model_impl: str = "auto", *, quantization: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, model_impl: str = "auto", *, quantization: str | None = None, context_tokens: int | None = None
+) -> Checkpoint:
     """Checks that the folder holds a model that can be served, and reads the headers of its weights, but no weights.
-    `model_impl` as in `find_model`; `quantization` is the linear method by which plain weights are kept.
+    `model_impl` as in `find_model`; `quantization` is the linear method by which plain weights are kept,
+    `context_tokens` the longest sequence that is served, by default the model's.
 
     Raises CheckpointError, one line naming file and tensor or field, if something is missing, truncated or does not
     fit config.json."""
     config = load_model_config(folder, model_impl)
     if quantization is not None:
         config = with_quantization(config, quantization)
+    if context_tokens is not None:
+        config = with_context(config, context_tokens)
     stored = read_tensors(folder)
     tensors: dict[str, StoredTensor] = {}
     for parameter in all_parameters(build_model(config, DTYPES[config.dtype])):

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
-from .config import CheckpointError, Fields, ModelConfig, read_eos_token_ids, read_fields
+from .config import CheckpointError, Fields, ModelConfig, RopeConfig, read_eos_token_ids, read_fields
 from .models.cohere2 import Cohere2ForCausalLM, parse_cohere2_config
 from .models.family import ModelFamily
 from .models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, parse_gemma2_config, parse_gemma3_config
@@ -63,7 +63,8 @@ Written by `python -m tandem.workers.model.registry`; do not edit.
 
 Each of these architectures (`architectures` of config.json) has a file of its own. Rotary embeddings are scaled as
 transformers does: linear, dynamic, yarn, llama3 and longrope. A model with LongRoPE whose context is longer than its
-original one takes the long factors for all sequences, as vLLM does: transformers takes them for long ones only.
+original one takes the long factors for all sequences, as vLLM does: transformers takes them for long ones only. Where
+`context_tokens` is within the original context it takes the short ones, which are better there.
 
 Families with experts compute kernel by kernel: their steps are neither recorded on CPUs nor captured on GPUs. The
 weights of gpt-oss in MXFP4 are turned into the model's dtype when they are loaded; `tandem plan memory` counts them so.
@@ -122,6 +123,17 @@ def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
         text = f"runs by transformers' code, whose weights stay as they are: {quant_method} cannot be asked for"
         raise CheckpointError(f"config.json: architectures: {config.architecture!r} {text}")
     return replace(config, quantization={"quant_method": quant_method})
+
+
+def with_context(config: ModelConfig, context_tokens: int) -> ModelConfig:
+    """Returns the config of the model where no sequence is longer than `context_tokens`: as in vLLM, LongRoPE takes its
+    short factors if they are all within the original context. Models by transformers' code stay as they are."""
+
+    def short(rope: RopeConfig | None) -> RopeConfig | None:
+        takes_short = rope is not None and rope.short_factors and context_tokens <= rope.original_max_position
+        return replace(rope, factors=rope.short_factors) if rope is not None and takes_short else rope
+
+    return replace(config, ropes=tuple(map(short, config.ropes)))
 
 
 def load_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:

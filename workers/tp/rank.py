@@ -89,7 +89,12 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes holds no block or the model cannot be split
     into group.size parts, RuntimeError if the group's ranks do not come."""
     torch.set_num_threads(config.num_threads or available_cores())
-    checkpoint = open_checkpoint(Path(config.model), config.model_impl, quantization=config.quantization)
+    checkpoint = open_checkpoint(
+        Path(config.model),
+        config.model_impl,
+        quantization=config.quantization,
+        context_tokens=config.context_tokens,
+    )
     model = checkpoint.config
     tp = group.size if group else 1
     num_blocks = config.kv_cache_bytes // (config.block_size * kv_bytes_per_token(model, tp, config.dtype))

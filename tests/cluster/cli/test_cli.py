@@ -132,6 +132,21 @@ def test_flags_split_both_pools_or_one(
     assert asked == [split]
 
 
+def test_only_our_line_is_on_stdout_whatever_else_writes_there() -> None:
+    code = (
+        "import subprocess, typer\n"
+        "from tandem.cluster.cli.serve import _own_stdout\n"
+        "with _own_stdout() as stdout:\n"
+        "    print('a library')\n"
+        "    subprocess.run(['echo', 'a process'])\n"
+        "    typer.echo('tandem ready', file=stdout)\n"
+        "print('after')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "tandem ready\nafter\n"
+    assert sorted(done.stderr.splitlines()) == ["a library", "a process"]
+
+
 def test_clients_say_in_one_line_that_nobody_answers(run: Callable[..., Done]) -> None:
     for args in (["status", "--url", "http://127.0.0.1:1"], ["generate", "hi", "--target", "127.0.0.1:1"]):
         code, out, err = run(*args)

@@ -21,10 +21,14 @@ FILES = {
     "model.safetensors": b"weights",
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"hello",
+    "additional_chat_templates/tool_use.jinja": b"hello with tools",
+    "merges.txt": b"a b",
+    "tokenizer.model": b"model",
     "pytorch_model.bin": b"\x80",
     "modeling_own.py": b"raise SystemExit",
     "consolidated.safetensors": b"the same weights",
     "original/model.safetensors": b"the same weights",
+    "original/params.json": b"{}",
 }
 
 
@@ -100,9 +104,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
 
 def test_a_hub_id_brings_only_what_is_safe_to_load_and_then_works_offline(hub: ThreadingHTTPServer) -> None:
     folder = resolve_model("org/tiny")
-    got = {path.name: path.read_bytes() for path in folder.iterdir()}
-    wanted = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
-    assert got == {name: FILES[name] for name in wanted}
+    got = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    unwanted = ("pytorch_model.bin", "modeling_own.py", "consolidated.safetensors")
+    assert got == {name: FILES[name] for name in FILES if not name.startswith("original/") and name not in unwanted}
     hub.shutdown()
     hub.server_close()
     assert resolve_model("org/tiny") == folder
@@ -117,13 +121,13 @@ def test_a_revision_is_pinned(hub: ThreadingHTTPServer, revision: str) -> None:
     assert config.served_name == "tiny"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "additional_chat_templates/tool_use.jinja"])
 def test_a_file_that_is_not_the_published_one_is_refused(
     hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(FILES, "tokenizer.json", b'{"a": 1}')
     monkeypatch.setattr(Hub, "changed", name)
-    with pytest.raises(Unavailable, match=f"{name} in the cache of the hub is not the published file"):
+    with pytest.raises(Unavailable, match=f"{Path(name).name} in the cache of the hub is not the published file"):
         resolve_model("org/tiny")
 
 

@@ -158,9 +158,10 @@ def load(
     batch_invariant: bool = False,
     model_impl: str = "auto",
     quantization: str | None = None,
+    context_tokens: int | None = None,
 ) -> ModelRunner:
     return ModelRunner.load(
-        open_checkpoint(folder, model_impl, quantization=quantization),
+        open_checkpoint(folder, model_impl, quantization=quantization, context_tokens=context_tokens),
         dtype=dtype,
         device=device,
         num_blocks=num_blocks,

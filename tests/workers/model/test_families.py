@@ -252,6 +252,22 @@ def test_rotary_embeddings(
         assert (logits[-1][0] - reference_logits(model, ids)[-1]).abs().max() <= TOLERANCE
 
 
+def test_longrope_takes_the_short_factors_where_no_sequence_is_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers does for each sequence, and vLLM for a service."""
+    rope = {"rope_theta": 10_000.0, "rope_type": "longrope", "original_max_position_embeddings": 64, **LONG}
+    folder = make_tiny_model(tmp_path, rope_parameters=rope)
+    ids, model = prompt(50), reference(folder)
+    found = {}
+    for context in (64, 65):
+        driver = Driver(load(folder, context_tokens=context))
+        with recorded_logits(monkeypatch) as logits:
+            driver.run(driver.step(1, ids, 0))
+        found[context] = (logits[-1][0] - reference_logits(model, ids)[-1]).abs().max()
+    assert found[64] <= TOLERANCE < found[65]
+
+
 def test_a_base_of_rotation_that_is_left_out_is_that_of_transformers(tmp_path: Path) -> None:
     config = make_tiny_model(tmp_path, "mixtral") / "config.json"
     fields = json.loads(config.read_text())

@@ -141,8 +141,9 @@ def _check_rope(fields: Fields, rope: RopeConfig, head_dim: int) -> None:
     num_rotated = rope.num_rotated(head_dim)
     if num_rotated < 2 or num_rotated % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of dimensions, leaves {num_rotated}")
-    if rope.factors and len(rope.factors) != num_rotated // 2:
-        raise fields.error("rope_parameters", f"must have {num_rotated // 2} factors, has {len(rope.factors)}")
+    for factors in filter(None, (rope.factors, rope.short_factors)):
+        if len(factors) != num_rotated // 2:
+            raise fields.error("rope_parameters", f"must have {num_rotated // 2} factors, has {len(factors)}")
 
 
 def _llama3(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
@@ -187,7 +188,8 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 def _longrope(rope: Fields, theta: float, original: int, max_position: int, rotated: float) -> RopeConfig:
     """LongRoPE (arXiv 2402.13753). Its long factors are for sequences beyond the original context: a model that has
-    such ones takes them for all, as vLLM does, since what is cached of a prefix must not depend on what follows."""
+    such ones takes them for all, as vLLM does, since what is cached of a prefix must not depend on what follows.
+    `with_context` takes the short ones where none is served."""
     if original < 2:
         raise rope.error("original_max_position_embeddings", f"must be at least 2, is {original}")
     factor = rope.number("factor", max_position / original)
@@ -195,7 +197,9 @@ def _longrope(rope: Fields, theta: float, original: int, max_position: int, rota
     return RopeConfig(
         kind="longrope",
         theta=theta,
+        original_max_position=original,
         factors=rope.numbers("long_factor" if max_position > original else "short_factor"),
+        short_factors=rope.numbers("short_factor") if rope.has("short_factor") else (),
         attention_factor=rope.number("attention_factor", attention_factor),
         rotated=rotated,
     )
