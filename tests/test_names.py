@@ -7,7 +7,7 @@ import pytest
 
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
-MAX_LINES = 40_850
+MAX_LINES = 40_890
 MAX_TYPES = 580
 
 # Names that this project alone used for what vLLM, SGLang, PyTorch or the papers call otherwise: words that no

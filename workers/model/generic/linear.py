@@ -37,4 +37,4 @@ class PackedLinear:
             y = self._tp.all_reduce(y)
         if self._gathers:
             y = self._tp.gather_logits(y, self._num_outputs)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
