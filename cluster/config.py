@@ -20,6 +20,7 @@ from ..proto.errors import InvalidArgument
 from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
 from ..router.auth.tls import TlsFiles
+from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
 from .scaling.config import SERVE_CONFIG_ONLY, ScalingConfig
@@ -219,6 +220,8 @@ class TandemConfig(BaseModel):
     generation_config: Literal["auto", "none"] = "auto"  # auto: the model's own file has the defaults of requests
     context_tokens: int | None = Field(default=None, ge=2, le=1_048_576)  # None takes the model's own
     prefix_caching: bool = True
+    tool_call_parser: ToolCallParserName = "auto"  # by the chat template; as vLLM names them
+    reasoning_parser: ReasoningParserName = "auto"
     speculative: SpeculativeConfig | None = None  # None: a step makes one token of a sequence
     # Transports of KV cache between workers, preferred to gRPC in this order; each two take the first that both can
     # use. None is shared memory (within a host) on CPUs, and only gRPC on GPUs until NCCL has been measured on some.
@@ -232,14 +235,11 @@ class TandemConfig(BaseModel):
     # After how long without progress an engine is taken to hang, and its worker is replaced. Progress is a quarter of
     # the model's layers in a step on CPUs, and a whole step on GPUs. Compilation and warm-up come before.
     hang_seconds: float = Field(default=10.0, ge=1, le=3600)
-    # The interface that all servers bind. None: loopback on a local Ray, the node's address on a cluster.
-    host: Host | None = None
-    # Serve's HTTP proxy (/-/healthz, and the status page under /NAME). None: 8000, or on a local Ray a free one if that
-    # is taken.
+    host: Host | None = None  # that all servers bind; None: loopback on a local Ray, the node's address on a cluster
+    # Serve's HTTP proxy (/-/healthz, the status page under /NAME). None: 8000, on a local Ray a free one if need be.
     status_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     dashboard: bool = False
-    # Of `tandem key identity`: what the processes of a service know each other by. None: made when it is launched.
-    identity_file: AbsolutePath | None = None
+    identity_file: AbsolutePath | None = None  # of `tandem key identity`; None: made when the service is launched
     metrics: bool = True  # False counts nothing, to measure what it costs
     log_format: Literal["text", "json"] = "text"  # json: a line for each request, and the request's id in all lines
     adapters: Annotated[dict[AdapterName, AbsolutePath], Field(max_length=MAX_ADAPTERS)] = {}  # LoRA, folders by name

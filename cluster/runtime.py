@@ -250,7 +250,7 @@ def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
     longest = read_context_tokens(folder)
     return ServedModel(
         name=config.served_name,
-        tokenizer=Tokenizer.load(folder),
+        tokenizer=Tokenizer.load(folder, config.tool_call_parser, config.reasoning_parser),
         context_tokens=min(config.context_tokens or longest, longest),
         defaults=generation_defaults(config, folder),
     )

@@ -68,8 +68,9 @@ ARROWS: dict[str, set[str]] = {
     "router.scheduling": {"router.request"},
     "router.telemetry": set(),
     "router.dispatch": {"router.scheduling", "router.request", "router.deadline"},
-    "router.frontend": {"router.request", "router.auth", "router.telemetry"},
-    "router.output": {"router.frontend", "router.request"},
+    "router.frontend.chat_formats": set(),
+    "router.frontend": {"router.request", "router.auth", "router.telemetry", "router.frontend.chat_formats"},
+    "router.output": {"router.frontend", "router.frontend.chat_formats", "router.request"},
     "router.api": {
         *("router.auth", "router.frontend", "router.output", "router.scheduling", "router.request", "router.deadline"),
         *("router.adapters", "router.api.console", "router.telemetry"),
@@ -88,7 +89,7 @@ ARROWS: dict[str, set[str]] = {
     "": {"proto", "router.client", "cluster.local"},
     "cluster.config": {
         *("router.adapters", "router.auth", "router.scheduling", "workers.engine", "cluster.scaling.config"),
-        "cluster.text_files",
+        *("cluster.text_files", "router.frontend.chat_formats"),
     },
     "cluster.store": {
         *("cluster.config", "router.adapters", "router.frontend", "router.request", "workers.kv_cache"),

@@ -95,7 +95,8 @@ class ChatSession:
             self._ask(line.removeprefix("/") if line.startswith("//") else line)
 
     def _ask(self, question: str) -> None:
-        """Streams the answer to stdout and keeps it in the conversation, also if it is cut off or fails."""
+        """Streams the answer to stdout, the model's thoughts to stderr, and keeps the answer in the conversation, also
+        if it is cut off or fails."""
         self.conversation.ask(question)
         self.timeline = None
         answer = ""
@@ -103,6 +104,8 @@ class ChatSession:
             try:
                 for delta in stream:
                     answer += delta.text
+                    if delta.reasoning:
+                        typer.secho(delta.reasoning, nl=False, err=True, dim=True)
                     typer.echo(delta.text, nl=False)
             except (KeyboardInterrupt, TandemError):
                 if answer:

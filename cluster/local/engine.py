@@ -83,7 +83,8 @@ class LocalEngine:
             own = worker_config(config, "decode", str(folder), threads, PeerIdentity.generate(), host=_HOST)
             # A process that waits for its user does no work of its own; the user may read what the process may.
             own = replace(own, canary_seconds=math.inf, rank=replace(own.rank, adapter_folders=("/",)))
-            tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+            parsers = config.tool_call_parser, config.reasoning_parser
+            tokenizer = await asyncio.to_thread(Tokenizer.load, folder, *parsers)
             ranks = await scope.enter_async_context(local_ranks(own.rank, pool.tp - 1, compute_environment(pool)))
             worker = await Worker.start(own, worker_id="local", ranks=ranks, listens=False)
             scope.push_async_callback(worker.stop)

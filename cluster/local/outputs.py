@@ -32,6 +32,7 @@ class CompletionOutput:
     logprobs: list[LogprobsByToken] | None = None  # one for each of token_ids
     tool_calls: tuple[ToolCall, ...] = ()  # their text is not in `text`
     score: float = 0.0  # of a beam search
+    reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
 
     @classmethod
     def from_choice(cls, index: int, choice: Choice, *, has_logprobs: bool) -> Self:
@@ -45,6 +46,7 @@ class CompletionOutput:
             logprobs=list(map(_by_token, choice.logprobs)) if has_logprobs else None,
             tool_calls=choice.tool_calls,
             score=choice.score,
+            reasoning=choice.reasoning,
         )
 
 

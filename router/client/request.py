@@ -119,6 +119,7 @@ def _message(index: int, given: Message) -> inference_pb2.ChatMessage:
             tool_calls=calls,
             tool_call_id=values.get("tool_call_id"),
             name=values.get("name"),
+            reasoning=values.get("reasoning") or values.get("reasoning_content"),
         )
 
 

@@ -62,6 +62,7 @@ class Collector:
             prompt_logprobs=_logprobs(message.prompt_logprobs[self._num_repeated :]),
             tool_calls=tuple(message.tool_calls),
             score=message.score,
+            reasoning=message.reasoning,
         )
         self._deltas.setdefault(delta.choice, []).append(delta)
         self._num_repeated -= min(self._num_repeated, len(message.prompt_logprobs))
@@ -103,6 +104,7 @@ def _choice(deltas: Sequence[Delta]) -> Choice:
         logprobs=tuple(each for delta in deltas for each in delta.logprobs),
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         score=last.score,
+        reasoning="".join(delta.reasoning for delta in deltas),
     )
 
 

@@ -18,7 +18,8 @@ ModelInfo = inference_pb2.Model
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 Message = Mapping[str, object]
-"""A message of a chat: `role` and `content`, and where they apply `name`, `tool_calls` and `tool_call_id`."""
+"""A message of a chat: `role` and `content`, and where they apply `name`, `reasoning`, `tool_calls` and
+`tool_call_id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token of the prompt, in the first piece
     tool_calls: tuple[ToolCall, ...] = ()  # whole ones; their text is not in `text`
     score: float = 0.0  # in the choice's last piece after a beam search
+    reasoning: str = ""  # what the model thinks before it speaks, in a chat; not in `text`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +137,13 @@ class Choice:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of token_ids, if asked for
     tool_calls: tuple[ToolCall, ...] = ()
     score: float = 0.0  # of a beam search
+    reasoning: str = ""  # what the model thought before it spoke, in a chat; not in `text`
 
     @property
     def message(self) -> dict[str, object]:
         """The choice as the assistant's message, for the chat to go on with."""
         message: dict[str, object] = {"role": "assistant", "content": self.text}
+        message |= {"reasoning": self.reasoning} if self.reasoning else {}
         return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
 
 

@@ -111,6 +111,8 @@ def _template_message(message: inference_pb2.ChatMessage) -> dict[str, Any]:
         found["tool_call_id"] = message.tool_call_id
     if message.name:
         found["name"] = message.name
+    if message.reasoning:  # the names that templates have for it
+        found["reasoning_content"] = found["thinking"] = message.reasoning
     return found
 
 
@@ -178,6 +180,6 @@ def _check_tool_name(name: str, field: str) -> None:
 
 def _num_characters(chat: inference_pb2.Chat) -> int:
     """Counts all text that may go into the prompt."""
-    contents = sum(len(message.content) for message in chat.messages)
+    contents = sum(len(message.content) + len(message.reasoning) for message in chat.messages)
     arguments = sum(len(call.arguments) for message in chat.messages for call in message.tool_calls)
     return contents + arguments + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)

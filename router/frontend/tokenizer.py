@@ -6,7 +6,7 @@ Imports neither torch nor code from the model's folder.
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
 from .chat import active_tools, template_variables
+from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
 from .long_texts import in_thread
 from .spelled_tokens import Disguise, LiteralEncoder, Spellings
 from .template import TemplateRenderer
@@ -32,9 +33,6 @@ _THREAD_FROM_CHARACTERS = 4_096
 _TEMPLATE_SECONDS = 5.0
 _RENDERER: Final = TemplateRenderer()
 """Of all models of this process: it keeps nothing of theirs."""
-
-CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
-"""Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special tokens."""
 
 _TRUSTED_ROLES: Final = ("assistant", "system", "developer")
 """Whose messages may have what is no special token, but which templates write, such as <think>: the model wrote them,
@@ -53,8 +51,15 @@ _BYTE_OF_CHARACTER: Final = {character: byte for byte, character in bytes_to_uni
 class Tokenizer:
     """Encodes and decodes for one model. Immutable after construction and thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int | None = None) -> None:
-        """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are known."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        vocab_size: int | None = None,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> None:
+        """Takes ownership of `tokenizer`. `vocab_size`: rows of the model's embedding, if they are known. The parsers
+        are names of formats (chat_formats.py)."""
         self._template = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # The file may ask for truncation or padding of training batches; encode() alone obeys it, so switch it off.
@@ -62,6 +67,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._added = {token: text.content for token, text in added.items()}
+        self._added_ids = {text: token for token, text in self._added.items()}
         special = {token for token, text in added.items() if text.special} | set(tokenizer.all_special_ids)
         self.special_markup: frozenset[str] = frozenset(self._added.get(token, "") for token in special)
         """Texts that are special tokens."""
@@ -70,11 +76,13 @@ class Tokenizer:
         )
         """Tokens without a text of their own."""
         self.vocab_size: int = vocab_size or max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.call_format: str = call_format(self.chat_template(tools=True), tool_call_parser)
+        self.thought_format: str = thought_format(self.chat_template(tools=False), reasoning_parser)
         decoder = self._backend.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()  # JSON, of sequences too
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
+    def load(cls, folder: Path, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "Tokenizer":
         """Reads tokenizer.json, tokenizer_config.json, the chat template and config.json of a local model folder.
 
         Raises ValueError, in one line, if the folder has no tokenizer.json or it cannot be read."""
@@ -89,7 +97,7 @@ class Tokenizer:
             tokenizer.chat_template = _processor_template(folder / "chat_template.json")
         if tokenizer.chat_template is not None:
             _RENDERER.start()
-        return cls(tokenizer, _vocab_size(folder / "config.json"))
+        return cls(tokenizer, _vocab_size(folder / "config.json"), tool_call_parser, reasoning_parser)
 
     async def wait_for_chats(self) -> None:
         """Waits until chats can be rendered at once, if the model has a template for them. Raises Unavailable."""
@@ -114,6 +122,10 @@ class Tokenizer:
             return str(self._template.get_chat_template(None, [{}] if tools else None))
         except ValueError:  # several templates, and none for this case
             return ""
+
+    def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Returns the tokens that are one of these texts each."""
+        return frozenset(self._added_ids[text] for text in texts if text in self._added_ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`, by default with the special tokens that the tokenizer adds itself."""

@@ -1,6 +1,6 @@
 """Turns token ids into text while they arrive: whole characters only, cut before stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import lru_cache
 
 from ..frontend.tokenizer import Tokenizer
@@ -20,21 +20,23 @@ class Detokenizer:
     bytes are UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], shown_ids: Set[int] = frozenset()) -> None:
+        """`shown_ids`: special tokens that are text here."""
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._window = self._context(prompt)  # ids: a finished piece, then what is held
         self._num_finished = len(self._window)
-        self._num_emitted = len(tokenizer.decode(self._window))  # characters of the window's text
+        self._num_emitted = len(self._decode(self._window))  # characters of the window's text
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that they complete."""
         # One by one: only where a character ends can a window be closed. Special tokens have no text, but would
         # lengthen a window that waits for the rest of a character.
-        return "".join([self._push(token) for token in ids if token not in self._tokenizer.special_ids])
+        return "".join([self._push(token) for token in ids if not self._is_hidden(token)])
 
     def _push(self, token: int) -> str:
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         num_held_tokens = len(self._window) - self._num_finished
         stable = text.rstrip(_REPLACEMENT)
         if len(stable) == len(text):
@@ -48,7 +50,14 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Ends the text; returns what was held back, a cut character as U+FFFD."""
-        return self._take(self._tokenizer.decode(self._window))
+        return self._take(self._decode(self._window))
+
+    def _is_hidden(self, token: int) -> bool:
+        return token in self._tokenizer.special_ids and token not in self._shown_ids
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, none of which is hidden."""
+        return self._tokenizer.decode(ids, skip_special=False)
 
     def _take(self, text: str) -> str:
         piece = text[self._num_emitted :]
@@ -58,21 +67,21 @@ class Detokenizer:
     def _start_after(self, num_tokens: int) -> None:
         self._window = self._window[len(self._window) - num_tokens :]
         self._num_finished = num_tokens
-        self._num_emitted = len(self._tokenizer.decode(self._window))
+        self._num_emitted = len(self._decode(self._window))
 
     def _give_up(self, text: str) -> str:
         """Emits broken bytes as they are. Only the last replacement can still become a character."""
         piece = self._take(text[:-1])
         self._window = self._window[-4:]
         self._num_finished = 4
-        self._num_emitted = len(self._tokenizer.decode(self._window)) - 1
+        self._num_emitted = len(self._decode(self._window)) - 1
         return piece
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """Returns the shortest end of the prompt that is text by itself."""
         for start in range(len(prompt) - 1, max(len(prompt) - _MAX_CONTEXT_TOKENS, 0) - 1, -1):
-            context = [i for i in prompt[start:] if i not in self._tokenizer.special_ids]
-            text = self._tokenizer.decode(context)
+            context = [i for i in prompt[start:] if not self._is_hidden(i)]
+            text = self._decode(context)
             if text and _REPLACEMENT not in text:
                 return context
         return []
@@ -140,8 +149,16 @@ class CompletionText:
 
     The text of the first min_tokens tokens is shown at once; a stop string begins after it."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], min_tokens: int = 0) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        shown_ids: Set[int] = frozenset(),
+    ) -> None:
+        """`shown_ids`: see Detokenizer."""
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown_ids)
         self._stops = StopStrings(stops)
         self._has_stops = bool(stops)
         self._num_unchecked = min_tokens  # tokens still to come in which no stop string is searched

@@ -13,8 +13,8 @@ from ..frontend.prepare import PreparedRequest
 from ..frontend.resume import ChoiceProgress, ProgressSigner
 from ..frontend.tokenizer import Tokenizer
 from ..request import TokenDelta
+from .chat_parser import ChatParser
 from .detokenizer import CompletionText
-from .tool_parser import ToolParser, parser_for
 
 _UNFINISHED = inference_pb2.FINISH_REASON_UNSPECIFIED
 _STOP = inference_pb2.FINISH_REASON_STOP
@@ -168,8 +168,17 @@ class _ChoiceOutput:
         self._number = number
         self._num_received = 0  # tokens of the source
         self._sum_logprobs = 0.0
-        self._text = CompletionText(request.tokenizer, tokens.prompt, request.stop, tokens.min_tokens)
-        self._parser = parser_for(request.chat, request.tokenizer) if request.chat else None
+        self._parser: ChatParser | None = None
+        if request.chat is not None:
+            parser = ChatParser(request.chat, request.tokenizer, tokens.prompt, is_bound=bool(tokens.grammar))
+            self._parser = None if parser.is_idle else parser
+        self._text = CompletionText(
+            request.tokenizer,
+            tokens.prompt,
+            request.stop,
+            tokens.min_tokens,
+            shown_ids=frozenset() if self._parser is None else self._parser.shown_ids,
+        )
         self._has_tool_calls = False
 
     @property
@@ -199,7 +208,7 @@ class _ChoiceOutput:
             stop_string=self._text.stop_string,
         )
         if self._parser is not None:
-            self._parse_tool_calls(self._parser, response)
+            self._split(self._parser, response)
         if delta.logprobs:
             self._add_logprobs(response, delta.logprobs)
         if is_first and self._request.echo:
@@ -220,15 +229,16 @@ class _ChoiceOutput:
         rest, stopped = self._text.finish()
         return ids, text + rest, _STOP if stopped else reason
 
-    def _parse_tool_calls(self, parser: ToolParser, response: inference_pb2.GenerateResponse) -> None:
-        text, calls = parser.push(response.text)
+    def _split(self, parser: ChatParser, response: inference_pb2.GenerateResponse) -> None:
+        """Takes thoughts and calls out of the text."""
+        parts = [parser.push(response.text)]
         is_finished = response.finish_reason != _UNFINISHED
         if is_finished:
-            last_text, last_calls = parser.finish()
-            text, calls = text + last_text, calls + last_calls
-        response.text = text
-        response.tool_calls.extend(calls)
-        self._has_tool_calls |= bool(calls)
+            parts.append(parser.finish())
+        response.text = "".join(part.text for part in parts)
+        response.reasoning = "".join(part.reasoning for part in parts)
+        response.tool_calls.extend(call for part in parts for call in part.calls)
+        self._has_tool_calls |= bool(response.tool_calls)
         if self._has_tool_calls and is_finished:
             response.finish_reason = inference_pb2.FINISH_REASON_TOOL_CALLS
 
@@ -266,6 +276,7 @@ def join_choices(messages: Sequence[inference_pb2.GenerateResponse]) -> list[inf
         inference_pb2.GenerateResponse(
             request_id=parts[0].request_id,
             text="".join(part.text for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
             token_ids=[token for part in parts for token in part.token_ids],
             finish_reason=parts[-1].finish_reason,
             choice=number,

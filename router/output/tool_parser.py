@@ -1,18 +1,25 @@
-"""Parses tool calls out of generated text while it arrives, in the formats of frontend/tools.py."""
+"""Parses tool calls out of generated text while it arrives, in Hermes's and Llama 3's formats:
+
+- Hermes (Qwen and others): any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` among text.
+- Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, several separated by `;`, perhaps after
+  `<|python_tag|>`.
+"""
 
 import json
+import re
 import secrets
 from abc import ABC, abstractmethod
 from typing import Final
 
 from ...proto import inference_pb2
 from ..frontend.chat import active_tools, json_object
-from ..frontend.tokenizer import CALL_MARKUP, Tokenizer
-from ..frontend.tools import PYTHON_TAG, format_of
+from ..frontend.chat_formats import CALL_MARKUP, PYTHON_TAG
+from ..frontend.tokenizer import Tokenizer
 
 _OPEN, _CLOSE = CALL_MARKUP
 _BETWEEN: Final = ";,"  # what Llama models write between two calls
 _SPACE: Final = " \t\r\n"
+_QUOTES: Final = re.compile(r'\\.|"', re.DOTALL)  # a quote that is not escaped, or anything that is
 
 
 class ToolParser(ABC):
@@ -57,13 +64,16 @@ def parser_for(chat: inference_pb2.Chat, tokenizer: Tokenizer) -> ToolParser | N
     """Returns the parser for the answer to a checked chat; None if its prompt has no tools."""
     if not active_tools(chat):
         return None
-    return _HermesParser() if format_of(tokenizer.chat_template(tools=True)) == "hermes" else _LlamaParser()
+    return _LlamaParser() if tokenizer.call_format == "llama3_json" else _HermesParser()
 
 
 class _HermesParser(ToolParser):
     """Parses calls between tags, among text. Holds the beginning of a tag, or a call from its opening tag on."""
 
     _from = 0  # where in what is held the search goes on
+    _scanned = 0  # up to where it is known whether a string of the call is open
+    _in_string = False
+    _checked = 0  # how long the call was when it was parsed last
 
     def push(self, text: str) -> tuple[str, list[inference_pb2.ToolCall]]:
         self._held += text
@@ -83,17 +93,17 @@ class _HermesParser(ToolParser):
             start = self._held.find(_OPEN)
             end = start if start >= 0 else len(self._held) - _overlap(self._held, _OPEN)
             shown.append(self._show(self._held[:end]))
-            self._held, self._from = self._held[end:], len(_OPEN)
+            self._held, self._from, self._scanned = self._held[end:], len(_OPEN), len(_OPEN)
+            self._in_string, self._checked = False, 0
             return start >= 0
         end = self._held.find(_CLOSE, self._from)
         if end < 0:
             self._from = max(len(_OPEN), len(self._held) - len(_CLOSE) + 1)
             return False
-        body = self._held[len(_OPEN) : end]
-        call = _call(body, default={})
-        if call is None and _ends_in_string(body):  # the tag is a part of an argument
+        if self._is_argument(end):
             self._from = end + len(_CLOSE)
             return True
+        call = _call(self._held[len(_OPEN) : end], default={})
         end += len(_CLOSE)
         if call:
             self._note_call()
@@ -102,6 +112,17 @@ class _HermesParser(ToolParser):
             shown.append(self._show(self._held[:end]))
         self._held = self._held[end:]
         return True
+
+    def _is_argument(self, end: int) -> bool:
+        """Whether the closing tag at `end` is a part of an argument. A call of many such tags is parsed only whenever
+        it has grown by an eighth, which is enough to let go of what is no JSON."""
+        for found in _QUOTES.finditer(self._held, self._scanned, end):
+            self._in_string ^= found[0] == '"'
+        self._scanned = end
+        if not self._in_string or 8 * end < 9 * self._checked:
+            return self._in_string
+        self._checked = end
+        return _ends_in_string(self._held[len(_OPEN) : end])
 
 
 class _LlamaParser(ToolParser):
@@ -174,14 +195,19 @@ def _call(text: str, default: object) -> inference_pb2.ToolCall | None:
     """Returns the call that the JSON object `text` describes, None if it describes none; `default` takes the place of
     missing arguments."""
     found = json_object(text) or {}
-    name, arguments = found.get("name"), found.get("arguments", found.get("parameters", default))
+    return make_call(found.get("name"), found.get("arguments", found.get("parameters", default)))
+
+
+def make_call(name: object, arguments: object) -> inference_pb2.ToolCall | None:
+    """Returns the call of a tool with arguments as JSON has them; None if they cannot be those of a call."""
     if isinstance(arguments, str):  # some models encode the arguments twice
         arguments = json_object(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return inference_pb2.ToolCall(
-        id=f"call_{secrets.token_hex(12)}", name=name, arguments=json.dumps(arguments, ensure_ascii=False)
-    )
+    text = json.dumps(arguments, ensure_ascii=False)
+    if json_object(text) is None:  # a number or a character that is none
+        return None
+    return inference_pb2.ToolCall(id=f"call_{secrets.token_hex(12)}", name=name, arguments=text)
 
 
 def _ends_in_string(text: str) -> bool:

@@ -63,7 +63,9 @@ class MessageWriter:
         """See AnswerWriter."""
         (messages,) = answers
         (message,) = join_choices(messages)
-        content: list[dict[str, Any]] = [{"type": "text", "text": message.text}] if message.text else []
+        thought = {"type": "thinking", "thinking": message.reasoning, "signature": ""}
+        content: list[dict[str, Any]] = [thought] if message.reasoning else []
+        content += [{"type": "text", "text": message.text}] if message.text else []
         content += [_tool_use(call, json.loads(call.arguments)) for call in self._calls(message)]
         usage = {"usage": _usage(messages[-1].usage)}
         return json.dumps(self._head | {"content": content} | _stop(message) | usage).encode()
@@ -75,6 +77,9 @@ class MessageWriter:
             begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
             yield _event("message_start", message=self._head | begun)
             yield _event("ping")
+        if message.reasoning:
+            begin = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from self._delta("thinking", begin, thinking=message.reasoning)
         if message.text:
             yield from self._delta("text", {"type": "text", "text": ""}, text=message.text)
         for call in self._calls(message):

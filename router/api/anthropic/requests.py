@@ -16,6 +16,7 @@ from .bodies import (
     InputMessage,
     MessagesBody,
     TextBlock,
+    ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -114,17 +115,20 @@ def _add_assistant(chat: inference_pb2.Chat, names: dict[str, str], message: Inp
     if isinstance(message.content, str):
         _add(chat, names, path, role="assistant", content=message.content)
         return
-    texts, calls = [], []
+    texts, thoughts, calls = [], [], []
     for i, block in enumerate(message.content):
         place = f"{path}.content[{i}]"
         if isinstance(block, TextBlock):
             texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             arguments = json_text(block.input, f"{place}.input")
             calls.append(inference_pb2.ToolCall(id=block.id, name=block.name, arguments=arguments))
         elif isinstance(block, ToolResultBlock):
             raise InvalidArgument("a block of type tool_result goes with role user only", place)
-    _add(chat, names, path, role="assistant", content="".join(texts), tool_calls=calls)
+    said = {"content": "".join(texts), "reasoning": "".join(thoughts), "tool_calls": calls}
+    _add(chat, names, path, role="assistant", **said)
 
 
 def _add_tools(chat: inference_pb2.Chat, names: dict[str, str], body: CountTokensBody) -> None:

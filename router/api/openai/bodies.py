@@ -224,6 +224,7 @@ class MessageBody(OpenModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCallBody] | None, Field(max_length=limits.MAX_TOOL_CALLS), FailFast()] = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="What the assistant has thought.")
     refusal: Only[Literal[""]] = None
     annotations: Annotated[list[Any] | None, Field(max_length=0)] = None
 

@@ -274,6 +274,7 @@ def _message(message: MessageBody) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(
         role=message.role,
         content=message.content,
+        reasoning=message.reasoning_content or "",
         name=message.name or "",
         tool_call_id=message.tool_call_id or "",
         tool_calls=[

@@ -137,9 +137,11 @@ class ResponseWriter:
         """Returns a choice of a chat as JSON, whole or as a delta to the messages before."""
         calls = self._tool_calls(index, message.tool_calls, is_delta=is_delta)
         content: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if message.reasoning:
+            content["reasoning_content"] = message.reasoning
         if not is_delta:
             content = {"role": "assistant", "content": message.text or (None if calls else "")} | content
-        elif message.text or not calls:
+        elif message.text or not content:
             content["content"] = message.text
         choice = {"index": index, "finish_reason": _REASONS[message.finish_reason]}
         shown = choice | {"delta" if is_delta else "message": content}

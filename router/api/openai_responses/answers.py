@@ -14,6 +14,16 @@ from .requests import ResponsesRequest
 
 _UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 _MAX_EVENTS_PER_TOKEN: Final = 16
+_TEXTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs"}
+_TEXT_ITEMS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "message": (
+        {"type": "message", "role": "assistant"},
+        {"type": "output_text", "annotations": [], "logprobs": []},
+    ),
+    "reasoning": ({"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
+}
+"""Of each type of item that has text: the item and its part, without the text."""
 
 
 class ResponsesWriter:
@@ -27,7 +37,7 @@ class ResponsesWriter:
         self._sequence_number = 0  # of the next event
         self._num_calls = 0
         self._output: list[dict[str, Any]] = []  # items; the last may go on
-        self._is_open = False  # whether it does
+        self._open = ""  # the type of the text item that does
 
     async def chunk(self, _prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
         """See AnswerWriter."""
@@ -63,8 +73,10 @@ class ResponsesWriter:
             self._has_started = True
             for name in ("response.created", "response.in_progress"):
                 yield self._event(name, response=self._head)
+        if message.reasoning:
+            yield from self._text("reasoning", message.reasoning)
         if message.text:
-            yield from self._text(message.text)
+            yield from self._text("message", message.text)
         for call in message.tool_calls:
             if not (self._calls_once and self._num_calls):
                 yield from self._call(call)
@@ -75,16 +87,18 @@ class ResponsesWriter:
             response = self._response(message)
             yield self._event(f"response.{response['status']}", response=response)
 
-    def _text(self, text: str) -> Iterator[bytes]:
-        if not self._is_open:
-            item = {"type": "message", "role": "assistant", "content": []}
-            yield self._add_item("msg", item)
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield self._item_event("response.content_part.added", content_index=0, part=part)
-            self._output[-1]["content"].append(part)
-            self._is_open = True
+    def _text(self, kind: str, text: str) -> Iterator[bytes]:
+        """Adds to the item that is open, or to a new one if that is of another kind."""
+        if self._open != kind:
+            yield from self._close("completed")
+            self._open = kind
+            item, part = _TEXT_ITEMS[kind]
+            yield self._add_item(_PREFIXES[kind], item | {"content": []})
+            self._output[-1]["content"].append(part | {"text": ""})
+            yield self._item_event("response.content_part.added", content_index=0, part=part | {"text": ""})
         self._output[-1]["content"][0]["text"] += text
-        yield self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._item_event(f"response.{_TEXTS[kind]}.delta", content_index=0, delta=text, **logprobs)
 
     def _call(self, call: inference_pb2.ToolCall) -> Iterator[bytes]:
         yield from self._close("completed")
@@ -96,12 +110,14 @@ class ResponsesWriter:
 
     def _close(self, status: str) -> Iterator[bytes]:
         """Ends the text that goes on, if one does."""
-        if self._is_open:
-            self._is_open = False
+        if self._open:
             part = self._output[-1]["content"][0]
-            yield self._item_event("response.output_text.done", content_index=0, text=part["text"], logprobs=[])
+            logprobs: dict[str, Any] = {"logprobs": []} if self._open == "message" else {}
+            name = f"response.{_TEXTS[self._open]}.done"
+            yield self._item_event(name, content_index=0, text=part["text"], **logprobs)
             yield self._item_event("response.content_part.done", content_index=0, part=part)
             yield self._end_item(status)
+            self._open = ""
 
     def _add_item(self, prefix: str, item: dict[str, Any]) -> bytes:
         item_id = f"{prefix}_{self._request_id}_{len(self._output)}"

@@ -1,7 +1,7 @@
 """Translates bodies of OpenAI's Responses API to the messages of tandem.v1."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -87,24 +87,26 @@ def _chat(body: ResponsesFields, names: dict[str, str]) -> inference_pb2.Chat:
     return chat
 
 
-def _add_item(chat: inference_pb2.Chat, add: Any, item: Any, path: str) -> None:
-    """Adds an item; what the assistant said and called in a row is one message."""
-    last = chat.messages[-1] if chat.messages and chat.messages[-1].role == "assistant" else None
+def _add_item(chat: inference_pb2.Chat, add: Callable[..., None], item: object, path: str) -> None:
+    """Adds an item; what the assistant thought, said and called in a row is one message."""
     match item:
-        case MessageItem(role="assistant") if last is not None and not last.tool_calls:
-            last.content += _text(item.content)
-        case MessageItem():
-            role = "system" if item.role == "developer" else item.role  # the name that chat templates know
-            add(path, role=role, content=_text(item.content))
-        case FunctionCallItem():
-            if last is None:
-                add(path, role="assistant")
-                last = chat.messages[-1]
-            last.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
         case FunctionOutputItem():
             add(path, role="tool", tool_call_id=item.call_id, content=_text(item.output))
-        case ReasoningItem():
-            pass
+        case MessageItem() if item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role  # the name that chat templates know
+            add(path, role=role, content=_text(item.content))
+        case MessageItem() | FunctionCallItem() | ReasoningItem():
+            is_call = isinstance(item, FunctionCallItem)
+            last = chat.messages[-1] if chat.messages else None
+            if last is None or last.role != "assistant" or (last.tool_calls and not is_call):
+                add(path, role="assistant")
+                last = chat.messages[-1]
+            if isinstance(item, FunctionCallItem):
+                last.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
+            elif isinstance(item, ReasoningItem):
+                last.reasoning += _text(item.content or ())
+            else:
+                last.content += _text(item.content)
 
 
 def _constraint(body: ResponsesFields) -> inference_pb2.Constraint | None:

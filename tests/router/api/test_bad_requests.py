@@ -341,7 +341,7 @@ HTTP_CASES: list[Case] = [
     (RESPONSES, response(model="nope"), 404, None, "'nope'"),
     (RESPONSES, response(previous_response_id="r"), 400, "previous_response_id", "send the whole conversation"),
     (RESPONSES, response(input=[{"type": "message", "role": "r"}]), 400, "input[0].role", "'user'"),
-    (RESPONSES, response(input=[{"type": "reasoning"}]), 400, "input", "no message"),
+    (RESPONSES, response(input=[]), 400, "input", "no message"),
     (RESPONSES, response(input=[{"type": "item_reference", "id": "x"}]), 400, "input[0]", "item of type"),
     (
         RESPONSES,

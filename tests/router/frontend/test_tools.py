@@ -10,8 +10,9 @@ from llguidance import LLMatcher
 
 from tandem.proto import inference_pb2, limits
 from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend.chat_formats import call_format
 from tandem.router.frontend.tokenizer import Tokenizer
-from tandem.router.frontend.tools import format_of, tool_call_constraint
+from tandem.router.frontend.tools import tool_call_constraint
 from tandem.router.output.tool_parser import parser_for
 from tandem.tests.router.fake_source import byte_tokenizer
 from tandem.tests.tiny_tokenizer import make_tokenizer
@@ -42,10 +43,16 @@ LLAMA_3_2 = LLAMA_3_1.replace("<|python_tag|>", "")
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [(QWEN_2_5, "hermes"), (QWEN_3, "hermes"), (LLAMA_3_1, "llama3"), (LLAMA_3_2, "llama3"), ("{{ x }}", "hermes")],
+    [
+        (QWEN_2_5, "hermes"),
+        (QWEN_3, "hermes"),
+        (LLAMA_3_1, "llama3_json"),
+        (LLAMA_3_2, "llama3_json"),
+        ("{{ x }}", "hermes"),
+    ],
 )
 def test_the_format_is_the_one_that_the_template_teaches(template: str, expected: str) -> None:
-    assert format_of(template) == expected
+    assert call_format(template) == expected
 
 
 def chat(mode: int = 0, name: str = "", **fields: Any) -> inference_pb2.Chat:

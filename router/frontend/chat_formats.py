@@ -1,0 +1,228 @@
+"""Formats in which chat models write calls of tools and what they think. Their names are vLLM's.
+
+A chat template tells its model's format by a text that only such templates have. Where calls and thoughts begin and end
+is declared as transformers' response templates declare it; Hermes and Llama 3 have parsers of their own in
+output/tool_parser.py, which take a tag for text where it is part of an argument.
+
+Knows nothing of tokens.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+CALL_MARKUP: Final = ("<tool_call>", "</tool_call>")
+"""Tags that Hermes models write around a tool call. Text even where a tokenizer has them as special tokens."""
+
+PYTHON_TAG: Final = "<|python_tag|>"
+AUTO: Final = "auto"
+NO_FORMAT: Final = "none"
+
+ToolCallParserName = Literal[
+    "auto",
+    "qwen3_coder",
+    "hermes",
+    "openai",
+    "mistral_v11",
+    "mistral",
+    "functiongemma",
+    "gemma4",
+    "phi4_mini_json",
+    "granite",
+    "cohere_command3",
+    "llama3_json",
+]
+ReasoningParserName = Literal[
+    "auto", "none", "qwen3", "openai_gptoss", "mistral", "gemma4", "cohere_command3", "deepseek_r1"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallGrammar:
+    """Holds the texts around a demanded call and between calls: those that may be special tokens by themselves. `%s`
+    stands for the tool's name, `%j` for it in JSON."""
+
+    begin: tuple[str, ...] = ()
+    open: tuple[str, ...] = ()
+    head: tuple[str, ...] = ('{"name": %j, "arguments": ',)
+    tail: tuple[str, ...] = ("}",)
+    close: tuple[str, ...] = ()
+    between: tuple[str, ...] | None = ()  # None: there is one call only
+    end: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """Holds one format of calls or of thoughts."""
+
+    signs: tuple[str, ...]  # texts, of which a template of this format has one
+    markup: tuple[str, ...] = ()  # texts that may be special tokens, and are no text of the answer
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of a response template
+    grammar: CallGrammar | None = None  # None: calls cannot be demanded
+
+
+_RAW: Final = {"content": "text", "content_args": {"strip": False}}
+CONTENT: Final = {"content": _RAW}
+"""What is neither a call nor a thought."""
+
+
+def _calls(begin: str, *ends: str, **captured: str) -> dict[str, Any]:
+    """Declares calls, from the pattern `begin` to one of the texts `ends`, or to the end of the answer; as they were
+    written."""
+    made = {"open": "{open}", "body": "{content}"} | captured
+    close = {"close": list(ends)} if ends else {}
+    return {"tool_calls": {"open_pattern": f"(?P<open>{begin})", **close, **_RAW, "repeats": True, "transform": made}}
+
+
+def _thoughts(begin: str, end: str) -> dict[str, Any]:
+    return {"reasoning": {"open_pattern": begin, "close_pattern": end, **_RAW}}
+
+
+def _answer(begin: str, end: str) -> dict[str, Any]:
+    return {"answer": {"open_pattern": begin, "close_pattern": end, **_RAW}}
+
+
+_SPACE: Final = r"\s{0,4}"  # bounded, so that no pattern takes long of much white space
+_TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
+_CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
+_HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+_LIST_BETWEEN: Final = (", ",)
+_HERMES_GRAMMAR: Final = CallGrammar(open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",))
+
+CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
+    "qwen3_coder": ChatFormat(  # calls that are demanded are written as Hermes's
+        signs=("<function=",),
+        markup=CALL_MARKUP,
+        fields=_calls(*CALL_MARKUP),
+        grammar=_HERMES_GRAMMAR,
+    ),
+    "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),
+    "openai": ChatFormat(
+        signs=("<|channel|>analysis",),
+        markup=_HARMONY,
+        fields=_calls(
+            rf"{_TURN}{_CHANNEL}{_SPACE}to=functions\.(?P<name>[\w.:/-]{{1,64}}){_SPACE}"
+            rf"{_CHANNEL}{_SPACE}(?:<\|constrain\|>)?(?:json|code)?{_SPACE}<\|message\|>",
+            "<|call|>",
+            "<|end|>",
+            name="{name}",
+        ),
+        grammar=CallGrammar(
+            head=("<|channel|>", "commentary to=functions.%s ", "<|constrain|>", "json", "<|message|>"),
+            tail=(),
+            between=None,
+        ),
+    ),
+    "mistral_v11": ChatFormat(
+        signs=("[ARGS]",),
+        markup=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        fields=_calls(r"\[TOOL_CALLS\]"),
+        grammar=CallGrammar(open=("[TOOL_CALLS]",), head=("%s", "[ARGS]"), tail=()),
+    ),
+    "mistral": ChatFormat(
+        signs=("[TOOL_CALLS]",),
+        markup=("[TOOL_CALLS]",),
+        fields=_calls(r"\[TOOL_CALLS\]"),
+        grammar=CallGrammar(begin=("[TOOL_CALLS]", "["), between=_LIST_BETWEEN, end=("]",)),
+    ),
+    "functiongemma": ChatFormat(
+        signs=("<start_function_call>",),
+        markup=("<start_function_call>", "<end_function_call>", "<escape>"),
+        fields=_calls("<start_function_call>", "<end_function_call>"),
+    ),
+    "gemma4": ChatFormat(
+        signs=("<|tool_call>",),
+        markup=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        fields=_calls(r"<\|tool_call>", "<tool_call|>"),
+    ),
+    "phi4_mini_json": ChatFormat(
+        signs=("<|/tool|>", "<|/tool_call|>"),
+        markup=("<|tool_call|>", "<|/tool_call|>"),
+        fields=_calls(r"<\|tool_call\|>|functools(?=\[)", "<|/tool_call|>"),
+        grammar=CallGrammar(begin=("<|tool_call|>", "["), between=_LIST_BETWEEN, end=("]", "<|/tool_call|>")),
+    ),
+    "granite": ChatFormat(
+        signs=("<|tool_call|>",),
+        markup=("<|tool_call|>",),
+        fields=_calls(r"<\|tool_call\|>"),
+        grammar=CallGrammar(begin=("<|tool_call|>", "["), between=_LIST_BETWEEN, end=("]",)),
+    ),
+    "cohere_command3": ChatFormat(
+        signs=("<|START_ACTION|>",),
+        markup=("<|START_ACTION|>", "<|END_ACTION|>"),
+        fields=_calls(r"<\|START_ACTION\|>", "<|END_ACTION|>"),
+        grammar=CallGrammar(
+            begin=("<|START_ACTION|>", "["),
+            head=('{"tool_name": %j, "parameters": ',),
+            between=_LIST_BETWEEN,
+            end=("]", "<|END_ACTION|>"),
+        ),
+    ),
+    "llama3_json": ChatFormat(
+        signs=(PYTHON_TAG, '"parameters": dictionary', "'\"parameters\": '"),
+        grammar=CallGrammar(head=('{"name": %j, "parameters": ',), between=("; ",)),
+    ),
+}
+"""By name; of those that a template has the sign of, the first counts."""
+
+THOUGHT_FORMATS: Final[Mapping[str, ChatFormat]] = {
+    "qwen3": ChatFormat(
+        signs=("<think>", "</think>"),
+        markup=("<think>", "</think>"),
+        fields=_thoughts(r"<think>\n?", r"\n?</think>\n{0,2}"),
+    ),
+    "openai_gptoss": ChatFormat(
+        signs=("<|channel|>analysis",),
+        markup=_HARMONY,
+        fields=_thoughts(rf"{_TURN}<\|channel\|>analysis{_SPACE}<\|message\|>", r"<\|end\|>|<\|return\|>")
+        | _answer(
+            rf"{_TURN}<\|channel\|>(?:final|commentary){_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>",
+            r"<\|end\|>|<\|return\|>",
+        ),
+    ),
+    "mistral": ChatFormat(
+        signs=("[THINK]",),
+        markup=("[THINK]", "[/THINK]"),
+        fields=_thoughts(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}"),
+    ),
+    "gemma4": ChatFormat(
+        signs=("<|channel>thought",),
+        markup=("<|channel>", "<channel|>"),
+        fields=_thoughts(r"<\|channel>thought\n?", r"\n?<channel\|>\n{0,2}"),
+    ),
+    "cohere_command3": ChatFormat(
+        signs=("<|START_THINKING|>",),
+        markup=("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        fields=_thoughts(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>")
+        | _answer(r"<\|START_RESPONSE\|>", r"<\|END_RESPONSE\|>"),
+    ),
+    "deepseek_r1": ChatFormat(  # begins in thought, whatever the template says: only by name
+        signs=(),
+        markup=("<think>", "</think>"),
+        fields=_thoughts(r"<think>\n?(?:<think>\n?)?", r"\n?</think>\n{0,2}"),  # its own sign, or the prompt's alone
+    ),
+}
+
+
+def call_format(template: str, name: str = AUTO) -> str:
+    """Returns the name of the format of calls that a chat template teaches; Hermes's where it teaches none that is
+    known."""
+    return _found(CALL_FORMATS, template, name) or "hermes"
+
+
+def thought_format(template: str, name: str = AUTO) -> str:
+    """Returns the name of the format of thoughts that a chat template knows; "" if it knows none."""
+    return _found(THOUGHT_FORMATS, template, name)
+
+
+def _found(formats: Mapping[str, ChatFormat], template: str, name: str) -> str:
+    if name != AUTO:
+        return "" if name == NO_FORMAT else name
+    signed = (known for known, each in formats.items() if any(sign in template for sign in each.signs))
+    return next(signed, "")
+
+
+def grammar_texts(texts: Iterable[str], tool_name: str = "") -> list[str]:
+    """Returns texts of a CallGrammar for one tool."""
+    return [text.replace("%s", tool_name).replace("%j", json.dumps(tool_name)) for text in texts]

@@ -1,0 +1,222 @@
+"""Splits the answer to a chat into what the model says, what it thinks and what it calls, while it arrives.
+
+Where each begins and ends is found by transformers' parser of responses, by the declarations of
+frontend/chat_formats.py."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, TypeVar
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import parse_content
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from ...proto import inference_pb2
+from ..frontend.chat import active_tools, parameters_schema
+from ..frontend.chat_formats import CALL_FORMATS, CONTENT, THOUGHT_FORMATS
+from ..frontend.tokenizer import Tokenizer
+from .tool_parser import ToolParser, make_call, parser_for
+
+_T = TypeVar("_T")
+
+_OPENINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "qwen3": ("<think>",),
+    "mistral": ("[THINK]",),
+    "gemma4": ("<|channel>thought",),
+    "cohere_command3": ("<|START_THINKING|>", "<|START_RESPONSE|>"),
+    "deepseek_r1": ("<think>",),
+}
+"""Texts with which a thought or the answer begins, where a chat template may write them at the end of the prompt."""
+
+_MAX_OPENING_TOKENS: Final = 8
+_MISTRAL_CALL: Final = re.compile(r"\s*([\w.:/-]{1,64})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
+_QWEN_CALL: Final = re.compile(r"\s*<function=([\w.:/-]{1,64})>(.*)</function>\s*", re.DOTALL)
+_QWEN_ARGUMENT: Final = re.compile(r"\s*<parameter=([^>]{1,64})>\n?(.*?)\n?", re.DOTALL)
+_GEMMA_CALL: Final = re.compile(r"\s*call:([\w.:/-]{1,64})(\{.*\})\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDelta:
+    """Holds the next part of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[inference_pb2.ToolCall, ...] = ()
+
+
+class ChatParser:
+    """Splits one answer, which arrives in pieces; the result does not depend on how it is cut."""
+
+    def __init__(
+        self, chat: inference_pb2.Chat, tokenizer: Tokenizer, prompt: Sequence[int], *, is_bound: bool
+    ) -> None:
+        """`is_bound`: a grammar determines the answer, so that it has no thoughts."""
+        thoughts = "" if is_bound else tokenizer.thought_format
+        calls = tokenizer.call_format if active_tools(chat) else ""
+        template, markup = _response_template(thoughts, calls)
+        self.shown_ids: frozenset[int] = tokenizer.ids_of(markup) & tokenizer.special_ids if markup else frozenset()
+        """Special tokens that have to be in the text."""
+        self._tools = {tool.name: tool for tool in chat.tools}
+        self._read_calls = _READERS.get(calls)
+        ends = CALL_FORMATS[calls].fields["tool_calls"].get("close", ()) if self._read_calls else ()
+        self._end: str = next(iter(ends), "")
+        self._tool_parser = parser_for(chat, tokenizer) if calls and self._read_calls is None else None
+        self._regions: ResponseParser | None = None
+        if template is not None:
+            self._regions = ResponseParser(template, prefix=_begun(thoughts, tokenizer, prompt))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the whole answer is text."""
+        return self._regions is None and self._tool_parser is None
+
+    def push(self, text: str) -> ChatDelta:
+        """Takes the next piece; returns what is certain now."""
+        if self._regions is None:
+            return _delta(self._tool_parser, text, "", ())
+        return self._split(self._regions.feed(text), is_last=False)
+
+    def finish(self) -> ChatDelta:
+        """Ends the answer; returns what was held back."""
+        split = ChatDelta() if self._regions is None else self._split(self._regions.finalize()[1], is_last=True)
+        if self._tool_parser is None:
+            return split
+        text, calls = self._tool_parser.finish()
+        return ChatDelta(text=split.text + text, reasoning=split.reasoning, calls=(*split.calls, *calls))
+
+    def _split(self, events: Iterable[Mapping[str, Any]], *, is_last: bool) -> ChatDelta:
+        said: list[str] = []
+        thought: list[str] = []
+        calls: list[inference_pb2.ToolCall] = []
+        for event in events:
+            match event["type"], event["field"]:
+                case "region_chunk", "content" | "answer":
+                    said.append(event["text"])
+                case "region_chunk", "reasoning":
+                    thought.append(event["text"])
+                case "region_close", "tool_calls":
+                    found = self._read(event["value"])
+                    calls += found
+                    if not found:  # no valid call: it is text
+                        end = "" if is_last else self._end
+                        said.append(event["value"]["open"] + event["value"]["body"] + end)
+        return _delta(self._tool_parser, "".join(said), "".join(thought), calls)
+
+    def _read(self, region: Mapping[str, str]) -> list[inference_pb2.ToolCall]:
+        if self._read_calls is None:
+            return []
+        try:
+            found = [make_call(name, arguments) for name, arguments in self._read_calls(region, self._tools)]
+        except (ValueError, RecursionError):
+            return []
+        return [] if None in found else [call for call in found if call is not None]
+
+
+@cache
+def _response_template(thoughts: str, calls: str) -> tuple[ResponseTemplate | None, frozenset[str]]:
+    """Returns the declaration of two formats, None if it declares nothing, and their markup."""
+    forms = [form for form in (THOUGHT_FORMATS.get(thoughts), CALL_FORMATS.get(calls)) if form is not None]
+    fields = {name: each for form in forms for name, each in form.fields.items()}
+    markup = frozenset(text for form in forms for text in form.markup)
+    if not fields:
+        return None, markup
+    return load_response_template({"start_anchor_pattern": "^", "fields": fields | CONTENT}), markup
+
+
+def _delta(tools: ToolParser | None, text: str, reasoning: str, calls: Iterable[inference_pb2.ToolCall]) -> ChatDelta:
+    if tools is not None:
+        text, calls = tools.push(text)
+    return ChatDelta(text=text, reasoning=reasoning, calls=tuple(calls))
+
+
+def _begun(thoughts: str, tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """Returns what the prompt has of the answer: the opening of a thought, if any."""
+    openings = _OPENINGS.get(thoughts, ())
+    if thoughts == "deepseek_r1" or not openings:
+        return "".join(openings)
+    end = tokenizer.decode(prompt[-_MAX_OPENING_TOKENS:], skip_special=False).rstrip()
+    return next(filter(end.endswith, openings), "")
+
+
+def _listed(region: Mapping[str, str], _tools: "_Tools") -> Sequence[tuple[object, object]]:
+    """Reads a JSON list of calls, or one call."""
+    found = json.loads(region["body"])
+    return [_pair(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def _pair(call: object) -> tuple[object, object]:
+    if not isinstance(call, dict):
+        raise ValueError
+    return call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters", {}))
+
+
+def _mistral(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
+    """Reads a JSON list, as older models write, or names with their arguments."""
+    if region["body"].lstrip()[:1] in ("[", "{"):
+        return _listed(region, tools)
+    return [_matched(_MISTRAL_CALL, each, json.loads) for each in region["body"].split("[TOOL_CALLS]")]
+
+
+def _gemma(delimiter: str) -> "_Reader":
+    """Returns what reads a call in which names have no quotes, and strings have delimiters of their own."""
+    options = {"unquoted_keys": True, "string_delims": [[delimiter, delimiter]]}
+    return lambda region, _: [_matched(_GEMMA_CALL, region["body"], lambda text: parse_content(text, "json", options))]
+
+
+def _qwen3_coder(region: Mapping[str, str], tools: "_Tools") -> Sequence[tuple[object, object]]:
+    """Reads a call whose arguments are texts between tags, or one in JSON."""
+    if region["body"].lstrip().startswith("{"):
+        return _listed(region, tools)
+    name, body = _matched(_QWEN_CALL, region["body"], str)
+    *texts, rest = body.split("</parameter>")
+    given = [_matched(_QWEN_ARGUMENT, text, str) for text in texts]
+    if rest.strip() or len(dict(given)) < len(given):
+        raise ValueError
+    properties = parameters_schema(tools[name]).get("properties") if name in tools else None
+    schemas = properties if isinstance(properties, dict) else {}
+    return [(name, {key: _typed(text, schemas.get(key)) for key, text in given})]
+
+
+def _typed(text: str, schema: object) -> object:
+    """Returns an argument as its schema has it, where that says that it is no text."""
+    if _may_be_text(schema):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _may_be_text(schema: object) -> bool:
+    if not isinstance(schema, dict):
+        return True
+    if isinstance(schema.get("anyOf"), list):
+        return any(map(_may_be_text, schema["anyOf"]))
+    types = schema.get("type", "string")
+    return "string" in (types if isinstance(types, list) else [types])
+
+
+def _matched(pattern: re.Pattern[str], text: str, read: Callable[[str], _T]) -> tuple[str, _T]:
+    match = pattern.fullmatch(text)
+    if match is None:
+        raise ValueError
+    return match[1], read(match[2])
+
+
+_Tools = Mapping[str, inference_pb2.Tool]
+_Reader = Callable[[Mapping[str, str], _Tools], Sequence[tuple[object, object]]]
+_READERS: Final[Mapping[str, _Reader]] = {
+    "qwen3_coder": _qwen3_coder,
+    "openai": lambda region, _: [(region["name"], json.loads(region["body"]))],
+    "mistral_v11": _mistral,
+    "mistral": _mistral,
+    "functiongemma": _gemma("<escape>"),
+    "gemma4": _gemma('<|"|>'),
+    "phi4_mini_json": _listed,
+    "granite": _listed,
+    "cohere_command3": _listed,
+}
+"""What reads the calls of a format that has no parser of its own. Raises ValueError."""

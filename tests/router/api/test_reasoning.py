@@ -1,0 +1,115 @@
+"""What a model thinks before it speaks or calls: apart from its text in every API, streamed or not."""
+
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tandem.router.client.client import AsyncClient
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.router.api.weather_tool import CALL, HERMES, SCHEMA, last_prompt
+from tandem.tests.router.conftest import Service
+from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
+
+THOUGHT, SAID = "Köln?\n\nA < B.", "I look."
+ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALL}"
+FUNCTION = {"name": "weather", "parameters": SCHEMA}
+TEMPLATE = HERMES.replace(
+    "{{ m.content }}", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+)
+USER: Any = {"role": "user", "content": "hello?"}
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer(chat_template=TEMPLATE)
+
+
+@pytest.fixture(params=[1, 7, 1_000])
+def answering(service: Service, request: pytest.FixtureRequest) -> Service:
+    """A service whose answer comes in pieces of so many tokens."""
+    service.source.answer = [*ANSWER.encode(), EOS_ID]
+    service.source.tokens_per_delta = request.param
+    return service
+
+
+async def test_chat_completions(answering: Service) -> None:
+    fields: Any = {"model": "tiny", "max_tokens": 400, "tools": [{"type": "function", "function": FUNCTION}]}
+    async with openai.AsyncOpenAI(base_url=f"http://{answering.http}/v1", api_key="key", max_retries=0) as client:
+        made = await client.chat.completions.create(messages=[USER], **fields)
+        message: Any = made.choices[0].message
+        assert (message.reasoning_content, message.content) == (THOUGHT, SAID)
+        assert [call.function.name for call in message.tool_calls] == ["weather"]
+        assert made.choices[0].finish_reason == "tool_calls"
+        chunks = await client.chat.completions.create(messages=[USER], stream=True, **fields)
+        deltas: list[Any] = [chunk.choices[0].delta async for chunk in chunks]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
+        assert "".join(delta.content or "" for delta in deltas) == SAID
+        assert [call.function.name for delta in deltas for call in delta.tool_calls or []] == ["weather"]
+        back = message.model_dump(include={"role", "content", "reasoning_content"})
+        await client.chat.completions.create(messages=[USER, back, USER], **fields)
+    assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
+
+
+async def test_a_stop_string_or_a_limit_in_a_thought(answering: Service) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{answering.http}", timeout=10) as http:
+        for fields, thought, reason in (
+            ({"stop": [" <"]}, "Köln?\n\nA", "stop"),
+            ({"max_tokens": len("<think>\nK")}, "K", "length"),
+            ({"max_tokens": len(b"<think>\nK\xc3")}, "K\ufffd", "length"),
+            ({"max_tokens": len("<thi")}, "", "length"),
+        ):
+            answer = await http.post("/v1/chat/completions", json={"messages": [USER], **fields})
+            (choice,) = answer.json()["choices"]
+            assert choice["message"].get("reasoning_content", "") == thought
+            assert choice["message"]["content"] == ("" if thought else "<thi")
+            assert choice["finish_reason"] == reason
+
+
+async def test_messages(answering: Service) -> None:
+    tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
+    fields: Any = {"model": "tiny", "max_tokens": 400, "tools": tools}
+    async with anthropic.AsyncAnthropic(base_url=f"http://{answering.http}", api_key="key", max_retries=0) as client:
+        whole = await client.messages.create(messages=[USER], **fields)
+        async with client.messages.stream(messages=[USER], **fields) as stream:
+            streamed = await stream.get_final_message()
+        for made in (whole, streamed):
+            thinking, text, call = (block.model_dump() for block in made.content)
+            assert (thinking["type"], thinking["thinking"]) == ("thinking", THOUGHT)
+            assert (text["type"], text["text"]) == ("text", SAID)
+            assert (call["type"], call["input"]) == ("tool_use", {"city": "Köln"})
+        back: Any = [USER, {"role": "assistant", "content": whole.content[:2]}, USER]
+        await client.messages.create(messages=back, **fields)
+    assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
+
+
+async def test_responses(answering: Service) -> None:
+    fields: Any = {
+        "model": "tiny",
+        "max_output_tokens": 400,
+        "tools": [{"type": "function", "strict": True, **FUNCTION}],
+    }
+    async with openai.AsyncOpenAI(base_url=f"http://{answering.http}/v1", api_key="key", max_retries=0) as client:
+        whole = await client.responses.create(input=[USER], **fields)
+        async with client.responses.stream(input=[USER], **fields) as stream:
+            thought = "".join([event.delta async for event in stream if event.type == "response.reasoning_text.delta"])
+            streamed = await stream.get_final_response()
+        assert thought == THOUGHT
+        for made in (whole, streamed):
+            reasoning, message, call = (item.model_dump() for item in made.output)
+            assert [part["text"] for part in reasoning["content"]] == [THOUGHT]
+            assert [part["text"] for part in message["content"]] == [SAID]
+            assert json.loads(call["arguments"]) == {"city": "Köln"}
+        await client.responses.create(input=[USER, *(item.model_dump() for item in whole.output[:2]), USER], **fields)
+    assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
+
+
+async def test_grpc(answering: Service) -> None:
+    async with AsyncClient(answering.grpc) as client:
+        answer = await client.chat([USER], max_tokens=400)
+        assert (answer.choices[0].reasoning, answer.text) == (THOUGHT, f"{SAID}\n{CALL}")
+        await client.chat([USER, answer.choices[0].message, USER], max_tokens=1)
+    assert f"assistant: <think>{THOUGHT}</think>{SAID}\n{CALL}\n" in last_prompt(answering)

@@ -1,0 +1,324 @@
+"""What models say, think and call in the formats of their families: read from text that arrives in any pieces."""
+
+import json
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.proto import inference_pb2
+from tandem.proto.errors import InvalidArgument
+from tandem.router.frontend.chat_formats import (
+    CALL_FORMATS,
+    THOUGHT_FORMATS,
+    ReasoningParserName,
+    ToolCallParserName,
+    call_format,
+    thought_format,
+)
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.router.frontend.tools import tool_call_constraint
+from tandem.router.output import tool_parser
+from tandem.router.output.chat_parser import ChatParser
+from tandem.router.output.detokenizer import CompletionText
+from tandem.tests.router.fake_source import byte_tokenizer
+from tandem.tests.router.frontend.test_tools import accepts, chat, hermes, llama
+from tandem.tests.tiny_tokenizer import make_tokenizer
+
+SIGNS = {
+    "qwen3_coder": "<tool_call><function=",
+    "hermes": "<tool_call>",
+    "openai": "<|channel|>analysis<|message|>",
+    "mistral_v11": "[TOOL_CALLS] [ARGS]",
+    "mistral": "[TOOL_CALLS]",
+    "functiongemma": "<start_function_call>",
+    "gemma4": "<|tool_call>",
+    "phi4_mini_json": "<|tool|><|/tool|>",
+    "granite": "<|tool_call|>",
+    "cohere_command3": "<|START_ACTION|>",
+    "llama3_json": "<|python_tag|>",
+}
+"""By format, what the chat templates of its models have."""
+
+CITY = '{"city": "Köln"}'
+ONE, TWO = [("weather", {"city": "Köln"})], [("weather", {"city": "Köln"}), ("now", {})]
+LIST = f'[{{"name": "weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]'
+COMMENTARY = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+CODER = """<tool_call>
+<function=weather>
+<parameter=city>
+Köln
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=x></a>
+</parameter>
+</function>
+</tool_call>"""
+Read = tuple[str, str, list[tuple[str, Any]]]
+"""Text, thoughts, calls."""
+
+CALLS: list[tuple[str, str, Read]] = [
+    ("openai", f"{COMMENTARY}{CITY}<|call|>", ("", "", ONE)),
+    ("openai", f"<|channel|>analysis<|message|>Hm.<|end|>{COMMENTARY}{CITY}", ("", "Hm.", ONE)),
+    ("openai", f" to=functions.weather<|channel|>commentary json<|message|>{CITY}<|call|>", ("", "", ONE)),
+    (
+        "openai",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.",
+        ("Hi.", "Hm.", []),
+    ),
+    ("openai", "<|channel|>final<|message|>Hi.<|return|>", ("Hi.", "", [])),
+    ("openai", f"{COMMENTARY}{{broken<|call|>", (f"{COMMENTARY}{{broken<|call|>", "", [])),
+    ("openai", "no channel", ("no channel", "", [])),
+    ("mistral", f"[TOOL_CALLS]{LIST}", ("", "", TWO)),
+    ("mistral", f"I look.[TOOL_CALLS] {LIST}", ("I look.", "", TWO)),
+    ("mistral", "[TOOL_CALLS][{broken", ("[TOOL_CALLS][{broken", "", [])),
+    ("mistral", "[TOOL", ("[TOOL", "", [])),
+    ("mistral_v11", f"[TOOL_CALLS]weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}", ("", "", TWO)),
+    ("mistral_v11", f"a[TOOL_CALLS]weather[CALL_ID]x1[ARGS]{CITY}", ("a", "", ONE)),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>Köln<escape>}<end_function_call>", ("", "", ONE)),
+    ("gemma4", 'a <|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>', ("a ", "", ONE)),
+    ("gemma4", "<|tool_call>call:now{}<tool_call|> b", (" b", "", [("now", {})])),
+    ("phi4_mini_json", f"<|tool_call|>{LIST}<|/tool_call|>", ("", "", TWO)),
+    ("phi4_mini_json", f"functools{LIST}", ("", "", TWO)),
+    ("phi4_mini_json", "use functools.cache", ("use functools.cache", "", [])),
+    ("granite", f"<|tool_call|>{LIST}", ("", "", TWO)),
+    (
+        "granite",
+        '<|tool_call|>{"name": "now", "arguments": [1]}',
+        ('<|tool_call|>{"name": "now", "arguments": [1]}', "", []),
+    ),
+    (
+        "cohere_command3",
+        f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>',
+        ("", "", ONE),
+    ),
+    ("cohere_command3", "<|START_ACTION|>5<|END_ACTION|> a", ("<|START_ACTION|>5<|END_ACTION|> a", "", [])),
+    ("qwen3_coder", f"a\n{CODER}\nb", ("a\n\nb", "", [("weather", {"city": "Köln", "days": "3", "x": "</a>"})])),
+    ("qwen3_coder", hermes("weather", CITY), ("", "", ONE)),
+    (
+        "qwen3_coder",
+        "<tool_call><function=now>5</function></tool_call>",
+        ("<tool_call><function=now>5</function></tool_call>", "", []),
+    ),
+    ("hermes", hermes("weather", CITY), ("", "", ONE)),
+    ("llama3_json", llama("weather", CITY), ("", "", ONE)),
+]
+
+THINK = "<think>"
+THOUGHTS: list[tuple[str, str, bool, str, str]] = [  # template, answer, whether it may call, text, thought
+    (THINK, "<think>\nHm.\n\nSo.\n</think>\n\nHi.", False, "Hi.", "Hm.\n\nSo."),
+    (THINK, "Hi <thing>.", False, "Hi <thing>.", ""),
+    (THINK, "<think>\n\n</think>\n\nHi.", False, "Hi.", ""),
+    (THINK, "<think>cut off", False, "", "cut off"),
+    (THINK, "<think>a < b </thin", False, "", "a < b </thin"),
+    (THINK + SIGNS["hermes"], f"<think>Hm.</think>\n\n{hermes('now', '{}')}", True, "", "Hm."),
+    ("[THINK]" + SIGNS["mistral"], f"[THINK]Hm.[/THINK]Hi.[TOOL_CALLS]{LIST}", True, "Hi.", "Hm."),
+    ("<|channel>thought", "<|channel>thought\nHm.<channel|>Hi.", False, "Hi.", "Hm."),
+    (
+        "<|START_THINKING|>",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hi.<|END_RESPONSE|>",
+        False,
+        "Hi.",
+        "Hm.",
+    ),
+]
+
+
+def parser(template: str, asked: inference_pb2.Chat, prompt: bytes = b"", *, is_bound: bool = False) -> ChatParser:
+    return ChatParser(asked, byte_tokenizer(chat_template=template), prompt, is_bound=is_bound)
+
+
+def read(reader: ChatParser, pieces: list[str]) -> Read:
+    parts = [*(reader.push(piece) for piece in pieces), reader.finish()]
+    calls = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
+    return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CALLS)
+def test_calls_of_each_family_however_the_text_is_cut(name: str, text: str, expected: Read) -> None:
+    assert call_format(SIGNS[name]) == name
+    for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
+        assert read(parser(SIGNS[name], chat()), pieces) == expected
+
+
+@pytest.mark.parametrize(("template", "answer", "may_call", "text", "thought"), THOUGHTS)
+def test_thoughts_are_told_from_the_answer(template: str, answer: str, may_call: bool, text: str, thought: str) -> None:
+    asked = chat() if may_call else inference_pb2.Chat()
+    for pieces in ([answer], list(answer), *([answer[:cut], answer[cut:]] for cut in range(len(answer)))):
+        found = read(parser(template, asked), pieces)
+        assert found[:2] == (text, thought)
+        assert bool(found[2]) is may_call
+
+
+OPENINGS = (THINK, "[THINK]", "<|channel>thought", "<|START_THINKING|>")
+TEMPLATES = [f"{thought}{sign}" for sign in SIGNS.values() for thought in ("", *OPENINGS)]
+MARKUP = [
+    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<function=f>", "</function>", "<parameter=x>", "</parameter>", '{"tool_name": "f", "parameters": {"x": 8}}'),
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<thi"),
+    *(
+        "<|channel|>",
+        "analysis",
+        "final",
+        "commentary",
+        " to=functions.f",
+        "json",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+    ),
+    *(
+        "<|start|>",
+        "assistant",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|tool_call|>",
+        "<|tool_call>",
+    ),
+    *("<tool_call|>", "<|/tool_call|>", "functools", "<start_function_call>", "<end_function_call>", "call:f", "<|"),
+    *(
+        '{"name": "f", "arguments": {"x": 1}}',
+        '{"name": "f", "parameters": {"x": 2}}',
+        '{"x": 3}',
+        "{x:4}",
+        "f",
+        "[",
+        "]",
+    ),
+    *("{", "}", '"', "\\", "; ", ", ", " ", "\n", "5", "6", "7", "ö"),
+]
+
+
+@given(st.sampled_from(TEMPLATES), st.lists(st.sampled_from(MARKUP), max_size=24), st.data())
+def test_nothing_depends_on_the_pieces_and_nothing_is_lost(
+    template: str, parts: list[str], data: st.DataObject
+) -> None:
+    whole = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
+    expected = read(parser(template, chat()), [whole])
+    pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    assert read(parser(template, chat()), pieces) == expected
+    assert read(parser(template, chat()), list(whole)) == expected
+    text, thought, calls = expected
+    found = text + thought + "".join(name + json.dumps(arguments) for name, arguments in calls)
+    assert sorted(filter(str.isdigit, found)) == sorted(filter(str.isdigit, whole))  # no markup has digits
+    if not calls and not any(opening in whole for opening in (*OPENINGS, "<|START_RESPONSE|>", "<|message|>")):
+        assert (text, thought) == (whole, "")
+
+
+def test_a_call_of_many_closing_tags_is_not_parsed_anew_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+
+    def note(text: str) -> bool:
+        parsed.append(text)
+        return ends_in_string(text)
+
+    ends_in_string = tool_parser._ends_in_string
+    monkeypatch.setattr(tool_parser, "_ends_in_string", note)
+    arguments = {f"a{i}": "</tool_call>" for i in range(2_000)}
+    answer = hermes("weather", json.dumps(arguments))
+    assert read(parser(SIGNS["hermes"], chat()), list(answer)) == ("", "", [("weather", arguments)])
+    assert sum(map(len, parsed)) < 10 * len(answer)
+
+
+def test_much_white_space_takes_no_long_time() -> None:
+    """A pattern with unbounded white space would take hours."""
+    spaces = " " * 5_000
+    for answer in (spaces, f"<|channel|>commentary{spaces}to", f"<|start|>assistant{spaces}<|channel|>{spaces}"):
+        assert read(parser(SIGNS["openai"], chat()), list(answer)) == (answer, "", [])
+
+
+def test_arguments_between_tags_are_of_the_types_of_their_schemas() -> None:
+    kinds = ("integer", "array", "string", ["string", "null"], ["integer", "null"], "boolean")
+    schemas: dict[str, Any] = {f"a{i}": {"type": kind} for i, kind in enumerate(kinds)}
+    schemas["any"] = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    tools = [
+        inference_pb2.Tool(name="f", parameters=json.dumps({"type": "object", "properties": schemas})),
+        inference_pb2.Tool(name="g", parameters=json.dumps({"properties": 5})),
+    ]
+    given = {"a0": "3", "a1": '[1, "x"]', "a2": "3", "a3": "3", "a4": "null", "a5": "maybe", "any": "7", "other": "1"}
+    expected = {"a0": 3, "a1": [1, "x"], "a2": "3", "a3": "3", "a4": None, "a5": "maybe", "any": 7, "other": "1"}
+    parameters = "".join(f"<parameter={name}>{text}</parameter>" for name, text in given.items())
+    answer = "".join(f"<tool_call><function={name}>{parameters}</function></tool_call>" for name in "fgh")
+    calls = [("f", expected), ("g", given), ("h", given)]
+    assert read(parser(SIGNS["qwen3_coder"], chat(tools=tools)), [answer]) == ("", "", calls)
+
+
+def test_a_template_that_opens_the_thought_itself() -> None:
+    for prompt, text, thought in (
+        (b"user: x\n<think>\n", "Hi.", "Hm."),
+        (b"<think>\n\n</think>\n\n", "Hm.\n</think>\n\nHi.", ""),
+    ):
+        assert read(parser(THINK, inference_pb2.Chat(), prompt), list("Hm.\n</think>\n\nHi.")) == (text, thought, [])
+    named = byte_tokenizer(chat_template="x")
+    named.thought_format = "deepseek_r1"
+    assert read(ChatParser(inference_pb2.Chat(), named, b"", is_bound=False), ["Hm.</think>Hi."]) == ("Hi.", "Hm.", [])
+
+
+def test_an_answer_that_a_grammar_determines_has_no_thoughts() -> None:
+    bound = parser(THINK, inference_pb2.Chat(), b"<think>\n", is_bound=True)
+    assert bound.is_idle
+    assert parser("x", inference_pb2.Chat()).is_idle
+    assert not parser("x", chat()).is_idle
+
+
+def test_names_that_the_configuration_takes() -> None:
+    assert {*get_args(ToolCallParserName)} == {"auto", *CALL_FORMATS}
+    assert {*get_args(ReasoningParserName)} == {"auto", "none", *THOUGHT_FORMATS}
+    assert {name: call_format("x", name) for name in CALL_FORMATS} == {name: name for name in CALL_FORMATS}
+    assert (thought_format(THINK), thought_format(THINK, "none"), thought_format("x", "qwen3")) == (
+        "qwen3",
+        "",
+        "qwen3",
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, form in CALL_FORMATS.items() if form.grammar])
+def test_texts_of_each_grammar_parse_as_calls(name: str) -> None:
+    modes = inference_pb2.ToolChoice
+    tokenizer = byte_tokenizer(chat_template=SIGNS[name])
+    texts = {
+        "qwen3_coder": hermes("weather", CITY),
+        "hermes": hermes("weather", CITY),
+        "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}",
+        "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{CITY}",
+        "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {CITY}}}]',
+        "phi4_mini_json": f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]<|/tool_call|>',
+        "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]',
+        "cohere_command3": f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {CITY}}}]<|END_ACTION|>',
+        "llama3_json": llama("weather", CITY),
+    }
+    for asked in (chat(modes.MODE_REQUIRED), chat(modes.MODE_NAMED, "weather")):
+        constraint = tool_call_constraint(asked, tokenizer)
+        assert constraint is not None
+        assert accepts(constraint.grammar, texts[name])
+        assert not accepts(constraint.grammar, texts[name].replace("city", "town"))
+        assert not accepts(constraint.grammar, f"Hm. {texts[name]}")
+        assert read(parser(SIGNS[name], asked, is_bound=True), [texts[name]]) == ("", "", ONE)
+
+
+def test_a_format_without_a_grammar_refuses_to_demand_a_call() -> None:
+    with pytest.raises(InvalidArgument, match="cannot be demanded") as caught:
+        tool_call_constraint(chat(inference_pb2.ToolChoice.MODE_REQUIRED), byte_tokenizer(SIGNS["functiongemma"]))
+    assert caught.value.field == "prompt.chat.tool_choice"
+
+
+async def test_markup_that_is_special_tokens_reaches_the_parser_alone() -> None:
+    fast = make_tokenizer()
+    fast.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]})
+    fast.chat_template = SIGNS["openai"]
+    tokenizer = Tokenizer(fast)
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi."
+    ids = await tokenizer.encode(answer, add_special_tokens=False)
+    reader = ChatParser(inference_pb2.Chat(), tokenizer, [], is_bound=False)
+    text = CompletionText(tokenizer, [], [], shown_ids=reader.shown_ids)
+    pieces = [text.push([token])[0] for token in ids] + [text.finish()[0]]
+    assert "".join(pieces) == answer
+    assert read(reader, pieces) == ("Hi.", "Hm.", [])
+    plain = CompletionText(tokenizer, [], [])
+    assert plain.push(ids)[0] + plain.finish()[0] == "analysisHm.assistantfinalHi."
