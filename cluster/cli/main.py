@@ -17,7 +17,7 @@ from .client import dashboard, generate, status
 from .drain import drain
 from .eval import eval_app
 from .key import key_app
-from .model import model_app
+from .model import model_app, quantize
 from .plan import check, plan_app
 from .serve import check_config, serve
 
@@ -32,7 +32,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")
 app.add_typer(eval_app, name="eval")
-for command in (generate, chat, batch, status, dashboard, drain, serve, check, check_config):
+for command in (generate, chat, batch, status, dashboard, drain, serve, check, check_config, quantize):
     app.command()(command)
 app.command(epilog=DEFINITIONS)(bench)
 

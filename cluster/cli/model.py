@@ -1,14 +1,23 @@
-"""`tandem model get` and `tandem model list`: fetches and lists built-in models."""
+"""`tandem model get`, `tandem model list` and `tandem quantize`: fetches, lists and rounds models."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Column
 
-from ..store.store import get_model, list_models
-from ..tables import make_table
+from ...proto.errors import InvalidArgument
+from ..store.store import get_model, list_models, resolve_model
+from ..tables import make_table, progress_bar
+from ..text_files import read_text
+
+SCHEMES: Final = ("int8", "int4")
+METHODS: Final = ("rtn", "gptq")
+_GROUP_SIZE: Final = 64  # of int4
+_WINDOW: Final = 2_048  # tokens
+_CHARACTERS: Final = 100_000  # of the text that is measured if none is named
 
 model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
 
@@ -30,3 +39,58 @@ def list_command() -> None:
     if not console.is_terminal:
         console.width = 4096  # do not wrap lines in a pipe
     console.print(table)
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="What `tandem serve` takes, with plain weights.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, which must not exist.")],
+    scheme: Annotated[str, typer.Option(help="int8 or int4.")] = "int4",
+    group_size: Annotated[
+        int | None, typer.Option(min=8, help="Inputs that share a scale: by default 64 in int4, all in int8.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="rtn: round to nearest; gptq: needs --calibration.")] = "rtn",
+    calibration: Annotated[Path | None, typer.Option(help="A text like what the model will read, for gptq.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Measure on this text, not on Python's own reference.")] = None,
+) -> None:
+    """Round the linear weights of MODEL, write OUT in the format of compressed-tensors, and print the perplexity of
+    a text before and after.
+
+    Embeddings, norms and the head stay as they are. Neither perplexity nor gptq should see the text of the other.
+    """
+    for option, value, values in (("--scheme", scheme, SCHEMES), ("--method", method, METHODS)):
+        if value not in values:
+            raise InvalidArgument(f"must be one of {', '.join(values)}", option)
+    if (method == "gptq") != (calibration is not None):
+        raise InvalidArgument("goes with --method gptq, and only with that", "--calibration")
+    if group_size is not None and group_size % 8:
+        raise InvalidArgument("must be a multiple of 8", "--group-size")
+    seen = None if calibration is None else read_text(calibration, "--calibration")
+    measured = _python_reference() if text is None else read_text(text, "--text")
+    folder = resolve_model(model, progress=True)
+    from ..store.quantize import BITS, QuantizationScheme, quantize_model  # with torch, which takes a second
+
+    if group_size is None and scheme == "int4":
+        group_size = _GROUP_SIZE
+    made = QuantizationScheme(bits=BITS[scheme], group_size=group_size)
+    with progress_bar("layers") as bar:
+        quantize_model(
+            folder, out, made, seen, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total)
+        )
+    before, after = (_perplexity(each, measured) for each in (folder, out))
+    change = 100 * (after / before - 1)
+    typer.echo(f"{out}: {scheme}, {method}: perplexity {before:.3f} before, {after:.3f} after ({change:+.2f} %)")
+
+
+def _perplexity(folder: Path, text: str) -> float:
+    from ...workers.model.config import read_context_tokens
+    from ..local.llm import LLM
+
+    with LLM(str(folder), max_model_len=min(read_context_tokens(folder), _WINDOW), max_num_seqs=4) as llm:
+        return llm.perplexity(text)[0]
+
+
+def _python_reference() -> str:
+    """Returns a text that comes with Python."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics.values())[:_CHARACTERS]

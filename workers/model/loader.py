@@ -15,7 +15,7 @@ from .layers.linear import BuildOptions
 from .models.family import CausalLM
 from .module import Module, Parameter, WeightSlice, all_parameters
 from .parallel import TensorParallel
-from .quant.base import LinearMethod
+from .quant.base import LinearMethod, PlainLinearMethod
 from .registry import family_of, find_linear_method, load_model_config, with_context, with_quantization
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
@@ -80,6 +80,14 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of every tensor that the model takes from a checkpoint."""
     parameters = all_parameters(build_model(config, DTYPES[config.dtype]))
     return {part.name: part.shape for parameter in parameters for part in parameter.slices}
+
+
+def linear_weights(config: ModelConfig) -> list[str]:
+    """Returns the names of the plain linear maps of the layers: without the head."""
+    modules = build_model(config, DTYPES[config.dtype]).modules()
+    methods = [each for each in modules if isinstance(each, PlainLinearMethod)]
+    found = dict.fromkeys(part.name for each in methods for part in each.weight.slices)
+    return [name.removesuffix(".weight") for name in found if name.startswith("model.layers.")]
 
 
 def weight_schemes(config: ModelConfig, dtype: str) -> list[str]:

@@ -42,7 +42,18 @@ def test_the_command_line_loads_neither_ray_nor_torch() -> None:
 def test_help_names_every_command(run: Callable[..., Done]) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("serve", "generate", "chat", "status", "drain", "model", "plan", "eval", "check-config"):
+    for command in (
+        "serve",
+        "generate",
+        "chat",
+        "status",
+        "drain",
+        "model",
+        "plan",
+        "eval",
+        "check-config",
+        "quantize",
+    ):
         assert re.search(rf"^  {command}\b", out, re.MULTILINE), command
 
 

@@ -1,0 +1,154 @@
+"""`tandem quantize`: rounding against its definition, and folders against the weights that their numbers stand for."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tandem.cluster.cli.main import app
+from tandem.cluster.store.quantize import QuantizationScheme, quantize_model
+from tandem.cluster.store.rounding import round_by_gptq, round_to_nearest
+from tandem.proto.errors import InvalidArgument
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
+from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.loader import check_checkpoint, weight_schemes
+
+TEXT = " ".join(
+    f"The {number}th river flows past {number * 7} towns; none of them is as old as it." for number in range(400)
+)
+SCHEMES = {
+    "int8": QuantizationScheme(bits=8, group_size=None),
+    "int8 by groups": QuantizationScheme(bits=8, group_size=32),
+    "int4": QuantizationScheme(bits=4, group_size=32),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("plain"), "qwen2")
+
+
+def restored(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return numbers.float() * scales.float().repeat_interleave(numbers.shape[1] // scales.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_nearest_is_within_half_a_step(bits: int) -> None:
+    weight = torch.randn(24, 64)
+    weight[5, :32] = 0
+    numbers, scales = round_to_nearest(weight, bits, 32)
+    assert int(numbers.abs().max()) == 2 ** (bits - 1) - 1
+    steps = scales.float().repeat_interleave(32, dim=1)
+    assert ((restored(numbers, scales) - weight).abs() <= 0.52 * steps).all()
+
+
+def test_gptq_changes_the_outputs_less_than_rounding_to_nearest() -> None:
+    """Of inputs that go together, as those of a layer do; and it never sees one input, and one that is always zero."""
+    torch.manual_seed(0)
+    x = torch.randn(2000, 16) @ torch.randn(16, 160) + 0.3 * torch.randn(2000, 160)
+    x[:, 7] = 0
+    weight = torch.randn(48, 160)
+    errors = [
+        ((restored(numbers, scales) - weight) @ x.T).norm()
+        for numbers, scales in (round_by_gptq(weight, x.T @ x, 4, 32), round_to_nearest(weight, 4, 32))
+    ]
+    assert errors[0] < 0.6 * errors[1]
+
+
+def test_gptq_rounds_to_nearest_where_inputs_do_not_go_together() -> None:
+    weight = torch.randn(8, 64)
+    numbers, scales = round_by_gptq(weight, torch.eye(64), 8, 64)
+    steps = scales.float().repeat_interleave(64, dim=1)
+    inside = weight.abs() < 127 * steps
+    assert ((restored(numbers, scales) - weight).abs() <= 0.51 * steps)[inside].all()
+
+
+def read_back(out: Path, plain: Path, scheme: QuantizationScheme) -> Path:
+    """The same model with plain weights, read from the folder by the definition of its format."""
+    folder = out.parent / "restored"
+    shutil.copytree(plain, folder)
+    tensors, weights = load_file(out / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight_packed":
+            shape = tensors[f"{layer}.weight_shape"].tolist()
+            numbers = torch.empty(shape)
+            for place in range(32 // scheme.bits):
+                shifted = (tensor.long() >> scheme.bits * place) & 2**scheme.bits - 1
+                numbers[:, place :: 32 // scheme.bits] = shifted.float() - 2 ** (scheme.bits - 1)
+            weights[f"{layer}.weight"] = restored(numbers, tensors[f"{layer}.weight_scale"])
+        elif f"{layer}.weight_scale" in tensors and kind == "weight":
+            weights[name] = restored(tensor, tensors[f"{layer}.weight_scale"])
+        elif not kind.startswith("weight_"):
+            weights[name] = tensor
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("calibration", [None, TEXT])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_folder_has_the_tokens_of_its_numbers(
+    plain: Path, tmp_path: Path, name: str, calibration: str | None
+) -> None:
+    out, scheme, layers = tmp_path / "out", SCHEMES[name], []
+    quantize_model(plain, out, scheme, calibration, lambda done, total: layers.append((done, total)))
+    assert layers == ([(1, 2), (2, 2)] if calibration else [])
+    runner = load(out)
+    expected = reference_greedy(reference(read_back(out, plain, scheme)), prompt(30), 12)
+    assert Driver(runner).generate(1, prompt(30), 12) == expected
+    form = (
+        "pack-quantized W4A16" if name == "int4" else "pack-quantized W8A16" if "by" in name else "int-quantized W8A8"
+    )
+    assert weight_schemes(runner.config, "bfloat16")[0].startswith(f"compressed-tensors {form}, ")
+    assert {path.name for path in out.iterdir()} >= {path.name for path in plain.iterdir()}
+
+
+def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_path: Path) -> None:
+    scheme, out = SCHEMES["int4"], tmp_path / "out"
+    with pytest.raises(
+        InvalidArgument, match=r"--group-size: 64 does not divide the 96 inputs of model.layers.0.mlp.down"
+    ):
+        quantize_model(plain, out, QuantizationScheme(bits=4, group_size=64))
+    with pytest.raises(InvalidArgument, match="--calibration: has 1 tokens, fewer than 1024"):
+        quantize_model(plain, out, scheme, "a")
+    with pytest.raises(CheckpointError, match=r"only plain weights .*, without experts"):
+        quantize_model(make_tiny_model(tmp_path / "experts", "mixtral"), out, scheme)
+    assert [path.name for path in tmp_path.iterdir()] == ["experts"]
+    quantize_model(plain, out, scheme)
+    with pytest.raises(CheckpointError, match="only plain weights"):
+        quantize_model(out, tmp_path / "again", scheme)
+    with pytest.raises(InvalidArgument, match=r"OUT: .* exists"):
+        quantize_model(plain, out, scheme)
+
+
+def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
+    text, calibration, out = tmp_path / "text", tmp_path / "calibration", tmp_path / "out"
+    text.write_text("Rivers are old. " * 20)
+    calibration.write_text(TEXT)
+    options = ["--group-size", "32", "--method", "gptq", "--calibration", str(calibration), "--text", str(text)]
+    result = CliRunner().invoke(app, ["quantize", str(plain), str(out), *options])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{out}: int4, gptq: perplexity ")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
+    check_checkpoint(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--scheme", "int3"], "--scheme: must be one of int8, int4"),
+        (["--method", "awq"], "--method: must be one of rtn, gptq"),
+        (["--method", "gptq"], "--calibration: goes with --method gptq, and only with that"),
+        (["--group-size", "12"], "--group-size: must be a multiple of 8"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: list[str], reason: str) -> None:
+    result = CliRunner().invoke(app, ["quantize", "nothing", str(tmp_path / "out"), *options])
+    assert isinstance(result.exception, InvalidArgument)
+    assert str(result.exception) == reason
