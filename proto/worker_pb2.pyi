@@ -76,7 +76,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., suspend: _Optional[_Union[Suspend, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority", "adapter")
+    __slots__ = ("request_id", "attempt", "task", "token_ids", "first_index", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "cache_salt", "kv", "num_choices", "first_choice", "beam_search", "logprobs", "prompt_logprobs", "bad_words", "min_tokens", "grammar", "priority", "adapter", "pooling")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class Submit(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     task: Task
@@ -119,7 +120,8 @@ class Submit(_message.Message):
     grammar: str
     priority: int
     adapter: Adapter
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., num_choices: _Optional[int] = ..., first_choice: _Optional[int] = ..., beam_search: _Optional[_Union[_inference_pb2.BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    pooling: _inference_pb2.Pooling
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., task: _Optional[_Union[Task, str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., first_index: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., num_choices: _Optional[int] = ..., first_choice: _Optional[int] = ..., beam_search: _Optional[_Union[_inference_pb2.BeamSearch, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., pooling: _Optional[_Union[_inference_pb2.Pooling, str]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt", "choice")
@@ -212,7 +214,7 @@ class KvReceived(_message.Message):
     def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_active_seconds: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first_index", "ids", "finish_reason", "prefill_seconds", "logprobs", "prompt_logprobs", "score", "num_draft_tokens")
+    __slots__ = ("first_index", "ids", "finish_reason", "prefill_seconds", "logprobs", "prompt_logprobs", "score", "num_draft_tokens", "embedding")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +223,7 @@ class Tokens(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _inference_pb2.FinishReason
@@ -229,7 +232,8 @@ class Tokens(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenScores]
     score: float
     num_draft_tokens: int
-    def __init__(self, first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., prefill_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., score: _Optional[float] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    embedding: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., prefill_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., score: _Optional[float] = ..., num_draft_tokens: _Optional[int] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenScores(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")

@@ -33,6 +33,7 @@ class TokenRequest:
     min_tokens: int = 0
     logprobs: int | None = None  # alternatives to report for each token; None reports nothing
     prompt_logprobs: int | None = None
+    pooling: "inference_pb2.Pooling" = inference_pb2.POOLING_UNSPECIFIED  # with max_tokens 1: of an embedding
     grammar: str = ""  # that each completion follows, in llguidance's format; empty: none
     priority: int = 0
     tenant: str = ""  # requests that wait are served fairly among tenants
@@ -60,6 +61,7 @@ class TokenDelta:
     logprobs: tuple[worker_pb2.TokenScores, ...] = ()  # one for each of ids, if asked for
     prompt_logprobs: tuple[worker_pb2.TokenScores, ...] = ()  # of the prompt after its first token, in the first delta
     score: float = 0.0  # of a hypothesis of a beam search, in its last delta
+    embedding: tuple[float, ...] = ()  # of the prompt, if asked for, in the only delta
 
 
 class TokenSource(Protocol):

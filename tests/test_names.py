@@ -7,8 +7,8 @@ import pytest
 
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
-MAX_LINES = 41_900
-MAX_TYPES = 610
+MAX_LINES = 42_700
+MAX_TYPES = 620
 
 # Names that this project alone used for what vLLM, SGLang, PyTorch or the papers call otherwise: words that no
 # identifier may have as one of its parts, and whole identifiers.

@@ -79,6 +79,8 @@ class RouterSession:
         tokens.score = event.score
         if event.num_draft_tokens:
             tokens.num_draft_tokens = event.num_draft_tokens
+        if event.embedding:
+            tokens.embedding.extend(event.embedding)
         if event.logprobs:
             tokens.logprobs.extend(map(_scores, event.logprobs))
         scores = event.prompt_logprobs

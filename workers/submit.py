@@ -1,5 +1,6 @@
 """Checks what a router submits and turns it into the engine's form. The worker trusts no router to have checked it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from ..proto.limits import (
     MAX_GRAMMAR_CHARACTERS,
 )
 from ..proto.parameters import ROWS, check_count, check_message, check_token_ids, parameters_of, value_of
-from .engine.plan import SamplingParams
+from .engine.plan import Pooling, SamplingParams
 from .engine.sequence import BeamSearch, SequenceSpec, Task
 from .transfer.frames import MAX_FIRST_TOKENS
 
@@ -28,6 +29,7 @@ _TASKS: Final = {
     worker_pb2.TASK_PREFILL: Task.PREFILL,
     worker_pb2.TASK_DECODE: Task.DECODE,
 }
+_POOLINGS: Final[Mapping[int, Pooling]] = {inference_pb2.POOLING_LAST: "last", inference_pb2.POOLING_MEAN: "mean"}
 _SAMPLING: Final = parameters_of("sampling")
 _BEAM_SEARCH: Final = parameters_of("beam_search")
 _TOP_LEVEL: Final = tuple(
@@ -135,7 +137,17 @@ def _parse_sampling(submit: worker_pb2.Submit, stop_ids: frozenset[int], vocab_s
         grammar=submit.grammar,
         logprobs=None if logprobs is None else min(logprobs, vocab_size),
         prompt_logprobs=None if prompt_logprobs is None else min(prompt_logprobs, vocab_size),
+        pooling=_parse_pooling(submit),
     )
+
+
+def _parse_pooling(submit: worker_pb2.Submit) -> Pooling | None:
+    if not submit.pooling:
+        return None
+    _check(submit.pooling in _POOLINGS, "pooling", "is not known")
+    is_plain = submit.max_tokens == 1 and submit.num_choices <= 1 and not submit.HasField("beam_search")
+    _check(is_plain and submit.task != worker_pb2.TASK_DECODE, "pooling", "goes with one choice and max_tokens 1 only")
+    return _POOLINGS[submit.pooling]
 
 
 def _parse_parameters(submit: worker_pb2.Submit, vocab_size: int) -> SamplingParams:

@@ -40,6 +40,14 @@ from .openai.bodies import (
     TokenizeBody,
     UnloadLoraAdapterBody,
 )
+from .openai.embeddings import (
+    EMBEDDINGS_FORM,
+    SCORE_FORM,
+    EmbeddingsBody,
+    ScoreBody,
+    make_score_request,
+    parse_embeddings,
+)
 from .openai.openapi import REQUEST_ID, command, document, generation, request_body, responses
 from .openai.parsing import http_field, parse
 from .openai.requests import HttpRequest, parse_chat, parse_completion, parse_tokenize
@@ -57,7 +65,7 @@ _THREAD_FROM_TOKENS: Final = 4_096
 _MAX_PATH: Final = 80  # characters that an error repeats
 _BODIES: Final = (
     *(CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, LoadLoraAdapterBody, UnloadLoraAdapterBody),
-    *(MessagesBody, CountTokensBody, ResponsesBody),
+    *(MessagesBody, CountTokensBody, ResponsesBody, EmbeddingsBody, ScoreBody),
 )
 _ANTHROPIC_PATH: Final = "/v1/messages"
 """Its errors, and those of the paths below it, have Anthropic's form."""
@@ -138,6 +146,11 @@ class HttpServer:
         add(_ANTHROPIC_PATH, self._message, responses("", *generates, form="AnthropicError"), message)
         counted = responses("TokenCount", *reads, form="AnthropicError")
         add(f"{_ANTHROPIC_PATH}/count_tokens", self._count_tokens, counted, request_body(CountTokensBody))
+        embeddings = generation(EmbeddingsBody, "list of embeddings", ("data", "model", "usage"))
+        add("/v1/embeddings", self._embed, responses("", *generates), embeddings)
+        scores = generation(ScoreBody, "list of scores", ("id", "data", "usage"))
+        for path in ("/score", "/v1/score"):
+            add(path, self._score, responses("", *generates), scores)
         add("/tokenize", self._tokenize, responses("TokenizeResponse", *reads), tokenize)
         add("/detokenize", self._detokenize, responses("DetokenizeResponse", *reads), detokenize)
         load, unload = command(LoadLoraAdapterBody), command(UnloadLoraAdapterBody)
@@ -196,6 +209,14 @@ class HttpServer:
         """Returns the number of tokens that the prompt of a message has."""
         return await respond(request, self._token_count, ANTHROPIC_FORM)
 
+    async def _embed(self, request: Request) -> Response:
+        """Returns the embeddings of texts."""
+        return await respond(request, partial(self._generate, parse_embeddings, form=EMBEDDINGS_FORM))
+
+    async def _score(self, request: Request) -> Response:
+        """Returns how likely texts are after others: log probabilities."""
+        return await respond(request, self._scores)
+
     async def _tokenize(self, request: Request) -> Response:
         """Returns the token ids of a text or a chat."""
         return await respond(request, self._token_ids)
@@ -235,6 +256,11 @@ class HttpServer:
         form: AnswerForm = OPENAI_FORM,
     ) -> Response:
         return GenerationResponse(self._service, await off_loop(body, parse_body, request_id), context, form)
+
+    async def _scores(self, body: bytes, request_id: str, context: RequestContext) -> Response:
+        parsed = await off_loop(body, partial(parse, ScoreBody))
+        request = await make_score_request(parsed, self._service.model(parsed.model or "").tokenizer, request_id)
+        return GenerationResponse(self._service, request, context, SCORE_FORM)
 
     async def _token_count(self, body: bytes, _request_id: str, _context: RequestContext) -> Response:
         parsed = await off_loop(body, parse_count_tokens)

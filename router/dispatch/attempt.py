@@ -298,6 +298,7 @@ class Attempt:
             logprobs=tuple(tokens.logprobs),
             prompt_logprobs=tuple(tokens.prompt_logprobs),
             score=tokens.score,
+            embedding=tuple(tokens.embedding),
         )
 
     def _begin(self, output: worker_pb2.Output) -> None:

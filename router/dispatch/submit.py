@@ -40,6 +40,7 @@ def make_submit(
         min_tokens=request.min_tokens,
         grammar=request.grammar,
         priority=request.priority,
+        pooling=request.pooling,
     )
 
 

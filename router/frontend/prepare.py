@@ -186,6 +186,7 @@ def _token_request(
         min_tokens=request.stopping.min_tokens,
         logprobs=request.logprobs if needs_logprobs else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        pooling=request.pooling,
         grammar=grammar,
         priority=context.caller.priority(request.priority),
         tenant=context.caller.tenant,
@@ -249,6 +250,8 @@ def _fit_context(ids: list[int], request: inference_pb2.GenerateRequest, model: 
     A completion length that the client asked for is kept or refused, never shortened. Raises InvalidArgument."""
     context = model.context_tokens
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
+    if request.pooling:
+        explicit = 0
     if explicit is not None and explicit >= context:
         raise InvalidArgument(
             f"{explicit} leaves no token for the prompt in the context of {context} tokens", "stopping.max_tokens"

@@ -30,6 +30,8 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
         raise InvalidArgument(f"must be at least n, which is {num_answers(request)}", "best_of")
     if request.HasField("beam_search"):
         _check_beam_search(request)
+    if request.pooling:
+        _check_pooling(request)
 
 
 def check_request_id(request_id: str) -> None:
@@ -107,6 +109,16 @@ def complete_beam_search(request: inference_pb2.GenerateRequest) -> inference_pb
 def _complete(given: Any, rows: Iterable[RequestParameter]) -> dict[str, Any]:
     """Returns the values of all fields, those that are set or their defaults; -0.0 becomes 0.0."""
     return {row.leaf: value_of(given, row) + 0.0 if row.kind == "float" else value_of(given, row) for row in rows}
+
+
+def _check_pooling(request: inference_pb2.GenerateRequest) -> None:
+    if request.pooling not in inference_pb2.Pooling.values():
+        raise InvalidArgument(f"{request.pooling} is not a way to pool", "pooling")
+    given = [name for name in ("beam_search", "constraint", "logprobs", "prompt_logprobs") if request.HasField(name)]
+    given += [name for name in ("n", "best_of", "echo") if getattr(request, name) > 1 or getattr(request, name) is True]
+    given += ["stopping.max_tokens"] * bool(request.stopping.max_tokens) + ["resume"] * bool(request.resume)
+    if given:
+        raise InvalidArgument("does not go with pooling, which generates nothing", given[0])
 
 
 def _check_beam_search(request: inference_pb2.GenerateRequest) -> None:

@@ -211,6 +211,8 @@ class _ChoiceOutput:
             self._split(self._parser, response)
         if delta.logprobs:
             self._add_logprobs(response, delta.logprobs)
+        if delta.embedding:
+            response.embedding.extend(delta.embedding)
         if is_first and self._request.echo:
             response.text = self._request.echo + response.text
         self.num_tokens += len(ids)

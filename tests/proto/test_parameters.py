@@ -21,7 +21,7 @@ PARENTS: Final[dict[str, type[Message]]] = {
     "beam_search": inference_pb2.BeamSearch,
     "constraint": inference_pb2.Constraint,
 }
-NO_ROWS: Final = {"prompt", "sampling", "stopping", "beam_search", "constraint", "resume"}
+NO_ROWS: Final = {"prompt", "sampling", "stopping", "beam_search", "constraint", "resume", "pooling"}
 NUMBERS: Final = [row for row in PARAMETERS if math.isfinite(row.bounds[1]) and row.kind != "logit_bias"]
 TYPES: Final = {
     "bool": "bool",

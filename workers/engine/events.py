@@ -41,6 +41,7 @@ class NewTokens:
     prompt_logprobs: tuple[SampledLogprobs, ...] = ()  # of prompt tokens 1, 2, ...; with the first choice's first token
     score: float = 0.0  # of a hypothesis
     num_draft_tokens: int = 0  # guessed for this step; all tokens but the last are of them
+    embedding: tuple[float, ...] = ()  # of the prompt, if requested; with the first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

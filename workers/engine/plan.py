@@ -5,7 +5,10 @@ Knows nothing of tensors, devices or networks.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
+
+Pooling = Literal["last", "mean"]
+"""Of the hidden states after the last norm, that of a prompt's last token, or their mean."""
 
 PENDING_TOKEN: Final = -1
 """Stands in a plan for the token that the sequence's previous step samples, whose id is not known yet."""
@@ -31,6 +34,7 @@ class SamplingParams:
     grammar: str = ""  # of the completion, in llguidance's format
     logprobs: int | None = None  # number of top alternatives to report for each sampled token; None reports nothing
     prompt_logprobs: int | None = None  # the same for each prompt token
+    pooling: Pooling | None = None  # which embedding of the prompt to report with the first sample
 
     @property
     def needs_history(self) -> bool:
@@ -119,6 +123,7 @@ class Samples:
     logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     # By sequence id: of the tokens that follow each of the step's positions in the prompt, in order.
     prompt_logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
+    embeddings: dict[int, list[float]] = field(default_factory=dict)  # by sequence id, of prompts that end in the step
     failed: dict[int, str] = field(default_factory=dict)  # reasons, by ids of sequences whose samples are invalid
 
 

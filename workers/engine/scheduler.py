@@ -184,7 +184,7 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Returns the blocks of the prompt's longest cached prefix."""
-        if not self._budgets.prefix_caching or sequence.scores_prompt:  # then every position is to be computed
+        if not self._budgets.prefix_caching or sequence.needs_every_position:
             return []
         # A prompt that is computed here needs at least its last token computed, for the logits.
         last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)

@@ -174,6 +174,11 @@ class Sequence:
         self.scores_prompt = self.spec.sampling.prompt_logprobs is not None and self.spec.task is not Task.DECODE
 
     @property
+    def needs_every_position(self) -> bool:
+        """Whether something is reported of each position of the prompt, so that all are to be computed here."""
+        return self.scores_prompt or self.spec.sampling.pooling == "mean"
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens."""
         return len(self.tokens)

@@ -46,7 +46,8 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
             continue
         if sequence.search is None:
             logprobs = samples.logprobs.get(step.sequence_id)
-            events += append_tokens(table, sequence, samples.tokens[start:end], logprobs)
+            embedding = samples.embeddings.get(step.sequence_id, ())
+            events += append_tokens(table, sequence, samples.tokens[start:end], logprobs, embedding)
         elif sequence.search not in searches:
             searches.append(sequence.search)
     for search in searches:
@@ -56,10 +57,15 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
 
 
 def append_tokens(
-    table: RequestTable, sequence: Sequence, tokens: Items[int], logprobs: Items[SampledLogprobs] | None
+    table: RequestTable,
+    sequence: Sequence,
+    tokens: Items[int],
+    logprobs: Items[SampledLogprobs] | None,
+    embedding: Items[float] = (),
 ) -> list[Event]:
     """Continues a sequence with its next token; one of several choices, which then have their first tokens, forks into
-    those that this does not finish. `logprobs`: one for each of `tokens`, if they are known."""
+    those that this does not finish. `logprobs`: one for each of `tokens`, if they are known; `embedding`: of the
+    prompt, if it is requested."""
     spec, num_generated = sequence.spec, sequence.num_generated + 1
     seconds = table.clock() - sequence.admitted if num_generated == 1 else 0.0
     events: list[Event] = []
@@ -73,6 +79,7 @@ def append_tokens(
             prefill_seconds=seconds,
             logprobs=(logprobs[choice],) if logprobs else (),
             prompt_logprobs=sequence.take_prompt_logprobs() if sequence.scores_prompt else (),
+            embedding=tuple(embedding),
         )
         events.append(event)
         if finish is not None:

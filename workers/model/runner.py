@@ -32,6 +32,7 @@ from .kv_store import PagedKv
 from .loader import build_model, checkpoint_reader, load_weights
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel
+from .pooling import Pooler, StepOutput
 from .programs import record_steps
 from .sampling.grammar import GrammarCache
 from .sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
@@ -87,6 +88,7 @@ class ModelRunner(Executor):
             self._device,
             broadcast=group.broadcast if group and self.launches_ahead else None,
         )
+        self._pooler = Pooler(model.normalize)
         self._num_top: dict[int, int] = {}  # alternatives of each prompt token, where they are wanted, by sequence
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # that the last step sampled,
         self._last_rows: dict[int, int] = {}  # and in which row, by sequence
@@ -163,17 +165,17 @@ class ModelRunner(Executor):
             self._admit(step)
         sampled = [each for step in plan.sequences if step.num_samples for each in step.each_sample()]
         on_layers = None if self.launches_ahead else on_layers
-        logits = prompts = chunks = None
+        found = StepOutput()
         if plan.sequences:
             with self.adapters.applied(plan) as is_adapted:
-                logits, prompts, chunks = self._logits(plan, on_layers, is_adapted)
-        if logits is None or not sampled:
+                found = self._logits(plan, on_layers, is_adapted)
+        if found.logits is None or not sampled:
             # No token, but the result waits for the step's end all the same.
-            return _collect(plan, self._last_tokens[:0], chunks, None, prompts, {})
+            return _collect(plan, self._last_tokens[:0], found, None, {})
         self._on_stage("sample")
-        result = self._sampler(logits, sampled)
+        result = self._sampler(found.logits, sampled)
         self._last_tokens, self._last_rows = result.tokens, result.rows
-        return _collect(plan, result.tokens, chunks, result.logprobs, prompts, result.failed)
+        return _collect(plan, result.tokens, found, result.logprobs, result.failed)
 
     def warmup(self) -> None:
         """Runs steps like those to come, so that the first request does not pay for first-use set-up, and captures
@@ -216,6 +218,7 @@ class ModelRunner(Executor):
     def _release(self, sequence_id: int) -> None:
         self._tables.pop(sequence_id, None)
         self._num_top.pop(sequence_id, None)
+        self._pooler.release(sequence_id)
         self._sampler.release(sequence_id)
         self.adapters.release(sequence_id)
 
@@ -225,6 +228,7 @@ class ModelRunner(Executor):
             self._tables[step.sequence_id] = array("i")
             if step.sampling.prompt_logprobs is not None:
                 self._num_top[step.sequence_id] = step.sampling.prompt_logprobs
+            self._pooler.admit(step.sequence_id, step.sampling.pooling)
             self._sampler.admit(step, step.sampling)
             self.adapters.admit(step.sequence_id, step.adapter)
         blocks = self._tables[step.sequence_id]
@@ -236,24 +240,22 @@ class ModelRunner(Executor):
         if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
             self.kv.clear_after(blocks[last], first_in_last)
 
-    def _logits(
-        self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool
-    ) -> tuple[torch.Tensor, LogprobsTensors | None, torch.Tensor | None]:
-        """Returns logits [num_sampled, vocab_size], with a row for each token of a draft, too, the log probabilities
-        that are wanted of prompts, and the sums of `_sum_chunks`. A step that `is_adapted` is neither a recorded nor a
-        captured one."""
+    def _logits(self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool) -> StepOutput:
+        """Runs the model; there is a row of logits for each token of a draft, too. A step that `is_adapted` is neither
+        a recorded nor a captured one."""
         spans = [
             SequenceSpan(blocks=self._tables[step.sequence_id], start=step.start, num_tokens=len(step.token_ids))
             for step in plan.sequences
         ]
         token_ids = self._token_ids(plan)
         num_sampling = sum(step.num_samples > 0 for step in plan.sequences)
-        only_decodes = len(spans) == len(token_ids) == num_sampling and not is_adapted
+        pools = self._pooler.takes_part(plan.sequences)
+        only_decodes = len(spans) == len(token_ids) == num_sampling and not is_adapted and not pools
         if self._graphs and only_decodes:
             self._on_stage("model")
             logits = self._graphs.run(token_ids, spans)
             if logits is not None:
-                return logits, None, None
+                return StepOutput(logits)
         counts = np.array([span.num_tokens for span in spans])
         ends = counts.cumsum()
         firsts = np.array([span.start for span in spans]) - ends + counts
@@ -264,14 +266,15 @@ class ModelRunner(Executor):
             self._on_stage("model")
             logits = self._decodes(token_ids, positions_device, spans)
             if logits is not None:
-                return logits, None, None
+                return StepOutput(logits)
         hidden = self._hidden(token_ids, positions_device, spans, on_layers, is_adapted)
         rows = None if len(sampled_rows) == len(token_ids) else rows_device
         prompts = None
         if self._num_top and any(each.sequence_id in self._num_top for each in plan.sequences):
             prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
         logits = self._model.compute_logits(hidden if rows is None else hidden[rows])
-        return logits, prompts, _sum_chunks(hidden, plan.sequences)
+        embeddings = self._pooler(hidden, plan.sequences) if pools else None
+        return StepOutput(logits, prompts, _sum_chunks(hidden, plan.sequences), embeddings)
 
     def _hidden(
         self,
@@ -307,29 +310,32 @@ class ModelRunner(Executor):
 def _collect(
     plan: StepPlan,
     tokens: torch.Tensor,
-    chunks: torch.Tensor | None,
+    output: StepOutput,
     logprobs: LogprobsTensors | None,
-    prompts: LogprobsTensors | None,
     failed: dict[int, str],
 ) -> Callable[[], Samples]:
-    """Queues the copy of tokens [num_samples], the sums of chunks and log probabilities to the host; the result waits
-    for it."""
+    """Queues the copy of tokens [num_samples], and of what else is reported, to the host; the result waits for it."""
+    prompts, embeddings = output.prompts, output.embeddings
     computed = [each for each in (logprobs, prompts) if each is not None]
-    sums = [] if chunks is None else [chunks]
-    wait = to_host(tokens, *sums, *(tensor for each in computed for tensor in each.tensors))
+    sums = [] if output.chunks is None else [output.chunks]
+    pooled = [] if embeddings is None else [embeddings.rows]
+    wait = to_host(tokens, *sums, *pooled, *(tensor for each in computed for tensor in each.tensors))
 
     def collect() -> Samples:
         sampled, *rest = wait()
         found = rest.pop(0) if sums else []
+        rows = rest.pop(0) if pooled else []
         if min(sampled, default=0) < 0 or not all(map(math.isfinite, found)):
             failed.update(_not_finite(plan, sampled, found))
+        by_id = dict(zip(embeddings.ids, rows, strict=True)) if embeddings is not None else {}
         if not computed:
-            return Samples(tokens=sampled, failed=failed)
+            return Samples(tokens=sampled, embeddings=by_id, failed=failed)
         by_sequence = iter(each.to_lists(*rest[3 * index : 3 * index + 3]) for index, each in enumerate(computed))
         return Samples(
             tokens=sampled,
             logprobs=next(by_sequence) if logprobs is not None else {},
             prompt_logprobs=next(by_sequence) if prompts is not None else {},
+            embeddings=by_id,
             failed=failed,
         )
 

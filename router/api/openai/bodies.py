@@ -37,7 +37,7 @@ def _strings(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: object) -> object:
+def parse_prompts(value: object) -> object:
     """Returns a list of prompts, strings or lists of token ids, for any of the four forms."""
     prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])) else value
     if isinstance(prompts, list):
@@ -84,7 +84,7 @@ Ignored = Annotated[_T | None, Field(description="Accepted, without effect.")]
 _Text = Annotated[str, Field(min_length=1)]
 _TokenIds = Annotated[list[UInt32], Field(min_length=1)]
 _Prompts = Annotated[list[_Text | _TokenIds], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
-_PROMPT_SCHEMA: Final = TypeAdapter(_Text | _TokenIds | _Prompts).json_schema()
+PROMPT_SCHEMA: Final = TypeAdapter(_Text | _TokenIds | _Prompts).json_schema()
 _PART: Final = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -196,7 +196,7 @@ class Body(OpenModel):
 class CompletionFields(Body):
     """Declares the fields of POST /v1/completions that are no request parameters."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(PROMPT_SCHEMA)]
     suffix: Only[Literal[""]] = None
     add_special_tokens: Only[Literal[True]] = None
 

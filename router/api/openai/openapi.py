@@ -90,8 +90,13 @@ def command(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def generation(kind: type[BaseModel], made: str, members: Sequence[str] = ("id", "choices", "usage")) -> dict[str, Any]:
-    """Returns the description of a path that generates: its body, its headers, both forms of its response, which whole
+    """Returns the description of a path that generates: its body, its headers, the forms of its response, which whole
     is an object with these `members`."""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": list(members)}}}
+    description = f"A {made}."
+    if "stream" in kind.model_fields:
+        content["text/event-stream"] = {}
+        description = f"A {made}; with `stream` as server-sent events, of which the last may be an error."
     return request_body(kind) | {
         "parameters": [
             {
@@ -107,15 +112,7 @@ def generation(kind: type[BaseModel], made: str, members: Sequence[str] = ("id",
                 "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
             },
         ],
-        "responses": {
-            "200": {
-                "description": f"A {made}; with `stream` as server-sent events, of which the last may be an error.",
-                "content": {
-                    "application/json": {"schema": {"type": "object", "required": list(members)}},
-                    "text/event-stream": {},
-                },
-            }
-        },
+        "responses": {"200": {"description": description, "content": content}},
     }
 
 

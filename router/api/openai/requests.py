@@ -4,7 +4,7 @@ A field that Tandem cannot honour is refused by name unless its value asks for n
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -88,12 +88,7 @@ class OpenAIRequest(HttpRequest):
 def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
     """Translates the body of POST /v1/completions. Raises InvalidArgument that names the field."""
     parsed = parse(CompletionBody, body)
-    prompts = [
-        inference_pb2.Prompt(text=prompt)
-        if isinstance(prompt, str)
-        else inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
-        for prompt in parsed.prompt
-    ]
+    prompts = prompt_messages(parsed.prompt)
     common, names = _translate(parsed)
     has_prompt_logprobs = common.HasField("prompt_logprobs")
     if common.echo and common.HasField("logprobs") and not has_prompt_logprobs:
@@ -107,6 +102,16 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
         is_streamed=bool(parsed.stream),
         has_prompt_logprobs=has_prompt_logprobs,
     )
+
+
+def prompt_messages(prompts: Iterable[str | list[int]]) -> list[inference_pb2.Prompt]:
+    """Returns prompts that are texts or token ids as messages."""
+    return [
+        inference_pb2.Prompt(text=prompt)
+        if isinstance(prompt, str)
+        else inference_pb2.Prompt(token_ids=inference_pb2.TokenIds(ids=prompt))
+        for prompt in prompts
+    ]
 
 
 def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:

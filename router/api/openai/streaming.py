@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar, cast
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -24,8 +24,16 @@ from .resume import EventIds, check_resumable
 _T = TypeVar("_T")
 
 
-class AnswerWriter(Protocol):
+class WholeWriter(Protocol):
     """Writes the answer to one request as an API has it."""
+
+    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+        """Returns the body that is not streamed. `answers`: all messages of each prompt."""
+        ...
+
+
+class AnswerWriter(WholeWriter, Protocol):
+    """Writes it as a stream, too."""
 
     async def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
         """Returns the events of one message for prompt number `prompt`."""
@@ -43,17 +51,13 @@ class AnswerWriter(Protocol):
         """Returns the last event of a stream that broke; `name` maps a field of GenerateRequest to the body's name."""
         ...
 
-    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
-        """Returns the body that is not streamed. `answers`: all messages of each prompt."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """Holds how an API writes answers: makes the writer for a request of it, the model's name and the number of tokens
     of all prompts; and the response of an error."""
 
-    writer: Callable[[Any, str, int], AnswerWriter]
+    writer: Callable[[Any, str, int], WholeWriter]  # an AnswerWriter, if the API streams
     error_response: Callable[[TandemError, Callable[[str], str]], JSONResponse]
 
 
@@ -124,8 +128,8 @@ class GenerationResponse(Response):
         usages = []
         with tandem_errors_only():
             accepted = await self._accept()
-            writer, event_ids = self._made_writer(accepted), EventIds(accepted[0])
-            self._writer = writer
+            writer = self._writer = cast(AnswerWriter, self._made_writer(accepted))
+            event_ids = EventIds(accepted[0])
             if accepted[0].progress:
                 writer.restore(await asyncio.to_thread(delivered, accepted[0]))
             async with aclosing(self._messages(accepted)) as messages:
@@ -156,7 +160,7 @@ class GenerationResponse(Response):
     ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
         return _interleave([self._service.run(each, inference_pb2.Timeline()) for each in accepted])
 
-    def _made_writer(self, accepted: Sequence[PreparedRequest]) -> AnswerWriter:
+    def _made_writer(self, accepted: Sequence[PreparedRequest]) -> WholeWriter:
         model = self._request.common.model or self._service.base_name
         return self._form.writer(self._request, model, sum(len(each.tokens.prompt) for each in accepted))
 

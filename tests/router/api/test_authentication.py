@@ -39,6 +39,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 4},
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/v1/responses": {"model": "tiny", "input": "hi", "max_output_tokens": 4},
+    "/v1/embeddings": {"model": "tiny", "input": "hi"},
+    "/score": {"model": "tiny", "text_1": "h", "text_2": "i"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
 }

@@ -125,6 +125,10 @@ class TransformersForCausalLM(CausalLM):
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.normalize`: these are normed."""
+        return hidden
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.compute_logits`."""
         self._given.last_hidden_state = hidden[None]

@@ -37,6 +37,11 @@ class CausalLM(Module, ABC):
         Calls `on_layers` between some layers with the number of layers whose KV cache is stored."""
 
     @abstractmethod
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps hidden states [num_rows, hidden] to those after the last norm, which transformers calls
+        last_hidden_state."""
+
+    @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps hidden states [num_rows, hidden] to logits [num_rows, vocab_size]."""
 

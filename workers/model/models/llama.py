@@ -152,6 +152,10 @@ class LlamaForCausalLM(CausalLM):
             x = layer(x, rotary[self._rotary_of_layers[index]], attention)
         return x
 
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.normalize`."""
+        return self.norm(hidden)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.compute_logits`."""
         hidden = self.norm(hidden)

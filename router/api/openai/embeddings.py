@@ -1,0 +1,182 @@
+"""Answers POST /v1/embeddings, OpenAI's, and POST /score, vLLM's: both are prompts of which nothing is generated."""
+
+import asyncio
+import base64
+import json
+import math
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from ....proto import inference_pb2, limits
+from ....proto.errors import InvalidArgument
+from ....proto.parameters import check_count
+from ...frontend.tokenizer import Tokenizer
+from .bodies import PROMPT_SCHEMA, Ignored, OpenModel, parse_prompts
+from .parsing import parse
+from .requests import HttpRequest, prompt_messages
+from .responses import error_response
+from .streaming import AnswerForm, WholeWriter
+
+_POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
+
+
+def _no_dimensions(value: object) -> object:
+    if value is not None:
+        raise PydanticCustomError("dimensions", "is not supported: no shorter embeddings of this model are defined")
+    return value
+
+
+class EmbeddingsBody(OpenModel):
+    """Declares the body of POST /v1/embeddings."""
+
+    model: str | None = None
+    input: Annotated[list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[None, BeforeValidator(_no_dimensions), WithJsonSchema({"type": "null"})] = None
+    pooling_type: Literal["LAST", "MEAN"] | None = Field(
+        None, description="Of the last hidden states; LAST by default."
+    )
+    normalize: bool | None = Field(None, description="Makes the length 1, which is the default.")
+    user: Ignored[str] = None
+
+
+def _texts(value: object) -> object:
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and not 1 <= len(texts) <= limits.MAX_PROMPTS:
+        raise PydanticCustomError("texts", f"has {len(texts)} texts; 1 to {limits.MAX_PROMPTS} are taken")
+    return texts
+
+
+_TEXTS_SCHEMA: Final = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": limits.MAX_PROMPTS}]
+}
+_Texts = Annotated[list[str], FailFast(), BeforeValidator(_texts), WithJsonSchema(_TEXTS_SCHEMA)]
+
+
+class ScoreBody(OpenModel):
+    """Declares the body of POST /score."""
+
+    model: str | None = None
+    text_1: _Texts
+    text_2: _Texts
+    user: Ignored[str] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingsRequest(HttpRequest):
+    """Holds what the answer needs of the body, too."""
+
+    in_base64: bool
+    normalizes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest(HttpRequest):
+    """Holds where in each prompt the scored text begins, too."""
+
+    starts: Sequence[int]
+
+
+def parse_embeddings(body: bytes, request_id: str) -> EmbeddingsRequest:
+    """Translates the body of POST /v1/embeddings. Raises InvalidArgument that names the field."""
+    parsed = parse(EmbeddingsBody, body)
+    pooling = _POOLINGS[parsed.pooling_type or "LAST"]
+    return EmbeddingsRequest(
+        common=inference_pb2.GenerateRequest(model=parsed.model or "", pooling=pooling),
+        prompts=prompt_messages(parsed.input),
+        request_id=request_id,
+        names={"prompt": "input"},
+        is_streamed=False,
+        in_base64=parsed.encoding_format == "base64",
+        normalizes=parsed.normalize is not False,
+    )
+
+
+async def make_score_request(body: ScoreBody, tokenizer: Tokenizer, request_id: str) -> ScoreRequest:
+    """Makes a prompt of each pair of texts: of the first text 1 with each text 2, or of as many of both. Raises
+    InvalidArgument."""
+    firsts, seconds = body.text_1, body.text_2
+    if len(firsts) not in (1, len(seconds)):
+        raise InvalidArgument(f"has {len(firsts)} texts; 1 or as many as text_2 are taken", "text_1")
+    # Each text_1 stands before as many texts as there are: together they are bounded as if the body had them all.
+    num_characters = len(seconds) // len(firsts) * sum(map(len, firsts)) + sum(map(len, seconds))
+    check_count(num_characters, limits.MAX_MESSAGE_BYTES, "characters in all pairs", "text_1")
+    before = [await _encode(tokenizer, text, f"text_1[{i}]", is_first=True) for i, text in enumerate(firsts)]
+    after = [await _encode(tokenizer, text, f"text_2[{i}]", is_first=False) for i, text in enumerate(seconds)]
+    before *= len(after) // len(before)
+    common = inference_pb2.GenerateRequest(model=body.model or "", prompt_logprobs=0, stopping={"max_tokens": 0})
+    return ScoreRequest(
+        common=common,
+        prompts=prompt_messages(first + second for first, second in zip(before, after, strict=True)),
+        request_id=request_id,
+        names={"prompt": "text_2", "logprobs": "text_2"},
+        is_streamed=False,
+        starts=[len(first) for first in before],
+    )
+
+
+async def _encode(tokenizer: Tokenizer, text: str, field: str, *, is_first: bool) -> list[int]:
+    check_count(len(text), limits.MAX_PROMPT_CHARACTERS, "characters", field)
+    ids = await tokenizer.encode(text, add_special_tokens=is_first)
+    if not ids:
+        raise InvalidArgument("has no tokens; at least 1 is needed", field)
+    return ids
+
+
+class EmbeddingsWriter(WholeWriter):
+    """Writes the answer to POST /v1/embeddings."""
+
+    def __init__(self, request: EmbeddingsRequest, model: str, _prompt_tokens: int) -> None:
+        self._model = model
+        self._in_base64, self._normalizes = request.in_base64, request.normalizes
+
+    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+        """See WholeWriter."""
+        return await asyncio.to_thread(self._whole, answers)
+
+    def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+        found = [array("f", [number for each in messages for number in each.embedding]) for messages in answers]
+        data = [{"object": "embedding", "index": i, "embedding": self._written(each)} for i, each in enumerate(found)]
+        return json.dumps({"object": "list", "model": self._model, "data": data, "usage": _usage(answers)}).encode()
+
+    def _written(self, embedding: "array[float]") -> str | list[float]:
+        if self._normalizes:
+            length = math.sqrt(math.fsum(number * number for number in embedding)) or 1.0
+            embedding = array("f", [number / length for number in embedding])
+        return base64.b64encode(embedding.tobytes()).decode() if self._in_base64 else embedding.tolist()
+
+
+class ScoreWriter(WholeWriter):
+    """Writes the answer to POST /score."""
+
+    def __init__(self, request: ScoreRequest, model: str, _prompt_tokens: int) -> None:
+        self._model = model
+        self._starts = request.starts
+        self._request_id = request.request_id
+
+    async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+        """See WholeWriter."""
+        return await asyncio.to_thread(self._whole, answers)
+
+    def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
+        data = []
+        for index, (start, messages) in enumerate(zip(self._starts, answers, strict=True)):
+            scores = [each.token.logprob for message in messages for each in message.prompt_logprobs]
+            data.append({"index": index, "object": "score", "score": math.fsum(scores[start:])})
+        head = {"id": f"score-{self._request_id}", "object": "list", "created": int(time.time()), "model": self._model}
+        return json.dumps(head | {"data": data, "usage": _usage(answers)}).encode()
+
+
+def _usage(answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> dict[str, Any]:
+    num_tokens = sum(messages[-1].usage.prompt_tokens for messages in answers)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+EMBEDDINGS_FORM: Final = AnswerForm(EmbeddingsWriter, error_response)
+SCORE_FORM: Final = AnswerForm(ScoreWriter, error_response)

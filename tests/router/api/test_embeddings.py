@@ -1,0 +1,152 @@
+"""Embeddings and scores of a real model over HTTP, against transformers."""
+
+import base64
+import json
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import openai
+import pytest
+import torch
+
+from tandem.proto import inference_pb2
+from tandem.proto.inference_pb2_grpc import InferenceStub
+from tandem.router.api.servers import ApiServers
+from tandem.router.api.service import GenerationService
+from tandem.router.frontend.prepare import ServedModel
+from tandem.router.frontend.tokenizer import Tokenizer
+from tandem.tests.fleet import Fleet, split_fleet
+from tandem.tests.workers.model.helpers import prompt, reference
+
+TEXTS = ["The quick brown fox.", "What is the capital of France? The capital of France is Paris.", "a"]
+
+
+@pytest.fixture
+async def workers(tiny_model: Path) -> AsyncIterator[Fleet]:
+    async with split_fleet(tiny_model, {"prefill": [1], "decode": [1]}) as workers:
+        yield workers
+
+
+@pytest.fixture
+async def servers(tiny_model: Path, workers: Fleet) -> AsyncIterator[ApiServers]:
+    model = ServedModel(name="tiny", tokenizer=Tokenizer.load(tiny_model), context_tokens=2_048)
+    servers = await ApiServers.start(GenerationService([model], workers.dispatcher))
+    yield servers
+    await servers.stop(0)
+
+
+@pytest.fixture
+async def client(servers: ApiServers) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"http://{servers.http_address}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        yield client
+
+
+@torch.inference_mode()
+def hidden_states(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+    """[num_tokens, hidden]"""
+    model: Any = reference(folder)
+    states: torch.Tensor = model.base_model(torch.tensor([list(ids)])).last_hidden_state[0]
+    return states
+
+
+async def test_embeddings(tiny_model: Path, client: openai.AsyncOpenAI) -> None:
+    """Of texts and token ids, as OpenAI's client asks for them (in base64) and as lists; normalised."""
+    tokenizer = Tokenizer.load(tiny_model)
+    ids = [await tokenizer.encode(text) for text in TEXTS] + [prompt(70)]
+    forms: list[Any] = [(TEXTS[0], ids[:1]), (TEXTS, ids[:3]), (ids[3], ids[3:]), (ids, ids)]
+    for given, tokens in forms:
+        made = await client.embeddings.create(model="tiny", input=given)
+        assert [each.index for each in made.data] == list(range(len(tokens)))
+        assert (made.usage.prompt_tokens, made.usage.total_tokens) == (sum(map(len, tokens)),) * 2
+        for each, prompt_ids in zip(made.data, tokens, strict=True):
+            state = hidden_states(tiny_model, prompt_ids)[-1]
+            torch.testing.assert_close(torch.tensor(each.embedding), state / state.norm(), atol=1e-4, rtol=0)
+
+
+async def test_mean_and_lengths_as_they_are(tiny_model: Path, servers: ApiServers, workers: Fleet) -> None:
+    ids, url = prompt(100), f"http://{servers.http_address}/v1/embeddings"
+    expected = hidden_states(tiny_model, ids).mean(0)
+    async with httpx.AsyncClient(timeout=30) as http:
+        body = {"input": ids, "pooling_type": "MEAN", "normalize": False}
+        for form in ("float", "base64"):  # the second one finds its prefix in the cache, and does not use it
+            found = (await http.post(url, json=body | {"encoding_format": form})).json()["data"][0]["embedding"]
+            if form == "base64":
+                found = list(array("f", base64.b64decode(found)))
+            torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+        cached = sum(status.info.load.cached_blocks for status in await workers.statuses())
+        assert cached >= len(ids) // 16
+        last = await http.post(url, json={"input": ids, "normalize": False})  # which does use it
+    found = last.json()["data"][0]["embedding"]
+    torch.testing.assert_close(torch.tensor(found), hidden_states(tiny_model, ids)[-1], atol=1e-4, rtol=0)
+
+
+async def test_over_grpc(tiny_model: Path, servers: ApiServers) -> None:
+    ids = prompt(20)
+    request = inference_pb2.GenerateRequest(prompt={"token_ids": {"ids": ids}}, pooling="POOLING_LAST")
+    async with grpc.aio.insecure_channel(servers.grpc_address) as channel:
+        messages = [each async for each in InferenceStub(channel).Generate(request)]  # type: ignore[no-untyped-call]
+    (message,) = messages
+    assert (message.text, list(message.token_ids), message.usage.prompt_tokens) == ("", [], 20)
+    state = hidden_states(tiny_model, ids)[-1]
+    torch.testing.assert_close(torch.tensor(list(message.embedding)), state, atol=1e-4, rtol=0)
+
+
+async def test_scores(tiny_model: Path, servers: ApiServers) -> None:
+    """The sum of the log probabilities of the second text's tokens after the first text."""
+    tokenizer = Tokenizer.load(tiny_model)
+    model: Any = reference(tiny_model)
+
+    async def expected(first: str, second: str) -> float:
+        before, after = await tokenizer.encode(first), await tokenizer.encode(second, add_special_tokens=False)
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([before + after])).logits[0].log_softmax(-1)
+        rows = range(len(before) - 1, len(before) + len(after) - 1)
+        return float(sum(logprobs[row, token] for row, token in zip(rows, after, strict=True)))
+
+    cases: list[tuple[Any, Any]] = [
+        (TEXTS[0], " dog"),
+        (TEXTS[0], [" dog", " The fox", "x"]),
+        (TEXTS, [" dog", " The fox", "x"]),
+    ]
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=30) as http:
+        for text_1, text_2 in cases:
+            answer = await http.post("/score", json={"model": "tiny", "text_1": text_1, "text_2": text_2})
+            assert answer.status_code == 200, answer.text
+            seconds = text_2 if isinstance(text_2, list) else [text_2]
+            firsts = text_1 if isinstance(text_1, list) else [text_1] * len(seconds)
+            for each, first, second in zip(answer.json()["data"], firsts, seconds, strict=True):
+                assert each["score"] == pytest.approx(await expected(first, second), abs=1e-3)
+        assert answer.json()["usage"]["prompt_tokens"] > 0
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/embeddings", {}, "input"),
+    ("/v1/embeddings", {"input": ""}, "input"),
+    ("/v1/embeddings", {"input": []}, "input"),
+    ("/v1/embeddings", {"input": ["x"] * 129}, "input"),
+    ("/v1/embeddings", {"input": [9_999]}, "input"),
+    ("/v1/embeddings", {"input": "x " * 5_000}, "input"),
+    ("/v1/embeddings", {"input": "x", "dimensions": 8}, "dimensions"),
+    ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
+    ("/v1/embeddings", {"input": "x", "pooling_type": "CLS"}, "pooling_type"),
+    ("/v1/embeddings", {"input": "x", "more": 1}, "more"),
+    ("/score", {"text_1": "x"}, "text_2"),
+    ("/score", {"text_1": ["x", "y"], "text_2": "z"}, "text_1"),
+    ("/score", {"text_1": "x", "text_2": []}, "text_2"),
+    ("/score", {"text_1": "x", "text_2": ["y", ""]}, "text_2[1]"),
+    ("/score", {"text_1": "x", "text_2": "y " * 5_000}, "text_2"),
+    ("/score", {"text_1": 1, "text_2": "y"}, "text_1"),
+]
+
+
+async def test_what_is_wrong_is_named(servers: ApiServers) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=30) as http:
+        for path, body, field in BAD:
+            answer = await http.post(path, json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field), (path, json.dumps(body)[:100], error)
