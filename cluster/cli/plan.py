@@ -115,11 +115,8 @@ def check(
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
     if model_impl not in MODEL_IMPLS:
         raise InvalidArgument(f"must be one of {', '.join(MODEL_IMPLS)}", "--model-impl")
-    from ...workers.model.loader import (
-        check_checkpoint,
-        weight_schemes,
-        weight_shapes,
-    )  # with torch, which takes a second
+    # With torch, which takes a second.
+    from ...workers.model.loader import check_checkpoint, weight_schemes, weight_shapes
 
     try:
         folder = resolve_model(model, dtype=dtype, progress=True)
