@@ -214,7 +214,7 @@ class KvReceived(_message.Message):
     def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_active_seconds: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first_index", "ids", "finish_reason", "prefill_seconds", "logprobs", "prompt_logprobs", "score", "num_draft_tokens", "embedding")
+    __slots__ = ("first_index", "ids", "finish_reason", "prefill_seconds", "logprobs", "prompt_logprobs", "score", "num_draft_tokens", "num_accepted_tokens", "num_drafts", "embedding")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +223,8 @@ class Tokens(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -232,8 +234,10 @@ class Tokens(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenScores]
     score: float
     num_draft_tokens: int
+    num_accepted_tokens: int
+    num_drafts: int
     embedding: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., prefill_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., score: _Optional[float] = ..., num_draft_tokens: _Optional[int] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., prefill_seconds: _Optional[float] = ..., logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ..., score: _Optional[float] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ..., embedding: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenScores(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")

@@ -79,6 +79,8 @@ class RouterSession:
         tokens.score = event.score
         if event.num_draft_tokens:
             tokens.num_draft_tokens = event.num_draft_tokens
+            tokens.num_accepted_tokens = len(event.token_ids) - 1
+            tokens.num_drafts = 1
         if event.embedding:
             tokens.embedding.extend(event.embedding)
         if event.logprobs:

@@ -100,7 +100,9 @@ class LocalEngine:
         await self._scope.aclose()
 
     async def prepare(self, request: inference_pb2.GenerateRequest) -> PreparedRequest:
-        """Checks and tokenizes a request. Raises InvalidArgument, or NotFound for another model's name."""
+        """Checks and tokenizes a request. Raises InvalidArgument, NotFound for another model's name, and InternalError
+        once the engine has failed."""
+        self._check_failed()
         return await self.service.accept(request, RequestContext(arrived=time.monotonic()))
 
     async def use_adapter(self, request: LoRARequest) -> str:
@@ -118,8 +120,7 @@ class LocalEngine:
         self, request: PreparedRequest, timeline: inference_pb2.Timeline
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Yields what `GenerationService.run` does. Raises InternalError once the engine has failed."""
-        if self._worker.failed.is_set():  # the request would wait for another worker
-            raise InternalError(_FAILED)
+        self._check_failed()  # the request would wait for another worker
         try:
             with tandem_errors_only():
                 async with aclosing(self.service.run(request, timeline)) as messages:
@@ -154,6 +155,10 @@ class LocalEngine:
     async def status(self) -> worker_pb2.GetStatusResponse:
         """Returns what the worker holds, and whether its blocks are intact."""
         return await self._worker.status()
+
+    def _check_failed(self) -> None:
+        if self._worker.failed.is_set():
+            raise InternalError(_FAILED)
 
     async def _watch(self) -> None:
         """Ends all requests once the engine has failed or hangs."""

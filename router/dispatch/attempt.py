@@ -282,7 +282,7 @@ class Attempt:
         if choice not in self._states:
             return None
         if tokens.num_draft_tokens:
-            self._timer.drafted(tokens.num_draft_tokens, len(tokens.ids) - 1)
+            self._timer.drafted(tokens)
         # The first token may be one that the prefill worker drew.
         self.is_proven |= tokens.first_index + len(tokens.ids) >= self._proof
         finish_reason = tokens.finish_reason

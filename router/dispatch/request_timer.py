@@ -109,11 +109,11 @@ class RequestTimer:
             self._gaps.observe(0.0, count - 1)
         self._last_of[choice] = now
 
-    def drafted(self, num_tokens: int, num_accepted: int) -> None:
-        """Counts the tokens that a worker guessed for a step, and those of them that were right."""
-        self._metrics.add(SPEC_DRAFTS)
-        self._metrics.add(SPEC_DRAFT_TOKENS, num_tokens)
-        self._metrics.add(SPEC_ACCEPTED_TOKENS, num_accepted)
+    def drafted(self, tokens: worker_pb2.Tokens) -> None:
+        """Counts what a worker guessed for the steps of these tokens, and what of that was right."""
+        self._metrics.add(SPEC_DRAFTS, tokens.num_drafts)
+        self._metrics.add(SPEC_DRAFT_TOKENS, tokens.num_draft_tokens)
+        self._metrics.add(SPEC_ACCEPTED_TOKENS, tokens.num_accepted_tokens)
 
     def stop(self) -> None:
         """Writes the timeline: the request has ended, whichever way."""

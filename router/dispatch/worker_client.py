@@ -285,4 +285,8 @@ def _merge(waiting: worker_pb2.Tokens, more: worker_pb2.Tokens) -> bool:
     waiting.prefill_seconds = waiting.prefill_seconds or more.prefill_seconds
     waiting.finish_reason = more.finish_reason
     waiting.score = more.score
+    if more.num_draft_tokens:
+        waiting.num_draft_tokens += more.num_draft_tokens
+        waiting.num_accepted_tokens += more.num_accepted_tokens
+        waiting.num_drafts += more.num_drafts
     return True

@@ -77,6 +77,9 @@ class ToyForCausalLM(CausalLM):
             x = layer(x, attention)
         return x
 
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
 

@@ -120,6 +120,7 @@ SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "grammar": st.text(max_size=20),
     "logprobs": COUNTS,
     "prompt_logprobs": COUNTS,
+    "pooling": st.sampled_from([None, "last", "mean"]),
 }
 STEP_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sequence_id": st.integers(0, 2**63 - 1),
