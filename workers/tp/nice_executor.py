@@ -9,16 +9,16 @@ from ..engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
 
 
 class NiceExecutor(Executor):
-    """Runs another executor's steps at a niceness, the urgent ones at that of the process.
+    """Runs another executor's steps nicer than the process, the urgent ones as nice as that.
 
     A stream that was interrupted would else wait for all that decodes on the same cores. To become less nice again
     takes CAP_SYS_NICE, or RLIMIT_NICE: without them all steps are nice."""
 
     def __init__(self, executor: Executor, nice: int) -> None:
-        """`nice`: of the thread that calls `launch`, at first."""
+        """`nice`: by how much nicer the thread that calls `launch` is at first."""
         self._executor = executor
-        self._nice = self._current = nice
-        self._usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        self._usual = usual_niceness()
+        self._nice = self._current = self._usual + nice
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """See `Executor.launch`."""
@@ -32,3 +32,8 @@ class NiceExecutor(Executor):
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
         """See `Executor.prepare_masks`."""
         return self._executor.prepare_masks(sequences, seconds)
+
+
+def usual_niceness() -> int:
+    """Returns the niceness of this process's first thread."""
+    return os.getpriority(os.PRIO_PROCESS, os.getpid())

@@ -21,7 +21,7 @@ from ..model.runner import ModelRunner
 from ..threads import available_cores, let_others_first
 from ..transfer.connector import TransferContext
 from .adapters import LoadOnRank, adapter_loader
-from .nice_executor import NiceExecutor
+from .nice_executor import NiceExecutor, usual_niceness
 from .process_group import TpGroup
 
 
@@ -41,7 +41,7 @@ class RankConfig:
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
     transports: tuple[str, ...] = ("shared",)  # of KV cache, preferred to gRPC in this order
-    nice: int = 0  # niceness of the thread that computes on a CPU, see `NiceExecutor`
+    nice: int = 0  # by how much nicer than its process the thread is that computes on a CPU, see `NiceExecutor`
     host: str = "127.0.0.1"  # the one interface to bind
     port: int = 0  # 0 takes a free one
     stall_seconds: float = 30.0  # timeout of a KV transfer without progress
@@ -136,5 +136,5 @@ def enter_engine_thread(config: RankConfig) -> None:
     if config.device == "cpu":
         let_others_first()
         if config.nice:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), config.nice)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), usual_niceness() + config.nice)
         cpu.bind_threads()

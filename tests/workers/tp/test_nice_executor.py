@@ -1,6 +1,8 @@
 """Tests that urgent steps wait for no other process."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +43,7 @@ def test_urgent_steps_are_not_nice_where_that_is_allowed() -> None:
         set_niceness(usual + 5)
         may = set_niceness(usual)
         set_niceness(usual + 5)
-        executor = NiceExecutor(noting, usual + 5)
+        executor = NiceExecutor(noting, 5)
         for is_urgent in (False, True, True, False):
             executor.launch(StepPlan(sequences=(), dropped=(), is_urgent=is_urgent))()
         return may
@@ -50,3 +52,23 @@ def test_urgent_steps_are_not_nice_where_that_is_allowed() -> None:
         may = thread.submit(run).result()
     nice = usual + 5
     assert noting.found == ([nice, usual, usual, nice] if may else [nice] * 4)
+
+
+_ENTER = """
+import os, threading
+from tandem.proto.identity import PeerIdentity
+from tandem.workers.tp.rank import RankConfig, enter_engine_thread
+def run():
+    enter_engine_thread(RankConfig(model="", identity=PeerIdentity.generate(), nice=3))
+    print(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+
+
+def test_the_engine_s_thread_is_nicer_than_its_process_by_as_much_as_configured() -> None:
+    """Of a process that is nice itself: an absolute niceness might be below its own, which is not allowed."""
+    command = ["nice", "-n", "4", sys.executable, "-c", _ENTER]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert int(found) == min(os.getpriority(os.PRIO_PROCESS, 0) + 4, 19) + 3
