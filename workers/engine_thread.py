@@ -46,6 +46,10 @@ class EngineThread:
             self._commands.append(command)
             self._wake.notify()
 
+    def hurry(self) -> None:
+        """Has the step under way end soon, see `Executor.hurry`."""
+        self._engine.hurry()
+
     def call_in_loop(self, callback: Callable[[], None]) -> None:
         """Runs `callback` in the event loop; called from the engine's thread."""
         self._loop.call_soon_threadsafe(callback)

@@ -166,6 +166,8 @@ class RequestManager:
             request.preparing.add_done_callback(self._check_task)
         else:
             self.thread.post(partial(self._enqueue, request, submitted))
+        if spec.continues:
+            self.thread.hurry()
 
     def cancel(self, session: RouterSession, cancel: worker_pb2.Cancel) -> None:
         """Ends a request, or one of its choices. Ignores one that has ended."""

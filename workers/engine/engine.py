@@ -26,7 +26,7 @@ _LEAST_AHEAD: Final = 128  # tokens of a step; a message about fewer takes longe
 
 
 class Engine:
-    """Runs sequences on an executor, step after step. All calls come from one thread.
+    """Runs sequences on an executor, step after step. All calls but `hurry` come from one thread.
 
     With `config.overlap`, one step is in flight between two calls of `step`, so that the executor has the next step
     before it has finished the last.
@@ -109,6 +109,10 @@ class Engine:
         sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
         self.requests.publish(sequence)
         self.requests.committed.append((sequence, first_tokens))
+
+    def hurry(self) -> None:
+        """Has the step under way end soon, see `Executor.hurry`."""
+        self._executor.hurry()
 
     @property
     def has_work(self) -> bool:

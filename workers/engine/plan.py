@@ -150,7 +150,7 @@ OnLayers = Callable[[int], None]
 
 
 class Executor(Protocol):
-    """Executes plans in the order of its calls. Used from one thread."""
+    """Executes plans in the order of its calls. Used from one thread, but for `hurry`."""
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         """Starts a step; where the device allows it, without waiting for the previous steps and without calls of
@@ -164,6 +164,11 @@ class Executor(Protocol):
         """Works for about so long on the masks of what may follow in these sequences; returns the ids of those whose
         mask is ready, which may take part in the next step. Called again for the others, it gets to each."""
         return [each.sequence_id for each in sequences]
+
+    def hurry(self) -> None:
+        """Has the step under way, if it waits for other processes, wait no longer: a stream stands still until it has
+        ended. Called from any thread."""
+        return
 
     def execute(self, plan: StepPlan) -> list[int]:
         """Launches a step and returns its tokens."""

@@ -54,6 +54,42 @@ def test_urgent_steps_are_not_nice_where_that_is_allowed() -> None:
     assert noting.found == ([nice, usual, usual, nice] if may else [nice] * 4)
 
 
+class Hurried(FakeExecutor):
+    """Is hurried by another thread in each step, and notes how nice it is before and after."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 16)
+        self.hurry_it: Callable[[], None] = lambda: None
+        self.found: list[int] = []
+
+    def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
+        self.found.append(niceness())
+        with ThreadPoolExecutor(1) as other:
+            other.submit(self.hurry_it).result()
+        self.found.append(niceness())
+        return super().launch(plan, on_layers)
+
+
+def test_a_step_under_way_becomes_less_nice_when_a_stream_waits_for_its_end() -> None:
+    hurried, usual = Hurried(), niceness()
+
+    def run() -> bool:
+        set_niceness(usual + 5)
+        may = set_niceness(usual)
+        set_niceness(usual + 5)
+        executor = NiceExecutor(hurried, 5)
+        executor.hurry()  # before the first step there is nothing to hurry
+        hurried.hurry_it = executor.hurry
+        for _ in range(2):
+            executor.launch(StepPlan(sequences=(), dropped=()))()
+        return may
+
+    with ThreadPoolExecutor(1) as thread:
+        may = thread.submit(run).result()
+    nice = usual + 5
+    assert hurried.found == ([nice, usual] if may else [nice, nice]) * 2
+
+
 _ENTER = """
 import os, threading
 from tandem.proto.identity import PeerIdentity
