@@ -6,6 +6,7 @@
 #     -b PATH           from the host, at the same path, read-only
 #     -m SOURCE TARGET  from the host, read-only
 #     -w TARGET         an empty folder that can be written
+#     -s SOURCE TARGET  from the host, a folder that all can write
 #     -h ADDRESS NAME   the address of a name
 set -euo pipefail
 root=$1
@@ -15,6 +16,7 @@ mount -t tmpfs -o mode=755 tmpfs "$root"
 mkdir -p "$root"/{usr,etc,proc,sys,dev,run,var}
 for name in bin sbin lib lib64; do ln -s "usr/$name" "$root/$name"; done
 read_only() { mkdir -p "$root$2"; mount --bind "$1" "$root$2"; mount -o remount,bind,ro "$root$2"; }
+shared() { mkdir -p "$root$2"; mount --bind "$1" "$root$2"; }
 writable() { mkdir -p "$root$1"; mount -t tmpfs -o mode=1777 tmpfs "$root$1"; }
 read_only /usr /usr
 cp -a /etc/. "$root/etc/"
@@ -27,6 +29,7 @@ while [ "$1" != -- ]; do
   case $1 in
     -b) mounts+=("read_only $2 $2"); shift 2 ;;
     -m) mounts+=("read_only $2 $3"); shift 3 ;;
+    -s) mounts+=("shared $2 $3"); shift 3 ;;
     -w) writable "$2"; shift 2 ;;
     -h) echo "$2 $3" >> "$root/etc/hosts"; shift 3 ;;
   esac

@@ -199,6 +199,11 @@ class PodNetwork:
         for name, address in self.hosts.items():
             yield from ("-h", address, name)
         yield from ("-m", str(self.models), "/models")
+        # Compiled kernels, as on a volume of docs/kubernetes.md: on cores that streams fill, compiling takes minutes.
+        kernels = self.scratch / "kernels"
+        kernels.mkdir(exist_ok=True)
+        kernels.chmod(0o777)
+        yield from ("-s", str(kernels), "/home/tandem/.cache/tandem/kernels")
         # What the image would have: the interpreter, the packages and the code.
         code = [Path(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each]
         for path in dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix).resolve(), ROOT, *code)):
