@@ -38,8 +38,9 @@ class LinearCost:
 class LinearFit:
     """Fits a LinearCost to (amount, seconds) by least squares, later observations weighing more.
 
-    The slope is pulled towards that of a prior as far as the amounts differ too little to tell the slope from the fixed
-    part. Neither is ever negative.
+    As far as the amounts differ too little to tell the slope from the fixed part, the slope is pulled towards that of a
+    prior made as fast as what was observed: prompts of one length say how long a token takes, too. Neither is ever
+    negative.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,9 @@ class LinearFit:
             return LinearCost(fixed=seconds, each=prior.each)
         variance = max(self._square / self._weight - amount * amount, 0.0)
         covariance = self._product / self._weight - amount * seconds
-        each = min(max((covariance + pull * prior.each) / (variance + pull), 0.0), seconds / amount)
+        expected = prior.seconds(amount)
+        likely = prior.each * seconds / expected if expected else 0.0
+        each = min(max((covariance + pull * likely) / (variance + pull), 0.0), seconds / amount)
         return LinearCost(fixed=seconds - each * amount, each=each)
 
 

@@ -171,9 +171,7 @@ class WorkerRegistry:
         else:  # it may have left the directory already, and still hold the KV cache
             sources, local_tokens = [Candidate(worker_id=prefill, pending_tokens=0, num_requests=0, free_tokens=0)], 0
         if goes_ahead:
-            # Prompts of about one length do not tell how much of their time each token takes, see `LinearFit`.
-            sources = [replace(self._ahead(each), transfer=NEUTRAL_TRANSFER) for each in sources]
-            decode = list(map(self._ahead, decode))
+            sources, decode = list(map(self._ahead, sources)), list(map(self._ahead, decode))
         return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
 
     def dispatched(

@@ -24,13 +24,16 @@ def test_a_cost_is_fitted_under_noise_and_followed_when_it_changes() -> None:
         assert cost.seconds(1000) == pytest.approx(fixed + each * 1000, rel=0.05)
 
 
-def test_equal_amounts_take_the_slope_of_the_prior() -> None:
+def test_equal_amounts_take_the_shape_of_the_prior() -> None:
+    """So that a tenth of a prompt, when the rest is cached, is not taken to cost almost as much as all of it."""
+    prior = LinearCost(fixed=0.001, each=0.0002)
     fit = LinearFit()
     for _ in range(10):
-        fit.observe(20, 0.02, NEUTRAL)
-    cost = fit.cost(NEUTRAL)
+        fit.observe(20, 0.02, prior)
+    cost = fit.cost(prior)
     assert cost.seconds(20) == pytest.approx(0.02)
-    assert cost.each == pytest.approx(NEUTRAL.each)
+    assert cost.fixed == pytest.approx(4 * prior.fixed)
+    assert cost.each == pytest.approx(4 * prior.each)
 
 
 def test_one_stall_changes_the_estimate_little() -> None:
