@@ -211,7 +211,7 @@ def _facts(request: PreparedRequest) -> RequestFacts:
 def _estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
     """Estimates the tokens of prompt and completion of a checked request before it is tokenized."""
     prompt = request.prompt
-    characters = len(prompt.text) + sum(len(message.content) for message in prompt.chat.messages)
+    characters = len(prompt.text) + len(prompt.suffix) + sum(len(message.content) for message in prompt.chat.messages)
     num_generated = request.stopping.max_tokens or _TYPICAL_TOKENS
     num_choices = max(request.n, request.best_of, request.beam_search.width, 1)
     num_prompt = len(prompt.token_ids.ids) + characters // _CHARACTERS_PER_TOKEN

@@ -140,9 +140,12 @@ async def check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> No
 
 
 def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
+    if prompt.suffix and not prompt.HasField("text"):
+        raise InvalidArgument("goes with a prompt of text only", "prompt.suffix")
     match prompt.WhichOneof("kind"):
         case "text":
-            check_count(len(prompt.text), limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
+            num_characters = len(prompt.text) + len(prompt.suffix)
+            check_count(num_characters, limits.MAX_PROMPT_CHARACTERS, "characters", "prompt.text")
         case "token_ids":
             check_count(len(prompt.token_ids.ids), limits.MAX_TOKENS, "ids", "prompt.token_ids")
             check_token_ids(prompt.token_ids.ids, tokenizer.vocab_size, "prompt.token_ids")
@@ -155,7 +158,8 @@ def _check_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> None:
 async def encode_prompt(prompt: inference_pb2.Prompt, tokenizer: Tokenizer) -> list[int]:
     """Returns the token ids of a checked prompt of any kind. Raises InvalidArgument if the chat template refuses it."""
     if prompt.HasField("text"):
-        return await tokenizer.encode(prompt.text)
+        text = tokenizer.infill(prompt.text, prompt.suffix) if prompt.suffix else prompt.text
+        return await tokenizer.encode(text)
     if prompt.HasField("chat"):
         return await tokenizer.encode_chat(prompt.chat)
     return list(prompt.token_ids.ids)

@@ -40,6 +40,13 @@ or the service's operator."""
 
 _PROBE: Final = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="Hello")])
 
+_INFILL_MARKS: Final = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite 4
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder (arXiv 2305.06161), Granite Code
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+)
+"""Tokens before a prefix, before its suffix, and before what fills the gap (arXiv 2207.14255, prefix first)."""
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\u2581"  # what SentencePiece writes for a space
 
@@ -126,6 +133,17 @@ class Tokenizer:
     def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """Returns the tokens that are one of these texts each."""
         return frozenset(self._added_ids[text] for text in texts if text in self._added_ids)
+
+    def infill(self, prefix: str, suffix: str) -> str:
+        """Returns the prompt for what lies between two texts. Raises InvalidArgument if the model has no tokens for
+        it."""
+        for before, hole, middle in _INFILL_MARKS:
+            if self._added_ids.keys() >= {before, hole, middle}:
+                return f"{before}{prefix}{hole}{suffix}{middle}"
+        raise InvalidArgument(
+            "the model has no tokens for filling in; send what comes before as the prompt, or ask in a chat",
+            "prompt.suffix",
+        )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`, by default with the special tokens that the tokenizer adds itself."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...output.processor import join_choices
-from ..openai.responses import error_response, error_text
+from ..openai.responses import TokenIds, error_response, error_text
 from ..openai.streaming import AnswerForm
 from .requests import MessagesRequest
 
@@ -33,10 +33,10 @@ _UNFINISHED: Final = inference_pb2.FINISH_REASON_UNSPECIFIED
 class MessageWriter:
     """Writes the answer to one request: the events as its messages come, or the whole when all have come."""
 
-    def __init__(self, request: MessagesRequest, model: str, prompt_tokens: int) -> None:
+    def __init__(self, request: MessagesRequest, model: str, prompts: TokenIds) -> None:
         self._calls_once = request.calls_once
         self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = sum(map(len, prompts))
         self._has_started = False
         self._has_called = False
         self._index = 0  # of the next content block, or of the open one

@@ -114,9 +114,7 @@ REASONS: Final = {
     "moderation": "nothing is moderated here; do it before and after the request",
     "chat_template": "templates of requests are not run; chat_template_kwargs has variables for the model's own",
     "allowed_token_ids": "is not supported; logit_bias, bad_words and structured_outputs say what may come",
-    "return_token_ids": "is not supported over HTTP; the gRPC API reports them",
     "include_reasoning": "is not supported; the reasoning is part of the answer",
-    "suffix": "is not supported; write the model's own tokens for filling in into the prompt",
     "prompt_embeds": "is not supported; send text or token ids",
     "kv_transfer_params": "is not supported; the service moves KV cache itself",
     "truncate_prompt_tokens": "is not supported; truncate_prompt keeps what fits the context",
@@ -188,7 +186,7 @@ class Body(OpenModel):
     skip_special_tokens: Only[Literal[True]] = None
     spaces_between_special_tokens: Only[Literal[True]] = None
     include_stop_str_in_output: Only[Literal[False]] = None
-    return_token_ids: Only[Literal[False]] = None
+    return_token_ids: bool | None = Field(None, description="Reports the ids of the prompt and of what is generated.")
     guided_decoding_backend: Ignored[str] = None
     prompt_cache_options: Ignored[dict[str, Any]] = None
 
@@ -197,7 +195,7 @@ class CompletionFields(Body):
     """Declares the fields of POST /v1/completions that are no request parameters."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(parse_prompts), WithJsonSchema(PROMPT_SCHEMA)]
-    suffix: Only[Literal[""]] = None
+    suffix: str | None = Field(None, description="What follows; of models with tokens for filling in, one text each.")
     add_special_tokens: Only[Literal[True]] = None
 
 

@@ -20,7 +20,7 @@ from ...frontend.tokenizer import Tokenizer
 from .bodies import PROMPT_SCHEMA, Ignored, OpenModel, parse_prompts
 from .parsing import parse
 from .requests import HttpRequest, prompt_messages
-from .responses import error_response
+from .responses import TokenIds, error_response
 from .streaming import AnswerForm, WholeWriter
 
 _POOLINGS: Final = {"LAST": inference_pb2.POOLING_LAST, "MEAN": inference_pb2.POOLING_MEAN}
@@ -132,7 +132,7 @@ async def _encode(tokenizer: Tokenizer, text: str, field: str, *, is_first: bool
 class EmbeddingsWriter(WholeWriter):
     """Writes the answer to POST /v1/embeddings."""
 
-    def __init__(self, request: EmbeddingsRequest, model: str, _prompt_tokens: int) -> None:
+    def __init__(self, request: EmbeddingsRequest, model: str, _prompts: TokenIds) -> None:
         self._model = model
         self._in_base64, self._normalizes = request.in_base64, request.normalizes
 
@@ -155,7 +155,7 @@ class EmbeddingsWriter(WholeWriter):
 class ScoreWriter(WholeWriter):
     """Writes the answer to POST /score."""
 
-    def __init__(self, request: ScoreRequest, model: str, _prompt_tokens: int) -> None:
+    def __init__(self, request: ScoreRequest, model: str, _prompts: TokenIds) -> None:
         self._model = model
         self._starts = request.starts
         self._request_id = request.request_id

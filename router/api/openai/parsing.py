@@ -23,6 +23,7 @@ _FIELDS: Final = (
     (re.compile(r"^prompt\.chat\.(tools\[\d+\])\."), r"\1.function."),
     (re.compile(r"^prompt\.chat\.(.+)"), r"\1"),
     (re.compile(r"^prompt\.chat$"), "messages"),
+    (re.compile(r"^prompt\.suffix"), "suffix"),
     (re.compile(r"^prompt\..*"), "prompt"),
     (re.compile(r"^token_ids"), "tokens"),
     (re.compile(r"^beam_search\.width"), "beam_width"),

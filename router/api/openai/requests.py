@@ -48,6 +48,7 @@ class HttpRequest:
     names: Mapping[str, str]  # names in this body of fields of GenerateRequest, where they differ from the usual
     is_streamed: bool
     has_prompt_logprobs: bool = False  # asked for by themselves, not by echo
+    has_token_ids: bool = False  # of the prompts and of what is generated
 
     @property
     def is_chat(self) -> bool:
@@ -89,6 +90,8 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
     """Translates the body of POST /v1/completions. Raises InvalidArgument that names the field."""
     parsed = parse(CompletionBody, body)
     prompts = prompt_messages(parsed.prompt)
+    for prompt in prompts:
+        prompt.suffix = parsed.suffix or ""
     common, names = _translate(parsed)
     has_prompt_logprobs = common.HasField("prompt_logprobs")
     if common.echo and common.HasField("logprobs") and not has_prompt_logprobs:
@@ -101,6 +104,7 @@ def parse_completion(body: bytes, request_id: str) -> OpenAIRequest:
         names=names,
         is_streamed=bool(parsed.stream),
         has_prompt_logprobs=has_prompt_logprobs,
+        has_token_ids=bool(parsed.return_token_ids),
     )
 
 
@@ -136,6 +140,7 @@ def parse_chat(body: bytes, request_id: str) -> OpenAIRequest:
         names=names,
         is_streamed=bool(parsed.stream),
         has_prompt_logprobs=common.HasField("prompt_logprobs"),
+        has_token_ids=bool(parsed.return_token_ids),
     )
 
 

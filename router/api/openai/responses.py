@@ -10,12 +10,15 @@ from typing import Any, Final
 
 from starlette.responses import JSONResponse
 
-from ....proto import inference_pb2
+from ....proto import inference_pb2, limits
 from ....proto.errors import InvalidArgument, TandemError
 from ...output.processor import join_choices
 from .logprobs import TextLogprobs, chat_logprobs, prompt_logprobs
 from .parsing import http_field
 from .requests import HttpRequest, OpenAIRequest
+
+TokenIds = Sequence[Sequence[int]]
+"""Of each prompt of a request."""
 
 _DONE: Final = b"data: [DONE]\n\n"
 
@@ -24,6 +27,9 @@ _THREAD_FROM_LOGPROBS: Final = 64
 
 MAX_PROMPT_LOGPROBS: Final = 2**19
 """Of all prompts, with alternatives and for each choice, in one response: about 40 MB of JSON."""
+
+_LOGPROB_IDS: Final = 16
+"""So many token ids are written in the time of a log probability."""
 
 _REASONS = {
     number: name.removeprefix("FINISH_REASON_").lower() if number else None
@@ -34,8 +40,7 @@ _REASONS = {
 class ResponseWriter:
     """Writes the response to one request: `chunk` as its messages come, or `whole` when all have come."""
 
-    def __init__(self, request: OpenAIRequest, model: str, prompt_tokens: int) -> None:
-        """`prompt_tokens`: of all prompts together."""
+    def __init__(self, request: OpenAIRequest, model: str, prompts: TokenIds) -> None:
         self._request = request
         options = request.body.stream_options
         self._includes_usage = options is not None and options.include_usage
@@ -50,7 +55,8 @@ class ResponseWriter:
         # Everything up to the choice is the same in each chunk of the stream.
         head = self._head | ({"object": "chat.completion.chunk"} if request.is_chat else {})
         self._chunk_start = f"data: {json.dumps(head)[:-1]}, "
-        self._prompt_tokens = prompt_tokens
+        self._prompts = prompts
+        self._prompt_tokens = sum(map(len, prompts))
         self._completion_tokens = 0
         self._started: set[int] = set()  # choices of a streamed chat whose role was sent
         self._num_tool_calls: Counter[int] = Counter()  # by choice
@@ -59,6 +65,7 @@ class ResponseWriter:
         self._prompt_logprobs: dict[int, Sequence[inference_pb2.TokenLogprobs]] = {}
         self._echoed_logprobs: dict[int, TextLogprobs] = {}
         self._prompt_reports: dict[int, str] = {}
+        self._prompt_ids: dict[int, str] = {}
 
     async def chunk(self, prompt: int, message: inference_pb2.GenerateResponse) -> bytes:
         """Returns the event, or for the first message of a choice of a chat two, of one message for prompt number
@@ -66,6 +73,8 @@ class ResponseWriter:
         num_logprobs = len(message.prompt_logprobs) + len(message.logprobs)
         if self._index(prompt, message) not in self._text_logprobs:
             num_logprobs += len(self._prompt_logprobs.get(prompt, ()))
+        if self._request.has_token_ids and prompt not in self._prompt_ids:
+            num_logprobs += len(self._prompts[prompt]) // _LOGPROB_IDS
         if num_logprobs < _THREAD_FROM_LOGPROBS:
             return self._chunk(prompt, message)
         return await asyncio.to_thread(self._chunk, prompt, message)
@@ -88,7 +97,10 @@ class ResponseWriter:
     async def whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
         """Returns the body that is not streamed. `answers`: all messages of each prompt."""
         messages = [message for each in answers for message in each]
-        if sum(len(each.prompt_logprobs) + len(each.logprobs) for each in messages) < _THREAD_FROM_LOGPROBS:
+        num_logprobs = sum(len(each.prompt_logprobs) + len(each.logprobs) for each in messages)
+        if self._request.has_token_ids:
+            num_logprobs += (self._prompt_tokens + sum(len(each.token_ids) for each in messages)) // _LOGPROB_IDS
+        if num_logprobs < _THREAD_FROM_LOGPROBS:
             return self._whole(answers)
         return await asyncio.to_thread(self._whole, answers)
 
@@ -103,7 +115,8 @@ class ResponseWriter:
         if index not in self._started:
             self._started.add(index)
             delta = {"role": "assistant", "content": ""}
-            first = self._event(_with_logprobs({"index": index, "finish_reason": None, "delta": delta}, "null"))
+            shown = _with_logprobs({"index": index, "finish_reason": None, "delta": delta}, "null")
+            first = self._event(shown, self._prompt_id_report(prompt))
         return first + self._event(self._chat_choice(index, message, is_delta=True), report)
 
     def _whole(self, answers: Sequence[Sequence[inference_pb2.GenerateResponse]]) -> bytes:
@@ -117,7 +130,7 @@ class ResponseWriter:
                 else:
                     choices.append(self._text_choice(prompt, message, report))
         usage = json.dumps(_usage([messages[-1].usage for messages in answers]))
-        report = self._prompt_report(0) if self._request.is_chat else ""
+        report = self._prompt_report(0) + self._prompt_id_report(0) if self._request.is_chat else ""
         head = json.dumps(self._head)[:-1]
         return f'{head}, "choices": [{", ".join(choices)}], "usage": {usage}{report}}}'.encode()
 
@@ -126,12 +139,13 @@ class ResponseWriter:
 
     def _text_choice(self, prompt: int, message: inference_pb2.GenerateResponse, report: str) -> str:
         """Returns a choice of a completion as JSON; `report` is that of the prompt."""
-        index = self._index(prompt, message)
+        index, ids = self._index(prompt, message), self._id_report(message)
         if index not in self._text_logprobs:
             self._text_logprobs[index] = self._echoed(prompt).fork()
+            ids += self._prompt_id_report(prompt)
         self._text_logprobs[index].take(message.logprobs)
         choice = {"index": index, "finish_reason": _REASONS[message.finish_reason], "text": message.text}
-        return _with_logprobs(choice, self._text_logprobs[index].render(), report)
+        return _with_logprobs(choice, self._text_logprobs[index].render(), report + ids)
 
     def _chat_choice(self, index: int, message: inference_pb2.GenerateResponse, *, is_delta: bool) -> str:
         """Returns a choice of a chat as JSON, whole or as a delta to the messages before."""
@@ -145,7 +159,7 @@ class ResponseWriter:
             content["content"] = message.text
         choice = {"index": index, "finish_reason": _REASONS[message.finish_reason]}
         shown = choice | {"delta" if is_delta else "message": content}
-        return _with_logprobs(shown, chat_logprobs(message.logprobs))
+        return _with_logprobs(shown, chat_logprobs(message.logprobs), self._id_report(message))
 
     def _tool_calls(
         self, index: int, calls: Sequence[inference_pb2.ToolCall], *, is_delta: bool
@@ -177,6 +191,18 @@ class ResponseWriter:
             self._prompt_reports[prompt] = f', "prompt_logprobs": {found}'
         return self._prompt_reports[prompt]
 
+    def _prompt_id_report(self, prompt: int) -> str:
+        """Returns the prompt's token ids as a member of a JSON object, if they were asked for; written once."""
+        if not self._request.has_token_ids:
+            return ""
+        if prompt not in self._prompt_ids:
+            self._prompt_ids[prompt] = f', "prompt_token_ids": {_id_list(self._prompts[prompt])}'
+        return self._prompt_ids[prompt]
+
+    def _id_report(self, message: inference_pb2.GenerateResponse) -> str:
+        """Returns the ids of generated tokens, too, with that of the stop token."""
+        return f', "token_ids": {_id_list(message.token_ids)}' if self._request.has_token_ids else ""
+
     def _event(self, choice: str, report: str = "") -> bytes:
         usage = ""
         if self._continuous_usage:
@@ -195,6 +221,17 @@ def check_prompt_logprobs(request: HttpRequest, prompt_tokens: int) -> None:
             f"asks for {count} log probabilities ({prompt_tokens} prompt tokens and their alternatives, in {copies} "
             f"choices); at most {MAX_PROMPT_LOGPROBS} are reported in one response",
             "prompt_logprobs" if request.has_prompt_logprobs else "logprobs",
+        )
+
+
+def check_prompt_ids(request: HttpRequest, prompt_tokens: int) -> None:
+    """Raises InvalidArgument if the response would have too many ids of so many prompt tokens."""
+    copies = 1 if request.is_chat else request.num_choices
+    if request.has_token_ids and (count := prompt_tokens * copies) > limits.MAX_ANSWER_SIZE:
+        raise InvalidArgument(
+            f"asks for {count} ids ({prompt_tokens} prompt tokens in {copies} choices); at most "
+            f"{limits.MAX_ANSWER_SIZE} are reported in one response",
+            "return_token_ids",
         )
 
 
@@ -238,6 +275,11 @@ def plain_error(status: int, message: str, param: str | None, code: str) -> dict
 def _with_logprobs(choice: Mapping[str, Any], logprobs: str, more: str = "") -> str:
     """Returns the choice as JSON; `logprobs` and `more` are JSON already."""
     return f'{json.dumps(choice)[:-1]}, "logprobs": {logprobs}{more}}}'
+
+
+def _id_list(ids: Sequence[int]) -> str:
+    """Returns the ids as JSON, one by one: json.dumps would hold the interpreter's lock for all of them."""
+    return f"[{', '.join(str(each) for each in ids)}]"
 
 
 def _usage(usages: Sequence[inference_pb2.Usage]) -> dict[str, Any]:

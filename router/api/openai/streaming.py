@@ -18,7 +18,7 @@ from ...output.processor import delivered
 from ..service import GenerationService, tandem_errors_only
 from .openapi import REQUEST_ID
 from .requests import HttpRequest
-from .responses import ResponseWriter, check_prompt_logprobs, error_response
+from .responses import ResponseWriter, TokenIds, check_prompt_ids, check_prompt_logprobs, error_response
 from .resume import EventIds, check_resumable
 
 _T = TypeVar("_T")
@@ -54,10 +54,10 @@ class AnswerWriter(WholeWriter, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Holds how an API writes answers: makes the writer for a request of it, the model's name and the number of tokens
-    of all prompts; and the response of an error."""
+    """Holds how an API writes answers: makes the writer for a request of it, the model's name and the tokens of each
+    prompt; and the response of an error."""
 
-    writer: Callable[[Any, str, int], WholeWriter]  # an AnswerWriter, if the API streams
+    writer: Callable[[Any, str, TokenIds], WholeWriter]  # an AnswerWriter, if the API streams
     error_response: Callable[[TandemError, Callable[[str], str]], JSONResponse]
 
 
@@ -151,7 +151,9 @@ class GenerationResponse(Response):
             tokens = accepted[-1].tokens
             size += answer_size(request, len(tokens.prompt), tokens.max_tokens)
             check_answer_size(size, request)
-            check_prompt_logprobs(self._request, sum(len(each.tokens.prompt) for each in accepted))
+            prompt_tokens = sum(len(each.tokens.prompt) for each in accepted)
+            check_prompt_logprobs(self._request, prompt_tokens)
+            check_prompt_ids(self._request, prompt_tokens)
             await asyncio.sleep(0)  # lets others run: short prompts are checked without a break, and there may be 128
         return accepted
 
@@ -162,7 +164,7 @@ class GenerationResponse(Response):
 
     def _made_writer(self, accepted: Sequence[PreparedRequest]) -> WholeWriter:
         model = self._request.common.model or self._service.base_name
-        return self._form.writer(self._request, model, sum(len(each.tokens.prompt) for each in accepted))
+        return self._form.writer(self._request, model, [each.tokens.prompt for each in accepted])
 
     async def _send_other(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         response.headers[REQUEST_ID] = self.headers[REQUEST_ID]

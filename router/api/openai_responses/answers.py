@@ -8,7 +8,7 @@ from typing import Any, Final
 from ....proto import inference_pb2
 from ....proto.errors import TandemError
 from ...output.processor import join_choices
-from ..openai.responses import error_response, error_text
+from ..openai.responses import TokenIds, error_response, error_text
 from ..openai.streaming import AnswerForm
 from .requests import ResponsesRequest
 
@@ -29,7 +29,7 @@ _TEXT_ITEMS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 class ResponsesWriter:
     """Writes the answer to one request: the events as its messages come, or the whole when all have come."""
 
-    def __init__(self, request: ResponsesRequest, model: str, _prompt_tokens: int) -> None:
+    def __init__(self, request: ResponsesRequest, model: str, _prompts: TokenIds) -> None:
         self._request_id = request.request_id
         self._head = _head(request, model)
         self._calls_once = request.body.parallel_tool_calls is False

@@ -70,8 +70,6 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("chat", "chat_template", "{{ messages }}"),
     ("chat", "include_reasoning", False),
     ("both", "allowed_token_ids", [1]),
-    ("both", "return_token_ids", True),
-    ("completions", "suffix", "x"),
     ("completions", "prompt_embeds", "x"),
     ("both", "kv_transfer_params", {}),
     ("both", "truncate_prompt_tokens", 5),
