@@ -1,5 +1,5 @@
-"""Five hundred damaged copies of a model's folder: each is refused in one line of ours, or is a model that runs, and
-the next good folder has the tokens that it had."""
+"""Five hundred damaged copies of a model's folder, and a hundred of one that runs by transformers' code: each is
+refused in one line of ours, or is a model that runs, and the next good folder has the tokens that it had."""
 
 import json
 import os
@@ -15,11 +15,13 @@ import pytest
 
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.tiny import make_tiny_model
+from tandem.tests.tiny_decoders import make_tiny_decoder
 from tandem.tests.workers.model.helpers import Driver, load, prompt
 from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.loader import open_checkpoint
 
 NUM_FOLDERS = 500
+NUM_GENERIC_FOLDERS = 100
 WEIGHTS = "model.safetensors"
 HOSTILE: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2**31, 2**63, 10**40, 1e308, -0.5, "", "x" * 10_000, "../../etc/passwd", "\u0000", [], {}),
@@ -107,13 +109,16 @@ def refusal(read: Callable[[Path], object], folder: Path, documented: type[Excep
     return ""
 
 
-def test_a_worker_refuses_damaged_folders_in_a_line(good: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "num_folders"), [("tandem", NUM_FOLDERS), ("transformers", NUM_GENERIC_FOLDERS)])
+def test_a_worker_refuses_damaged_folders_in_a_line(code: str, num_folders: int, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    make_tiny_model(good) if code == "tandem" else make_tiny_decoder(good, "cohere")
     rng, num_refused = random.Random(15), 0
     expected = serve(good)
     (tmp_path / "outside").write_text("{}")
     folder = tmp_path / "model"
     names = sorted(path.name for path in good.iterdir())
-    for _ in range(NUM_FOLDERS):
+    for _ in range(num_folders):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(good, folder)
         name = rng.choice([*names, WEIGHTS, "config.json", "config.json"])
@@ -126,7 +131,7 @@ def test_a_worker_refuses_damaged_folders_in_a_line(good: Path, tmp_path: Path) 
         if not refused:
             with suppress(CheckpointError):
                 assert len(serve(folder)) == 3
-    assert NUM_FOLDERS // 4 < num_refused < NUM_FOLDERS
+    assert num_folders // 4 < num_refused < num_folders
     assert serve(good) == expected
 
 
