@@ -111,6 +111,27 @@ async def test_evicted_adapters_are_loaded_again(
             assert len(runner.adapters._loaded) <= 3, "two, and one that leaves with the next step"
 
 
+async def test_a_mixed_batch_after_all_its_adapters_were_evicted(
+    root: Path, model: Path, folders: dict[str, Path], expected: dict[str, list[int]]
+) -> None:
+    """Four adapters and the base model, together and then alone, through both pools, after four others."""
+    others = {
+        f"other {seed}": make_adapter(root / "others" / str(seed), model, rank=2, seed=50 + seed) for seed in range(4)
+    }
+    prints = {read_adapter(folder, 64).fingerprint for folder in others.values()}
+    wanted = [expected[name][:NUM_TOKENS] for name in NAMES]
+    config: dict[str, Any] = {"adapter_folders": (str(root),), "max_loras": 4}
+    async with split_fleet(model, {"prefill": [1], "decode": [1]}, **config) as running:
+        for turn in (" first", " reloaded"):
+            made = await asyncio.gather(*(generate(running, folders, name, turn) for name in NAMES))
+            assert [tokens for tokens, _ in made] == wanted
+            await asyncio.gather(*(generate(running, others, name, turn) for name in others))
+            assert all(set(worker._requests.adapters.loaded) == prints for worker in running.workers)
+        for name in NAMES:
+            tokens, _ = await generate(running, folders, name, " alone")
+            assert tokens == expected[name][:NUM_TOKENS]
+
+
 async def test_a_suspended_stream_goes_on_with_its_adapter(
     root: Path, model: Path, folders: dict[str, Path], expected: dict[str, list[int]]
 ) -> None:
