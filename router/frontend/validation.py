@@ -24,6 +24,8 @@ def check_parameters(request: inference_pb2.GenerateRequest, vocab_size: int) ->
     parameters.check_request(request)
     check_token_ids(request.stopping.stop_token_ids, vocab_size, "stopping.stop_token_ids")
     check_token_ids(request.sampling.logit_bias, vocab_size, "sampling.logit_bias")
+    if request.truncate_prompt and request.prompt.suffix:
+        raise InvalidArgument("does not go with a suffix, whose first token would be cut off", "truncate_prompt")
     if request.echo and request.prompt.HasField("chat"):
         raise InvalidArgument("does not go with a chat", "echo")
     if request.best_of and request.best_of < num_answers(request):

@@ -226,7 +226,7 @@ def check_prompt_logprobs(request: HttpRequest, prompt_tokens: int) -> None:
 
 def check_prompt_ids(request: HttpRequest, prompt_tokens: int) -> None:
     """Raises InvalidArgument if the response would have too many ids of so many prompt tokens."""
-    copies = 1 if request.is_chat else request.num_choices
+    copies = 1 if request.is_chat and not request.is_streamed else request.num_choices
     if request.has_token_ids and (count := prompt_tokens * copies) > limits.MAX_ANSWER_SIZE:
         raise InvalidArgument(
             f"asks for {count} ids ({prompt_tokens} prompt tokens in {copies} choices); at most "

@@ -21,7 +21,7 @@ MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 @pytest.fixture
 async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     service.source.answer = ANSWER
-    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=10) as client:
+    async with httpx.AsyncClient(base_url=f"http://{service.http}", timeout=60) as client:
         yield client
 
 
@@ -70,10 +70,34 @@ async def test_nobody_who_does_not_ask_gets_ids(http: httpx.AsyncClient, path: s
 
 async def test_the_ids_of_one_answer_are_bounded(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ANSWER_SIZE", 1_000)
-    fields: dict[str, Any] = {"prompt": ["x" * 300] * 2, "n": 2, "max_tokens": 1, "return_token_ids": True}
-    answer = await http.post(TEXT, json=body(TEXT, **fields))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "return_token_ids"
+    text: dict[str, Any] = {"prompt": ["x" * 300] * 2, "n": 2}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x" * 400}], "n": 3}
+    for path, fields, status in (
+        (TEXT, text, 400),
+        (TEXT, text | {"n": 1}, 200),
+        (CHAT, chat | {"stream": True}, 400),  # each choice begins with them
+        (CHAT, chat, 200),
+    ):
+        answer = await http.post(path, json=body(path, **fields, max_tokens=1, return_token_ids=True))
+        assert answer.status_code == status, fields
+        assert status == 200 or answer.json()["error"]["param"] == "return_token_ids"
+
+
+async def test_ids_go_with_log_probabilities_and_cut_answers(http: httpx.AsyncClient) -> None:
+    for path, fields in ((TEXT, {"logprobs": 1}), (CHAT, {"logprobs": True, "top_logprobs": 1})):
+        for stream in (False, True):
+            asked: dict[str, Any] = {**fields, "stop": ["lo"], "n": 2, "return_token_ids": True}
+            if stream:
+                choices = [choice for event in await events(http, path, **asked) for choice in event["choices"]]
+            else:
+                choices = (await ask(http, path, **asked))["choices"]
+            for index in range(2):
+                own = [choice for choice in choices if choice["index"] == index]
+                ids = [token for choice in own for token in choice.get("token_ids", ())]
+                found = [choice["logprobs"] for choice in own if choice["logprobs"]]
+                entries = [entry for each in found for entry in each.get("content") or each["tokens"]]
+                assert ids == ANSWER[:5]
+                assert len(entries) == len(ids)
 
 
 async def test_a_suffix_is_refused_by_a_model_without_tokens_for_it(http: httpx.AsyncClient) -> None:
@@ -101,6 +125,10 @@ class TestInfill:
         assert [list(request.prompt) for request in service.source.requests] == [
             choice["prompt_token_ids"] for choice in answer["choices"]
         ]
+
+    async def test_the_first_token_of_a_prompt_with_a_suffix_is_not_cut_off(self, http: httpx.AsyncClient) -> None:
+        answer = await http.post(TEXT, json=body(TEXT, suffix="b", truncate_prompt=True))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt")
 
     async def test_a_suffix_goes_with_text(self, http: httpx.AsyncClient) -> None:
         answer = await http.post(TEXT, json=body(TEXT, prompt=[1, 2], suffix="b"))
