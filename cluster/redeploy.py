@@ -85,7 +85,7 @@ def _layout(config: TandemConfig, folder: str) -> bytes:
     checkpoint = open_checkpoint(
         Path(folder), config.model_impl, quantization=config.quantization, context_tokens=config.context_tokens
     )
-    return checkpoint.kv_layout(config.dtype).digest
+    return checkpoint.kv_layout(config.dtype, config.kv_cache_dtype).digest
 
 
 def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
@@ -93,7 +93,9 @@ def check_continuity(service: str, running: Continuity, layout: bytes) -> None:
     if running.ends_with_launcher:
         raise Unavailable(f"name: the service {service!r} ends with the command that started its Ray; stop it first")
     if running.layout != layout:
-        raise Unavailable(f"name: the service {service!r} serves another model, dtype or quantization; stop it first")
+        raise Unavailable(
+            f"name: the service {service!r} serves another model, dtype, quantization or kv_cache_dtype; stop it first"
+        )
 
 
 def retire(application: str, router: DeploymentHandle[Any], seconds: float) -> None:

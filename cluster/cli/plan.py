@@ -14,13 +14,14 @@ from ...proto.errors import InvalidArgument
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig
 from ...workers.model.footprint import check_config_split, kv_bytes_per_token
-from ..config import ModelImpl, Quantization, TandemConfig
+from ..config import KvCacheDtype, ModelImpl, Quantization, TandemConfig
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
 from ..tables import make_table, table_console
 
 DEFAULT_TPS: Final = (1, 2, 4, 8)
 QUANTIZATIONS: Final = get_args(Quantization)
+KV_CACHE_DTYPES: Final = get_args(KvCacheDtype)
 MODEL_IMPLS: Final = get_args(ModelImpl)
 GIB: Final = 1024**3
 
@@ -45,7 +46,7 @@ class RankMemory:
         return rest, num_blocks * block_size, num_blocks // -(-context_tokens // block_size)
 
 
-def rank_memory(config: ModelConfig, tp: int, dtype: str) -> RankMemory:
+def rank_memory(config: ModelConfig, tp: int, dtype: str, kv_cache_dtype: str = "auto") -> RankMemory:
     """Computes what each rank keeps. Raises InvalidArgument if the model's heads cannot be split so."""
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
 
@@ -53,7 +54,7 @@ def rank_memory(config: ModelConfig, tp: int, dtype: str) -> RankMemory:
         check_config_split(config, tp)
     except ValueError as error:
         raise InvalidArgument(f"--{error}") from None
-    per_rank, whole = (kv_bytes_per_token(config, ranks, dtype) for ranks in (tp, 1))
+    per_rank, whole = (kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1))
     weights = weight_bytes(config, tp, dtype)
     return RankMemory(tp=tp, weights=weights, kv_per_token=per_rank, num_copies=per_rank * tp // whole)
 
@@ -66,6 +67,7 @@ def memory_command(
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
     ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = "auto",
     gpu_memory_gb: Annotated[float | None, typer.Option(help="GiB of memory of each rank's device.")] = None,
     utilization: Annotated[float, typer.Option(help="The part of it for weights and KV cache.")] = 0.9,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
@@ -80,6 +82,8 @@ def memory_command(
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
     if quantization not in (None, *QUANTIZATIONS):
         raise InvalidArgument(f"must be one of {', '.join(QUANTIZATIONS)}", "--quantization")
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise InvalidArgument(f"must be one of {', '.join(KV_CACHE_DTYPES)}", "--kv-cache-dtype")
     _check("--gpu-memory-gb", gpu_memory_gb, 0.001, 4096)
     _check("--utilization", utilization, 0.01, 1)
     _check("--block-size", block_size, 1, 1024)
@@ -88,7 +92,8 @@ def memory_command(
     from ...workers.model.loader import open_checkpoint
 
     config = open_checkpoint(folder, quantization=quantization).config
-    rows = [rank_memory(config, each, dtype) for each in tp or (n for n in DEFAULT_TPS if _divides(n, config))]
+    sizes = tp or [each for each in DEFAULT_TPS if _divides(each, config)]
+    rows = [rank_memory(config, each, dtype, kv_cache_dtype) for each in sizes]
     budget = None
     if gpu_memory_gb is not None:
         context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)

@@ -47,6 +47,7 @@ def serve(
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
     ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = None,
     speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
@@ -70,7 +71,7 @@ def serve(
 ) -> None:
     """Serve MODEL until Ctrl-C or SIGTERM; both stop everything within 10 s and end with exit code 0.
 
-    On a cluster, a service of the same name, model, dtype and quantization is replaced without an interruption.
+    On a cluster, a service of the same name, model and dtypes is replaced without an interruption.
     Prints one line on stdout when the service can answer: tandem ready grpc=HOST:PORT http=HOST:PORT ops=HOST:PORT
     With several routers, the addresses of each kind are separated by commas.
     """

@@ -78,6 +78,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         dtype: str = "bfloat16",
         quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         speculative_config: Mapping[str, object] | None = None,
         device: str = "cpu",
         max_model_len: int | None = None,
@@ -95,17 +96,19 @@ class LLM:
         """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve` takes it.
 
         `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of the weights, when
-        they are loaded: int8 or int4; None takes them as they are. `speculative_config`: as in vLLM, such as {"method":
-        "ngram", "num_speculative_tokens": 5}. `max_model_len`: the longest prompt plus completion; None is the model's
-        own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each process. `num_threads`: of each process; None shares
-        the cores. `numerics`: fast or exact, as in the configuration of a service. `generation_config`: auto takes what
-        parameters leave out from the model's generation_config.json, or none. `served_model_name`: what the requests of
-        a batch may call the model. `max_loras`: adapters held at once.
+        they are loaded: int8 or int4; None takes them as they are. `kv_cache_dtype`: auto takes `dtype`, or int8.
+        `speculative_config`: as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 5}. `max_model_len`: the
+        longest prompt plus completion; None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each
+        process. `num_threads`: of each process; None shares the cores. `numerics`: fast or exact, as in the
+        configuration of a service. `generation_config`: auto takes what parameters leave out from the model's
+        generation_config.json, or none. `served_model_name`: what the requests of a batch may call the model.
+        `max_loras`: adapters held at once.
 
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
         given: dict[str, object] = {"model": model, "dtype": dtype, "device": device, "numerics": numerics}
-        given |= {"quantization": quantization, "generation_config": generation_config}
+        given |= {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+        given |= {"generation_config": generation_config}
         given |= {"speculative_config": None if speculative_config is None else dict(speculative_config)}
         given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
         given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}

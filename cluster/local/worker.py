@@ -33,6 +33,7 @@ def worker_config(
         identity=identity,
         dtype=config.dtype,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         device=config.device,
         batch_invariant=config.numerics == "exact",
         model_impl=config.model_impl,

@@ -67,6 +67,11 @@ def test_flags_alone_are_enough() -> None:
             "model: m\nquantization: int8\ndevice: cuda\nnumerics: exact",
             "quantization: does not go with numerics exact on cuda, where it has no kernel for that",
         ),
+        (
+            "model: m\nkv_cache_dtype: int8\ndevice: cuda",
+            "kv_cache_dtype: int8 has kernels on cpu only, on cuda it must be auto",
+        ),
+        ("model: m\nkv_cache_dtype: fp8", "kv_cache_dtype: must be 'auto' or 'int8', got 'fp8'"),
         ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram', got 'eagle'"),
         (
             "model: m\nspeculative: {prompt_lookup_min: 6}",

@@ -52,7 +52,7 @@ def test_only_a_later_deployment_replaces_one_that_goes(applications: dict[str, 
 def test_another_model_or_a_ray_that_ends_is_refused() -> None:
     running = Continuity(identity=IDENTITY, resume_key=b"secret", layout=LAYOUT, ends_with_launcher=False)
     redeploy.check_continuity("a", running, LAYOUT)
-    with pytest.raises(Unavailable, match="serves another model, dtype or quantization; stop it first"):
+    with pytest.raises(Unavailable, match="serves another model, dtype, quantization or kv_cache_dtype; stop it first"):
         redeploy.check_continuity("a", running, b"m" * 16)
     local = Continuity(identity=IDENTITY, resume_key=b"secret", layout=LAYOUT, ends_with_launcher=True)
     with pytest.raises(Unavailable, match="ends with the command that started its Ray"):

@@ -27,8 +27,9 @@ LAYOUT_NODES: Final = {
     "2+2": ("p0", "d0", "p1", "d1"),
     "0+2": ("d0", "d1"),
     "tp 2": ("p-split", "d-split"),
+    "int8": ("p-int8", "d-int8"),
 }
-"""The nodes of a layout; the first of each role gets the request."""
+"""The nodes of a layout; the first of each role gets the request. int8 is that of the KV cache."""
 
 IDLE_SECONDS: Final = 20.0
 
@@ -117,8 +118,8 @@ class Cluster:
     folder: Path
     nodes: dict[str, Node] = field(default_factory=dict)
     registry: WorkerRegistry = field(default_factory=WorkerRegistry)
-    # By sampling, size of the groups and number of tokens.
-    expected: dict[tuple[str, int, int], Result] = field(default_factory=dict)
+    # By sampling, a layout that computes alike and number of tokens.
+    expected: dict[tuple[str, str, int], Result] = field(default_factory=dict)
     dispatcher: Dispatcher = field(init=False)
     num_requests: int = 0
 
@@ -129,7 +130,8 @@ class Cluster:
         """Returns a node that runs, started if it does not, and that the router would place requests on."""
         if worker_id not in self.nodes:
             tp = 2 if worker_id.endswith("split") else 1
-            fields = {"tp": tp} | fields
+            config = {"kv_cache_dtype": "int8"} if worker_id.endswith("int8") else {}
+            fields = {"tp": tp, "config": config} | fields
             self.nodes[worker_id] = await make_node(self.launcher, self.model, self.folder, worker_id, **fields)
         elif self.nodes[worker_id].is_spent:
             await self.nodes[worker_id].restart()
@@ -159,9 +161,10 @@ class Cluster:
 
     async def expect(self, sampling: str, layout: str, num_tokens: int = NUM_TOKENS) -> Result:
         """Returns what a request has to give: what it gives without a fault."""
-        key = sampling, 2 if layout == "tp 2" else 1, num_tokens
+        alike = layout if layout in ("tp 2", "int8") else "1+1"
+        key = sampling, alike, num_tokens
         if key not in self.expected:
-            nodes = await self.layout("tp 2" if layout == "tp 2" else "1+1")
+            nodes = await self.layout(alike)
             self.show(*nodes)
             result = await self._undisturbed(sampling, num_tokens)
             if sampling == "stop string":

@@ -128,9 +128,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(
     not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
 )
-@pytest.mark.parametrize("prefix_caching", [False, True])
-async def test_a_moved_request_ends_as_it_would_have(folder: Path, prefix_caching: bool) -> None:
-    async with real_workers(folder, 1, 1, dtype="bfloat16", prefix_caching=prefix_caching) as (_, sessions):
+@pytest.mark.parametrize(("prefix_caching", "kv_cache_dtype"), [(False, "auto"), (True, "auto"), (True, "int8")])
+async def test_a_moved_request_ends_as_it_would_have(folder: Path, prefix_caching: bool, kv_cache_dtype: str) -> None:
+    config = {"dtype": "bfloat16", "prefix_caching": prefix_caching, "kv_cache_dtype": kv_cache_dtype}
+    async with real_workers(folder, 1, 1, **config) as (_, sessions):
         for name, fields in REQUESTS.items():
             request: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": 200, "cache_salt": b"salt"} | fields
             num_choices = fields.get("num_choices", 1)

@@ -71,6 +71,7 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
         config,
         _weights(options),
         dtype=options.dtype,
+        cache_dtype=options.kv_cache_dtype,
         device=options.device,
         num_blocks=num_blocks,
         chunk=options.chunk,
@@ -85,7 +86,7 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
     sweeps = options.plot is not None
     return Report(
         shape=options.name,
-        dtype=f"{options.quantization or ''} {options.dtype}".strip(),
+        dtype=_dtype(options),
         device=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu",
         threads=torch.get_num_threads(),
         torch=torch.__version__,
@@ -104,6 +105,11 @@ def _weights(options: EngineBenchOptions) -> ReadWeight:
     return checkpoint_reader(open_checkpoint(options.model, options.model_impl))
 
 
+def _dtype(options: EngineBenchOptions) -> str:
+    cache = "" if options.kv_cache_dtype == "auto" else f", KV cache {options.kv_cache_dtype}"
+    return f"{options.quantization or ''} {options.dtype}{cache}".strip()
+
+
 def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
     """Returns the KV blocks to take. Raises InvalidArgument if the model or the machine is too small."""
     longest = config.max_position_embeddings
@@ -114,7 +120,7 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
     decode_blocks = [blocks_for(batch, context, options.steps) for batch, context in options.decodes]
     num_blocks = max([*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)])
     weights = loaded_bytes(config, options.dtype, options.device)
-    kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, 1, options.dtype)
+    kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, 1, options.dtype, options.kv_cache_dtype)
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
     beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)  # logits and activations, in float32 twice
     beside = max(beside, 2 * BUFFER_BYTES[options.device.type] - weights)  # the floors come before the weights
@@ -135,7 +141,7 @@ def _decode(
     options: EngineBenchOptions, config: ModelConfig, floors: Floors, runner: BenchRunner, batch: int, context: int
 ) -> DecodeFigure:
     run = runner.decode(batch, context, options.steps)
-    cost = decode_cost(config, options.dtype, batch, run.context)
+    cost = decode_cost(config, options.dtype, batch, run.context, options.kv_cache_dtype)
     totals = [sum(step.values()) for step in run.steps]
     seconds = statistics.median(totals)
     has_split = options.profile or options.device.type == "cpu"

@@ -41,6 +41,7 @@ class EngineBenchOptions:
     device: torch.device
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     batches: tuple[int, ...]
     context: int
     prompts: tuple[int, ...]
@@ -79,6 +80,8 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
     options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
         parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
+    if options.kv_cache_dtype != "auto" and options.device.type != "cpu":
+        parser.error(f"--kv-cache-dtype {options.kv_cache_dtype} has kernels on cpu only")
     if options.profile and PROFILE_BATCH not in options.batches:
         return replace(options, batches=tuple(sorted((*options.batches, PROFILE_BATCH))))
     return options
@@ -96,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--quantization", choices=BITS, help="of plain weights, when they are loaded")
+    add("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")

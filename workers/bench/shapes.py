@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from ..kv_cache.layout import ITEM_BYTES
+from ..kv_cache.layout import ITEM_BYTES, head_bytes
 from ..model.config import Fields, ModelConfig
 from ..model.loader import weight_bytes, weight_shapes
 from ..model.module import WeightSlice
@@ -68,14 +68,15 @@ def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
     target.copy_(whole[part.slices])
 
 
-def decode_cost(config: ModelConfig, dtype: str, batch: int, context: float) -> StepCost:
+def decode_cost(config: ModelConfig, dtype: str, batch: int, context: float, cache_dtype: str = "auto") -> StepCost:
     """Returns the cost of one decode step of `batch` sequences whose tokens see `context` positions each."""
     visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
-    keys = sum(2 * layer.num_kv_heads * layer.head_dim * positions for layer, positions in visible)
+    head = lambda layer: head_bytes(layer.head_dim, dtype, cache_dtype)  # noqa: E731
+    keys = sum(2 * layer.num_kv_heads * head(layer) * positions for layer, positions in visible)
     attention = sum(4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible)
     params = _linear_params(config) + _head_params(config)
     saved = weight_bytes(replace(config, quantization={}), 1, dtype) - weight_bytes(config, 1, dtype)
-    return int((params + batch * keys) * ITEM_BYTES[dtype]) - saved, int(batch * (2 * params + attention))
+    return int(params * ITEM_BYTES[dtype] + batch * keys) - saved, int(batch * (2 * params + attention))
 
 
 def prefill_flops(config: ModelConfig, prompt: int) -> int:

@@ -17,6 +17,7 @@ from ..engine.plan import Executor, FirstTokens, OnLayers, Samples, SamplingPara
 from ..engine.sequence import SequenceSpec, Task
 from ..kv_cache.layout import KvLayout
 from ..model.adapter import AdapterTable, random_adapter
+from ..model.attention.int8_cache import quantize
 from ..model.config import ModelConfig
 from ..model.device import DTYPES
 from ..model.kv_store import PagedKv
@@ -54,6 +55,7 @@ class BenchRunner(Executor):
         read: ReadWeight,
         *,
         dtype: str,
+        cache_dtype: str = "auto",
         device: torch.device,
         num_blocks: int,
         chunk: int,
@@ -67,13 +69,16 @@ class BenchRunner(Executor):
         self._marks: dict[str, float] = {}
         model = build_model(config, DTYPES[dtype], batch_invariant=batch_invariant)
         load_weights(model, read, device)
-        layout = KvLayout(layers=config.layers, dtype=dtype, model="")
+        layout = KvLayout(layers=config.layers, dtype=dtype, model="", cache_dtype=cache_dtype)
         kv = PagedKv(layout, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=device)
         generator = torch.Generator(device).manual_seed(0)
         for layer in range(len(config.layers)):
             for part, first in zip(kv.layers[layer], kv.layers[0], strict=True):
                 if part.shape == first.shape and layer:
                     part.copy_(first)
+                elif kv.is_quantized:
+                    noise = torch.randn(*part.shape[:-1], config.layers[layer].head_dim, generator=generator)
+                    part.copy_(quantize(noise))
                 else:
                     part.normal_(generator=generator)
         adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant)

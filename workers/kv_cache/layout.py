@@ -6,7 +6,15 @@ from hashlib import blake2b
 from typing import Final
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element, by the dtypes of weights and of KV cache."""
+"""Bytes of an element, by the dtypes that models compute in."""
+
+SCALE_BYTES: Final = 2
+"""In a cache of int8 the bfloat16 scale behind each head's vector: each number times it is what was rounded."""
+
+
+def head_bytes(head_dim: int, dtype: str, cache_dtype: str = "auto") -> int:
+    """Returns the bytes of a token's key, or value, of one KV head; see `KvLayout`."""
+    return head_dim + SCALE_BYTES if cache_dtype == "int8" else head_dim * ITEM_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +30,12 @@ class LayerGeometry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
     """Describes the KV cache of a model, however ranks split it. The canonical form of a run of equal layers is [layer,
-    key or value, token, KV head, head_dim] of dtype."""
+    key or value, token, KV head, head_bytes]."""
 
     layers: tuple[LayerGeometry, ...]
-    dtype: str  # float32, bfloat16 or float16
+    dtype: str  # that the model computes in: float32, bfloat16 or float16
     model: str  # the model's fingerprint: equal weights and config, equal KV cache
+    cache_dtype: str = "auto"  # of what is kept: int8 with a scale for each token and head; auto: the model's
     # Layers whose KV cache has equal shape form a group: the layer numbers of each, by first appearance.
     groups: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     # Of each layer: its group and its index within it.
@@ -42,8 +51,10 @@ class KvLayout:
         # The dataclass is frozen; these are derived once because transfers look them up for every frame.
         object.__setattr__(self, "groups", tuple(map(tuple, groups.values())))
         object.__setattr__(self, "places", tuple(places[layer] for layer in range(len(self.layers))))
-        described = repr((self.layers, self.dtype, self.model)).encode()
-        object.__setattr__(self, "digest", blake2b(described, digest_size=16).digest())
+        described = repr((self.layers, self.dtype, self.model))
+        if self.cache_dtype != "auto":  # more is said only then: the digests of running services stay as they are
+            described += self.cache_dtype
+        object.__setattr__(self, "digest", blake2b(described.encode(), digest_size=16).digest())
 
     @classmethod
     def uniform(
@@ -59,7 +70,7 @@ class KvLayout:
 
     def bytes_per_slot(self, layer: int) -> int:
         """Bytes of one token's key and value in one KV slot of a layer."""
-        return 2 * self.layers[layer].head_dim * ITEM_BYTES[self.dtype]
+        return 2 * head_bytes(self.layers[layer].head_dim, self.dtype, self.cache_dtype)
 
     @property
     def bytes_per_token(self) -> int:

@@ -51,7 +51,7 @@ class KvStore(Protocol):
     def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
         """Copies out a span of the sequence whose block table is `blocks`.
 
-        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_dim]. Raises ValueError if
+        Returns contiguous bytes of shape [num_layers, 2, num_tokens, num_slots, head_bytes]. Raises ValueError if
         something is out of range."""
         ...
 
@@ -63,10 +63,11 @@ class KvStore(Protocol):
 
 def paged_shapes(layout: KvLayout, *, num_blocks: int, block_size: int, tp: int, rank: int) -> list[tuple[int, ...]]:
     """Returns the shape of each group's blocks in one rank's memory, [num_layers, 2, num_blocks, num_slots, block_size,
-    head_dim]; where other processes read it, the groups follow one another. Raises ValueError as `check_split` does."""
+    head_bytes]; where other processes read it, the groups follow one another. Raises ValueError as `check_split`
+    does."""
     shapes: list[tuple[int, ...]] = []
     for group in layout.groups:
         geometry = layout.layers[group[0]]
         num_slots = len(kv_heads(geometry.num_heads, geometry.num_kv_heads, tp, rank))
-        shapes.append((len(group), 2, num_blocks, num_slots, block_size, geometry.head_dim))
+        shapes.append((len(group), 2, num_blocks, num_slots, block_size, layout.bytes_per_slot(group[0]) // 2))
     return shapes

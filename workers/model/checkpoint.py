@@ -59,9 +59,10 @@ class Checkpoint:
                     digest.update(file.read(min(_SAMPLE_BYTES, stored.end - begin)))
         return digest.hexdigest()[:32]
 
-    def kv_layout(self, dtype: str) -> KvLayout:
-        """Returns the layout of the model's KV cache in this dtype."""
-        return KvLayout(layers=self.config.layers, dtype=dtype, model=self.fingerprint())
+    def kv_layout(self, dtype: str, cache_dtype: str = "auto") -> KvLayout:
+        """Returns the layout of the KV cache of the model in this dtype."""
+        model = self.fingerprint()
+        return KvLayout(layers=self.config.layers, dtype=dtype, model=model, cache_dtype=cache_dtype)
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:

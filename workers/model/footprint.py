@@ -1,6 +1,6 @@
 """Computes what one rank of a split model keeps in memory for KV cache. Pure arithmetic; imports no torch."""
 
-from ..kv_cache.layout import ITEM_BYTES
+from ..kv_cache.layout import head_bytes
 from ..kv_cache.sharding import check_split, kv_heads
 from .config import ModelConfig
 
@@ -17,9 +17,9 @@ def check_config_split(config: ModelConfig, tp: int) -> None:
         raise ValueError(f"tp: {tp}: transformers has no plan to split {config.architecture}, only 1 is possible")
 
 
-def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str) -> int:
+def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: str = "auto") -> int:
     """Returns the bytes of one token's keys and values, over all layers, on each rank.
 
     Raises ValueError as `check_split` does."""
     heads = ((len(kv_heads(layer.num_heads, layer.num_kv_heads, tp, 0)), layer.head_dim) for layer in config.layers)
-    return 2 * ITEM_BYTES[dtype] * sum(num_slots * head_dim for num_slots, head_dim in heads)
+    return 2 * sum(num_slots * head_bytes(head_dim, dtype, cache_dtype) for num_slots, head_dim in heads)

@@ -27,7 +27,8 @@ _Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice
 
 class PagedKv:
     """Implements `KvStore`. The blocks of each group of equal layers lie in one tensor, [num_layers, 2, num_blocks,
-    num_slots, block_size, head_dim]; the groups' tensors lie one after the other in one memory.
+    num_slots, block_size, head_dim]; the groups' tensors lie one after the other in one memory. In int8 the last
+    dimension has the scale's bytes, too: [.., head_dim + SCALE_BYTES].
 
     KV slot before token, so that one gather of (block, slot) rows gives attention the [head, token, head_dim] it
     multiplies with.
@@ -45,20 +46,24 @@ class PagedKv:
         rank: int = 0,
     ) -> None:
         """`shared` lets other processes of the host map the memory; ignored on GPUs. Raises ValueError if the layout's
-        heads cannot be split over `tp` ranks, there is no such rank, or host memory is short."""
+        heads cannot be split over `tp` ranks, there is no such rank, host memory is short or a GPU is given int8."""
         self.layout = layout
         self.tp = tp
         self.rank = rank
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)  # that the model computes in
+        self.is_quantized = layout.cache_dtype == "int8"
+        if self.is_quantized and device.type != "cpu":
+            raise ValueError("kv_cache_dtype: int8 has kernels on cpu only, on cuda it must be auto")
         self.shared_fd: int | None = None
         shapes = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
         sizes = [math.prod(shape) for shape in shapes]
-        memory = self._allocate(sum(sizes), shared=shared)  # [elements of all groups]
-        # One for each group.
-        self.tensors = tuple(part.view(shape) for part, shape in zip(torch.split(memory, sizes), shapes, strict=True))
+        memory = self._allocate(sum(sizes), shared=shared)  # [bytes of all groups]
+        item = torch.int8 if self.is_quantized else self.dtype
+        parts = zip(torch.split(memory, sizes), shapes, strict=True)
+        self.tensors = tuple(part.view(item).view(*shape[:-1], -1) for part, shape in parts)  # one for each group
         # Views of each layer's keys and values, made once, since making them is what a small step spends its time on:
         # in place, each [num_blocks, num_slots, block_size, head_dim]; as rows of (block, slot), each [rows,
         # block_size * head_dim]; and as rows of (block, slot, token), each [rows, head_dim].
@@ -72,18 +77,16 @@ class PagedKv:
             self._reader = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         else:
-            raw = memory.view(torch.uint8).numpy()
-            self._host = HostKv(layout, raw, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
+            self._host = HostKv(layout, memory.numpy(), num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
 
-    def _allocate(self, num_items: int, *, shared: bool) -> torch.Tensor:  # [num_items], zeros
+    def _allocate(self, num_bytes: int, *, shared: bool) -> torch.Tensor:  # uint8 [num_bytes], zeros
         if self.device.type != "cpu":
-            return torch.zeros(num_items, dtype=self.dtype, device=self.device)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         # All pages are taken now: what does not fit must fail here, not by the kernel's OOM killer under load.
-        num_bytes = num_items * self.dtype.itemsize
         if num_bytes > (available := available_memory()):
             raise ValueError(_misfit(num_bytes, available))
         if not shared:
-            return torch.zeros(num_items, dtype=self.dtype)
+            return torch.zeros(num_bytes, dtype=torch.uint8)
         # A file without a name goes away with the last process that maps it.
         self.shared_fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.shared_fd)
@@ -91,7 +94,7 @@ class PagedKv:
             os.posix_fallocate(self.shared_fd, 0, num_bytes)
         except OSError as error:
             raise ValueError(_misfit(num_bytes, available)) from error
-        shared_memory: torch.Tensor = torch.frombuffer(mmap.mmap(self.shared_fd, num_bytes), dtype=self.dtype)
+        shared_memory: torch.Tensor = torch.frombuffer(mmap.mmap(self.shared_fd, num_bytes), dtype=torch.uint8)
         return shared_memory
 
     @property
@@ -163,9 +166,7 @@ class HostKv:
 
     def __init__(self, layout: KvLayout, raw: Bytes, *, num_blocks: int, block_size: int, tp: int, rank: int) -> None:
         """`raw` is all of the memory, [bytes]. Raises ValueError if it is too small, or as `check_split` does."""
-        paged = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
-        head_bytes = [layout.bytes_per_slot(group[0]) // 2 for group in layout.groups]
-        shapes = [(*shape[:-1], size) for shape, size in zip(paged, head_bytes, strict=True)]
+        shapes = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
         sizes = [math.prod(shape) for shape in shapes]
         if min(num_blocks, block_size) < 1 or sum(sizes) > len(raw):
             raise ValueError(f"{len(raw)} bytes do not hold {num_blocks} blocks of {block_size} tokens")

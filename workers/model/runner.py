@@ -99,6 +99,7 @@ class ModelRunner(Executor):
         checkpoint: Checkpoint,
         *,
         dtype: str,
+        cache_dtype: str = "auto",
         device: str,
         num_blocks: int,
         block_size: int,
@@ -108,24 +109,17 @@ class ModelRunner(Executor):
     ) -> "ModelRunner":
         """Loads a checked model folder; of a group's model only this rank's part is read.
 
-        `dtype` is float32, bfloat16 or float16; `device` is what torch.device takes, and becomes the calling thread's;
-        `shared` as in `PagedKv`. `batch_invariant`: on GPUs a token's logits do not depend on batch and chunks, to the
-        bit, at some cost; on CPUs they do not in any case where the kernels of ours are used. Raises ValueError if the
-        model's heads cannot be split over the group."""
+        `dtype` and `cache_dtype` as in `KvLayout`; `device` is what torch.device takes, and becomes the calling
+        thread's; `shared` as in `PagedKv`. `batch_invariant`: on GPUs a token's logits do not depend on batch and
+        chunks, to the bit, at some cost; on CPUs they do not in any case where the kernels of ours are used. Raises
+        ValueError if the model's heads cannot be split over the group."""
         enter_device(device)
         config, target = checkpoint.config, torch.device(device)
         tp = TensorParallel(group)
         model = build_model(config, DTYPES[dtype], tp, batch_invariant=batch_invariant)
         load_weights(model, checkpoint_reader(checkpoint), target)
-        kv = PagedKv(
-            checkpoint.kv_layout(dtype),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            device=target,
-            shared=shared,
-            tp=tp.size,
-            rank=tp.rank,
-        )
+        layout, sizes = checkpoint.kv_layout(dtype, cache_dtype), {"num_blocks": num_blocks, "block_size": block_size}
+        kv = PagedKv(layout, **sizes, device=target, shared=shared, tp=tp.size, rank=tp.rank)
         adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=target, batch_invariant=batch_invariant)
         return cls(
             config,

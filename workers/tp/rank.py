@@ -33,6 +33,7 @@ class RankConfig:
     identity: PeerIdentity  # of the service
     dtype: str = "bfloat16"
     quantization: str | None = None  # see `open_checkpoint`
+    kv_cache_dtype: str = "auto"  # see `KvLayout`
     device: str = "cpu"
     batch_invariant: bool = False  # see `ModelRunner.load`
     model_impl: str = "auto"  # see `registry.find_model`
@@ -97,12 +98,14 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     )
     model = checkpoint.config
     tp = group.size if group else 1
-    num_blocks = config.kv_cache_bytes // (config.block_size * kv_bytes_per_token(model, tp, config.dtype))
+    token_bytes = kv_bytes_per_token(model, tp, config.dtype, config.kv_cache_dtype)
+    num_blocks = config.kv_cache_bytes // (config.block_size * token_bytes)
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds no block of {config.block_size} tokens")
     runner = ModelRunner.load(
         checkpoint,
         dtype=config.dtype,
+        cache_dtype=config.kv_cache_dtype,
         device=config.device,
         num_blocks=num_blocks,
         block_size=config.block_size,

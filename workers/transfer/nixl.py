@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kv_cache.layout import ITEM_BYTES, KvSpan
+from ..kv_cache.layout import KvSpan
 from ..kv_cache.store import paged_shapes
 from .connector import CONNECT_SECONDS, MEMORY_SIZES, KvConnector, TransferContext, checked
 from .frames import Announce, BlockTable, Data
@@ -33,7 +33,7 @@ class NixlConnector(KvConnector):
     _peer: NixlPeer
     _reading: asyncio.Lock
     _sizes: dict[str, int]  # of the sender's memory
-    _shapes: list[tuple[int, ...]]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_dim]
+    _shapes: list[tuple[int, ...]]  # of each group: [num_layers, 2, num_blocks, num_slots, block_size, head_bytes]
     _starts: list[int]  # of each group, in bytes, and the end
 
     @classmethod
@@ -67,8 +67,7 @@ class NixlConnector(KvConnector):
         connector = cls(context, name)
         connector._sizes = {name: found[name] for name in MEMORY_SIZES}
         connector._shapes = paged_shapes(context.kv.layout, **connector._sizes)
-        sizes = [math.prod(shape) * ITEM_BYTES[context.kv.layout.dtype] for shape in connector._shapes]
-        connector._starts = np.cumsum([0, *sizes]).tolist()
+        connector._starts = np.cumsum([0, *map(math.prod, connector._shapes)]).tolist()
         make_reader = partial(NixlReader, timeout=CONNECT_SECONDS, devices=_devices(context.host))
         reader = await context.resource("nixl reader", make_reader)
         connector._peer = await reader.connect(found["memory"], staging_bytes=_STAGING_BYTES)
@@ -109,10 +108,10 @@ class NixlConnector(KvConnector):
         """Returns where the span's slots begin in each block, for each layer's keys and values, in bytes."""
         layout = self.context.kv.layout
         group, first = layout.places[span.first_layer]
-        _, _, num_blocks, num_slots, block_size, head_dim = self._shapes[group]
+        _, _, num_blocks, num_slots, block_size, head_bytes = self._shapes[group]
         halves = np.arange(2 * first, 2 * (first + span.num_layers))
         slots = (halves[:, None] * num_blocks + np.asarray(blocks, np.int64)) * num_slots + span.first_slot
-        places: npt.NDArray[np.int64] = self._starts[group] + slots * (block_size * head_dim * ITEM_BYTES[layout.dtype])
+        places: npt.NDArray[np.int64] = self._starts[group] + slots * (block_size * head_bytes)
         return places
 
     async def verify(self, table: BlockTable) -> None:

@@ -158,11 +158,13 @@ def load(
     batch_invariant: bool = False,
     model_impl: str = "auto",
     quantization: str | None = None,
+    cache_dtype: str = "auto",
     context_tokens: int | None = None,
 ) -> ModelRunner:
     return ModelRunner.load(
         open_checkpoint(folder, model_impl, quantization=quantization, context_tokens=context_tokens),
         dtype=dtype,
+        cache_dtype=cache_dtype,
         device=device,
         num_blocks=num_blocks,
         block_size=block_size,

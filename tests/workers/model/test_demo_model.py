@@ -1,15 +1,20 @@
 """The demo model's bfloat16 logits against its float32 ones, and split over three ranks against whole."""
 
+import math
+from pydoc_data.topics import topics
+
 import pytest
 import torch
 
 from tandem.tests import demo_model
 from tandem.tests.workers.model.helpers import Driver, load, recorded_logits
 from tandem.tests.workers.model.test_parallel import on_ranks
+from tandem.workers.engine.plan import SamplingParams
 from tandem.workers.model.runner import ModelRunner
 
 LENGTHS = (16, 40, 130, 300)
 NUM_TOKENS = 5
+WINDOW, NUM_SCORED = 1000, 8000  # tokens of which perplexity is computed
 
 
 def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +34,24 @@ def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
             reference, ours = (logits.float() - logits.float().mean() for logits in recorded)  # [1, vocab_size] each
             assert torch.linalg.norm(ours - reference) <= 0.05 * torch.linalg.norm(reference), (number, start)
             start, tokens = start + len(tokens), [token]
+
+
+def test_an_int8_kv_cache_leaves_the_perplexity() -> None:
+    """Of a text that comes with Python, in windows of 1,000 tokens."""
+    ids = demo_model.tokenizer()(topics["execmodel"] + topics["specialnames"])["input_ids"][:NUM_SCORED]
+    losses = []
+    for cache_dtype in ("auto", "int8"):
+        driver = Driver(load(demo_model.folder(), dtype="bfloat16", cache_dtype=cache_dtype))
+        scores: list[float] = []
+        for number, start in enumerate(range(0, NUM_SCORED, WINDOW)):
+            step = driver.step(number, ids[start : start + WINDOW], 0, SamplingParams(prompt_logprobs=0))
+            scores += [each.logprob for each in driver.sample(step).prompt_logprobs[number]]
+            driver.drop(number)
+        assert len(scores) == NUM_SCORED - NUM_SCORED // WINDOW
+        losses.append(-math.fsum(scores) / len(scores))
+    plain, rounded = losses
+    assert plain < 3.5  # it is text that the model can predict
+    assert 0 < abs(rounded - plain) <= math.log(1.003)
 
 
 def test_three_ranks_give_the_tokens_of_one() -> None:

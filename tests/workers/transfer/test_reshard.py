@@ -173,6 +173,9 @@ def test_equal_layers_form_a_group_whatever_their_windows() -> None:
     assert MIXED.places == ((0, 0), (1, 0), (0, 1), (1, 1))
     assert [MIXED.bytes_per_slot(layer) for layer in range(4)] == [256, 512, 256, 512]
     assert MIXED.bytes_per_token == 4 * 512
+    rounded = replace(MIXED, cache_dtype="int8")  # two bytes more for each scale
+    assert [rounded.bytes_per_slot(layer) for layer in range(4)] == [132, 260, 132, 260]
+    assert rounded.bytes_per_token == 2 * (2 * 132 + 260)
 
 
 def test_a_digest_is_of_everything() -> None:
@@ -181,10 +184,12 @@ def test_a_digest_is_of_everything() -> None:
     others = [
         replace(MIXED, model="n"),
         replace(MIXED, dtype="float16"),
+        replace(MIXED, cache_dtype="int8"),
+        replace(MIXED, dtype="float16", cache_dtype="int8"),
         replace(MIXED, layers=MIXED.layers[:-1]),
         replace(MIXED, layers=(WIDE, NARROW, WIDE, NARROW)),
     ]
-    assert len({layout.digest for layout in [MIXED, *others]}) == 5
+    assert len({layout.digest for layout in [MIXED, *others]}) == 7
 
 
 def test_each_group_has_its_own_pieces() -> None:

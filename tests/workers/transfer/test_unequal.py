@@ -59,8 +59,8 @@ class Transfer:
     def __post_init__(self) -> None:
         numbers = np.random.default_rng(1)
         self.whole: list[Bytes] = [  # of each layer: [key or value, token, KV head, bytes of a head]
-            numbers.integers(0, 256, (2, NUM_TOKENS, geometry.num_kv_heads, 2 * geometry.head_dim), np.uint8)
-            for geometry in self.layout.layers
+            numbers.integers(0, 256, (2, NUM_TOKENS, geometry.num_kv_heads, self._head_bytes(layer)), np.uint8)
+            for layer, geometry in enumerate(self.layout.layers)
         ]
         self.sources = [self._store(self.source_tp, rank, self.source_block) for rank in range(self.source_tp)]
         choose = random.Random(2)
@@ -79,6 +79,9 @@ class Transfer:
         for rank in range(self.target_tp):
             self.add_receiver(self.target_tp, rank)
         self.before = [self.cache(rank) for rank in range(self.target_tp)]
+
+    def _head_bytes(self, layer: int) -> int:
+        return self.layout.bytes_per_slot(layer) // 2
 
     def add_receiver(self, tp: int, rank: int) -> None:
         """Adds a rank of the target group, or of another."""
@@ -255,14 +258,15 @@ MIXED = {
 }
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("transport", ["grpc", "shared", "gloo", "nixl"])
 @pytest.mark.parametrize("layers", MIXED)
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 async def test_layers_of_unequal_geometry_arrive(
-    source_tp: int, target_tp: int, layers: str, transport: str, monkeypatch: pytest.MonkeyPatch
+    source_tp: int, target_tp: int, layers: str, transport: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fake_nixl(monkeypatch)
-    layout = KvLayout(layers=MIXED[layers], dtype="bfloat16", model="m")
+    layout = KvLayout(layers=MIXED[layers], dtype="bfloat16", model="m", cache_dtype=cache_dtype)
     for frame_bytes in (160, 4096, 2**20):
         monkeypatch.setattr(KvConnector, "frame_bytes", frame_bytes)
         transfer = Transfer(layout, source_tp, target_tp, 8, 21, transports=lambda source_rank: (transport,))
@@ -412,6 +416,7 @@ async def test_groups_of_different_models_exchange_nothing() -> None:
     offers: list[tuple[tuple[str, ...], KvLayout]] = [
         (endpoints, layout_of(2)),
         (endpoints, replace(layout, model="other")),
+        (endpoints, replace(layout, cache_dtype="int8")),
         (("rank 0",) * 3, layout),  # 3 does not divide 8 heads
         ((), layout),
     ]

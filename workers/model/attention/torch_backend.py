@@ -11,6 +11,7 @@ from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..kv_store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
+from .int8_cache import dequantize, quantize
 from .native_tables import NativeTables
 
 _Attend = Callable[[int, torch.Tensor, torch.Tensor, AttentionOptions], None]
@@ -36,10 +37,11 @@ class TorchAttentionBackend:
         self._kv = kv
         self._layers = tuple(layers)
         self._kernels: dict[LayerGeometry, tuple[bool, bool]] = {}  # whether they decode, and take chunks
-        for index, layer in enumerate(self._layers):
+        for layer in self._layers:
             if layer not in self._kernels:
-                keys, group = kv.layers[index][0], layer.num_heads // layer.num_kv_heads
-                uses = native and cpu.can_attend(keys, group), native and cpu.can_attend_chunks(keys, group)
+                query = torch.empty(layer.head_dim, dtype=kv.dtype, device=kv.device)
+                group = layer.num_heads // layer.num_kv_heads
+                uses = native and cpu.can_attend(query, group), native and cpu.can_attend_chunks(query, group)
                 self._kernels[layer] = uses
         self.reads_whole_blocks = not all(decodes for decodes, _ in self._kernels.values())
 
@@ -107,8 +109,9 @@ class TorchAttentionBackend:
         if native_store:
             cpu.store_kv(key, value, key_rows, value_rows, slots)
         else:
-            key_rows.index_copy_(0, slots, key.reshape(-1, key.shape[-1]))
-            value_rows.index_copy_(0, slots, value.reshape(-1, value.shape[-1]))
+            for rows_of, new in ((key_rows, key), (value_rows, value)):
+                heads = new.reshape(-1, new.shape[-1])
+                rows_of.index_copy_(0, slots, quantize(heads) if self._kv.is_quantized else heads)
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if native:
             keys, values = self._kv.layers[layer]
@@ -183,7 +186,7 @@ class _Planner:
             batch, num_heads, head_dim = query.shape
             products = batch * self._num_kv_heads
             query = query.reshape(products, -1, head_dim)
-            keys, values = (rows[table].view(products, -1, head_dim) for rows in self._kv.gather_rows[layer])
+            keys, values = (each.view(products, -1, head_dim) for each in self._gather(layer, table))
             scores = torch.bmm(query, keys.transpose(1, 2)).view(batch, num_heads, 1, -1)
             weights = _weigh(scores, mask, options, head_dim).view(products, -1, keys.shape[1])
             out.view(products, -1, head_dim).copy_(torch.bmm(weights, values))
@@ -205,8 +208,8 @@ class _Planner:
             group = num_heads // kv_heads
             query = query.reshape(num_tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
             keys, values = (
-                rows[table].view(kv_heads, 1, -1, head_dim)[:, :, : len(positions)].expand(-1, group, -1, -1)
-                for rows in self._kv.gather_rows[layer]
+                each.view(kv_heads, 1, -1, head_dim)[:, :, : len(positions)].expand(-1, group, -1, -1)
+                for each in self._gather(layer, table)
             )
             if options.soft_cap is None and options.sinks is None:
                 result = functional.scaled_dot_product_attention(
@@ -220,6 +223,11 @@ class _Planner:
             out.view(num_tokens, kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))
 
         return attend
+
+    def _gather(self, layer: int, table: torch.Tensor) -> list[torch.Tensor]:
+        """Returns keys and values of rows of (block, head), [rows * block_size, head_dim]."""
+        found = [rows[table].view(len(table) * self._block_size, -1) for rows in self._kv.gather_rows[layer]]
+        return [dequantize(each, self._kv.dtype) for each in found] if self._kv.is_quantized else found
 
     def _num_blocks(self, span: SequenceSpan) -> int:
         return (span.start + span.num_tokens + self._block_size - 1) // self._block_size

@@ -27,7 +27,10 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 enum { SMALL = 4096 };  // elements of an item of what is computed element by element
 static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ? SMALL / elements : 1; }
 
-enum { MAX_GROUP = 32 };  // query heads that share a KV head
+enum { MAX_GROUP = 32, MAX_HEAD_DIM = 256 };  // of attention; a group is the query heads that share a KV head
+
+// In a KV cache of int8 a head's vector is head_dim numbers of -127..127, and their scale in bfloat16.
+static inline int64_t int8_row(int64_t head_dim) { return head_dim + 2; }
 
 static inline float load_f32(float x) { return x; }
 static inline float store_f32(float x) { return x; }
@@ -36,6 +39,11 @@ static inline float load_bf16(uint16_t x) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+static inline float scale_int8(const int8_t *row, int64_t head_dim) {
+    uint16_t bits;
+    memcpy(&bits, row + head_dim, sizeof bits);
+    return load_bf16(bits);
 }
 static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
     uint32_t bits;
@@ -63,7 +71,7 @@ enum { SILU = 1, GELU = 2 };  // what gates
 typedef struct {
     const uint16_t *query;  // [tokens, kv_heads * group, head_dim], tokens query_stride elements apart
     uint16_t *out;          // the same, tokens out_stride elements apart
-    const uint16_t *keys, *values;
+    const void *keys, *values;
     const int32_t *table;
     int64_t query_stride, out_stride, kv_heads, group, head_dim, block_size;
     int64_t start, tokens, window;  // token i has position start + i and sees the `window` keys up to it
@@ -77,7 +85,8 @@ typedef struct {
     int64_t head, first, last;
 } NextKeys;
 
-// See tile_attention.c.
+// See tile_attention.c and tile_attention_int8.c.
+typedef void AttendTiles(const Chunk *chunk, int64_t item, const NextKeys *next);
 int has_tile_attention(int64_t group, int64_t head_dim);
 int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group);
-void attend_tiles(const Chunk *chunk, int64_t item, const NextKeys *next);
+AttendTiles attend_tiles, attend_tiles_int8;

@@ -26,21 +26,21 @@ def usable(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in SUFFIX and library() is not None
 
 
-def can_attend(cache: torch.Tensor, group: int) -> bool:
-    """Returns whether `paged_attention` can read a KV cache of this kind, `group` query heads to a KV head."""
-    return cache.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(cache)
+def can_attend(query: torch.Tensor, group: int) -> bool:
+    """Returns whether `paged_attention` takes queries [.., head_dim] of this kind, `group` of them to a KV head."""
+    return query.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(query)
 
 
-def can_attend_chunks(cache: torch.Tensor, group: int) -> bool:
+def can_attend_chunks(query: torch.Tensor, group: int) -> bool:
     """Returns whether it also takes several tokens of a sequence, which needs bfloat16 and a processor with its dot
     product."""
-    kernels = library() if usable(cache) and cache.dtype == torch.bfloat16 else None
-    return kernels is not None and bool(kernels.has_tile_attention(group, cache.shape[-1]))
+    kernels = library() if usable(query) and query.dtype == torch.bfloat16 else None
+    return kernels is not None and bool(kernels.has_tile_attention(group, query.shape[-1]))
 
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim]
+    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], or int8 as in PagedKv
     values: torch.Tensor,  # the same
     tables: torch.Tensor,  # [2] int64, see paged_attention.c
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
@@ -54,18 +54,23 @@ def paged_attention(
     shape = (kv_heads, num_heads // kv_heads, head_dim, block_size)
     options = (float(scale), float(soft_cap or 0), sinks)
     places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
-    call("paged_attention", query.dtype, rows, *places, *shape, *options, shared=True)
+    name = "paged_attention_int8" if keys.dtype == torch.int8 else "paged_attention"
+    call(name, query.dtype, rows, *places, *shape, *options, shared=True)
 
 
 def store_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # the same
-    keys: torch.Tensor,  # [..., head_dim], a layer's cache
+    keys: torch.Tensor,  # [..., head_dim], a layer's cache, or int8 as in PagedKv
     values: torch.Tensor,  # the same
     slots: torch.Tensor,  # [num_tokens * num_kv_heads] int64, rows of the cache
 ) -> None:
     """Writes the step's keys and values to their slots."""
     tokens, heads, head_dim = key.shape
+    if keys.dtype == torch.int8:
+        new = (key, key.stride(0), value, value.stride(0))
+        call("store_kv_int8", key.dtype, tokens, *new, keys, values, slots, heads, head_dim, shared=True)
+        return
     size = key.element_size()
     new = (key, key.stride(0) * size, value, value.stride(0) * size)
     call("store_kv", None, tokens, *new, keys, values, slots, heads, head_dim * size, shared=True)

@@ -23,12 +23,16 @@
 
 // A copy of a size that the compiler knows is some instructions, any other a call.
 #define DEFINE_SIZES(NAME, COPY)                                                                                       \
+    DEFINE_MOVE(NAME, 66, COPY)                                                                                        \
     DEFINE_MOVE(NAME, 128, COPY)                                                                                       \
+    DEFINE_MOVE(NAME, 130, COPY)                                                                                       \
     DEFINE_MOVE(NAME, 256, COPY)                                                                                       \
     DEFINE_MOVE(NAME, head_bytes, COPY)                                                                                \
     void NAME(char *cache, char *dense, const int64_t *places, int64_t halves, int64_t half_bytes, int64_t tokens,     \
               int64_t slots, int64_t slot_bytes, int64_t head_bytes) {                                                 \
-        (head_bytes == 128   ? NAME##_128                                                                              \
+        (head_bytes == 66    ? NAME##_66                                                                               \
+         : head_bytes == 128 ? NAME##_128                                                                              \
+         : head_bytes == 130 ? NAME##_130                                                                              \
          : head_bytes == 256 ? NAME##_256                                                                              \
                              : NAME##_head_bytes)(cache, dense, places, halves, half_bytes, tokens, slots, slot_bytes, \
                                                   head_bytes);                                                         \

@@ -1,0 +1,220 @@
+"""KV cache in int8: what is stored, what attention reads of it, and that whole models use it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.tests.tiny import DENSE, make_tiny_model
+from tandem.tests.workers.model.helpers import GREEDY, Driver, load, mixed_steps, prompt, recorded_logits
+from tandem.tests.workers.model.test_exact import NUM_TOKENS, logits_by_position
+from tandem.workers.engine.config import Budgets, EngineConfig
+from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.events import Admitted, NewTokens, Preempted
+from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
+from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
+from tandem.workers.model.attention.int8_cache import dequantize, quantize
+from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
+from tandem.workers.model.kernels import cpu
+from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.runner import ModelRunner
+
+CPU = torch.device("cpu")
+NUM_MADE = 60  # tokens of each sequence
+NUM_BLOCKS = 128
+# Relative error of a layer's result in the 2-norm. In bfloat16 it is that of results; plain torch rounds what it has
+# dequantised, too.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 3e-3, "float16": 1e-3}
+PLAIN_TOLERANCE = TOLERANCE | {"bfloat16": 8e-3}
+
+
+def make_kv(layer: LayerGeometry, dtype: str, cache_dtype: str) -> PagedKv:
+    layout = KvLayout(layers=(layer,), dtype=dtype, model="m", cache_dtype=cache_dtype)
+    return PagedKv(layout, num_blocks=NUM_BLOCKS, block_size=8, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 96), (4, 2, 256)]
+)
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [
+        (None, PLAIN),
+        (20, AttentionOptions(scale=0.3, soft_cap=2.0)),
+        (None, AttentionOptions(sinks=torch.linspace(-2, 4, 9))),
+    ],
+)
+def test_attention_equals_that_over_what_the_numbers_stand_for(
+    dtype: str, num_heads: int, kv_heads: int, head_dim: int, window: int | None, options: AttentionOptions
+) -> None:
+    """In float32 and plain torch, for single tokens and chunks, across the tiles of the kernels."""
+    if options.sinks is not None:
+        options = replace(options, sinks=options.sinks[:num_heads])
+    torch.manual_seed(0)
+    layer = LayerGeometry(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window)
+    exact, native, plain = make_kv(layer, "float32", "auto"), *(make_kv(layer, dtype, "int8") for _ in range(2))
+    for half in range(2):
+        rows = quantize(torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim))
+        native.layers[0][half].copy_(rows)
+        plain.layers[0][half].copy_(rows)
+        exact.layers[0][half].copy_(dequantize(rows, torch.float32))
+    order = torch.randperm(NUM_BLOCKS).tolist()
+    spans = [
+        SequenceSpan(blocks=[order.pop() for _ in range(-(-(start + count) // 8))], start=start, num_tokens=count)
+        for start, count in ((0, 1), (8, 1), (129, 1), (256, 1), (254, 3), (0, 150), (63, 70))
+    ]
+    tokens = sum(span.num_tokens for span in spans)
+    query = torch.randn(tokens, num_heads, head_dim).to(native.dtype)
+    key, value = (torch.randn(tokens, kv_heads, head_dim).to(native.dtype) for _ in range(2))
+    rounded = (dequantize(quantize(each), torch.float32) for each in (key, value))
+    expected = TorchAttentionBackend(exact, [layer], native=False).plan(spans)(0, query.float(), *rounded, options)
+    for kv, uses_kernels in ((native, True), (plain, False)):
+        step = TorchAttentionBackend(kv, [layer], native=uses_kernels).plan(spans)
+        found = step(0, query, key, value, options).float()
+        bound = (TOLERANCE if uses_kernels else PLAIN_TOLERANCE)[dtype]
+        if not all(step.args[0][0][1:3]):  # the kernels do not take all of it
+            bound = PLAIN_TOLERANCE[dtype]
+        assert (found - expected).norm() <= bound * expected.norm(), uses_kernels
+    assert torch.equal(native.tensors[0], plain.tensors[0])
+    for half in range(2):
+        stored = dequantize(native.layers[0][half], torch.float32)
+        assert torch.equal(stored, exact.layers[0][half])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+def test_the_kernel_stores_what_plain_torch_makes(dtype: torch.dtype, head_dim: int) -> None:
+    torch.manual_seed(0)
+    key, value = (torch.randn(40, 3, 2 * head_dim).to(dtype)[..., head_dim:] for _ in range(2))
+    key = key.clone() * torch.logspace(-30, 30, 40)[:, None, None].to(dtype)
+    value = value.clone()
+    value[0], value[1, 1], value[2, 0, 3] = 0, 1e-38, torch.nan
+    value[3, 2, 1], value[4, 1, 0] = torch.inf, -torch.inf
+    slots = torch.randperm(200)[:120]
+    kept = torch.full((2, 200, head_dim + 2), 7, dtype=torch.int8)
+    cpu.store_kv(key, value, kept[0], kept[1], slots)
+    for rows, new in zip(kept, (key, value), strict=True):
+        assert torch.equal(rows[slots], quantize(new.reshape(120, head_dim)))
+        others = torch.ones(200, dtype=torch.bool).index_fill(0, slots, False)
+        assert (rows[others] == 7).all()
+
+
+def test_numbers_are_rounded_to_the_nearest() -> None:
+    """Of 255 steps from the largest one down, beside which the scale's own rounding is nothing."""
+    torch.manual_seed(0)
+    heads = torch.randn(1000, 64) * torch.rand(1000, 1).exp()
+    error = (dequantize(quantize(heads), torch.float32) - heads).abs().amax(1)
+    assert (error <= heads.abs().amax(1) / 127 / 2 * 1.01).all()
+    assert quantize(heads)[..., :-2].abs().amax(1).eq(127).all()
+
+
+def test_what_is_not_finite_reaches_the_result_of_its_sequence_alone() -> None:
+    torch.manual_seed(0)
+    layer = LayerGeometry(num_heads=6, num_kv_heads=2, head_dim=64)
+    for native in (True, False):
+        kv = make_kv(layer, "bfloat16", "int8")
+        spans = [SequenceSpan(blocks=[3 * n, 3 * n + 1, 3 * n + 2], start=0, num_tokens=20) for n in range(2)]
+        query, key, value = (torch.randn(40, heads, 64).bfloat16() for heads in (6, 2, 2))
+        value[5, :, 9] = torch.nan
+        found = TorchAttentionBackend(kv, [layer], native=native).plan(spans)(0, query, key, value)
+        assert found[:5].isfinite().all()
+        assert not found[5:20].isfinite().any()
+        assert found[20:].isfinite().all()
+
+
+def test_it_holds_almost_twice_the_tokens() -> None:
+    for head_dim, most in ((64, 0.52), (128, 0.51)):
+        layer = LayerGeometry(num_heads=9, num_kv_heads=3, head_dim=head_dim)
+        plain, rounded = (make_kv(layer, "bfloat16", cache_dtype) for cache_dtype in ("auto", "int8"))
+        assert rounded.layout.bytes_per_token <= most * plain.layout.bytes_per_token
+        assert rounded.tensors[0].nbytes == rounded.layout.bytes_per_token * NUM_BLOCKS * 8
+
+
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+@pytest.mark.parametrize("family", DENSE)
+def test_models_generate_with_it(family: str, model_impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either code: the logits after a prompt are near those over a plain cache, and not equal to them."""
+    folder, found = make_tiny_model(tmp_path, family), []
+    for cache_dtype in ("auto", "int8"):
+        driver = Driver(load(folder, cache_dtype=cache_dtype, model_impl=model_impl))
+        with recorded_logits(monkeypatch) as recorded:
+            driver.run(driver.step(0, prompt(100), 0))
+        found.append(recorded[0][0])
+    plain, rounded = (logits - logits.mean() for logits in found)
+    assert 0 < (rounded - plain).norm() <= 0.05 * plain.norm()
+
+
+needs_kernels = pytest.mark.skipif(
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
+)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_logits_depend_on_the_tokens_alone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 32} | ({"sliding_window": 70} if family == "mistral" else {})
+    runner = load(make_tiny_model(tmp_path, family, **sizes), dtype="bfloat16", cache_dtype="int8")
+    decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
+    for ends in ([0, NUM_TOKENS], [0, 16, 17, 80, 81, 82, 147, NUM_TOKENS], [0, 65, 98, 99, NUM_TOKENS]):
+        mixed = logits_by_position(runner, ends, 3, monkeypatch)
+        for end, logits in mixed.items():
+            assert torch.equal(logits, decoded[end]), end
+
+
+@needs_kernels
+def test_recorded_steps_are_the_same(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=256, head_dim=32)
+    recorded, step_by_step = (load(folder, dtype="bfloat16", cache_dtype="int8") for _ in range(2))
+    assert recorded._decodes is not None
+    assert recorded._tokens is not None
+    step_by_step._decodes = step_by_step._tokens = None
+    assert mixed_steps(recorded) == mixed_steps(step_by_step)
+
+
+def generate(runner: ModelRunner, prompts: list[list[int]], num_blocks: int) -> tuple[list[list[int]], int, int]:
+    """Returns the tokens of each, those of a preempted one by a second sequence that goes on, as a router does; how
+    many tokens came from the prefix cache; and how many preemptions there were."""
+    config = EngineConfig(
+        num_blocks=num_blocks, block_size=16, budgets=Budgets(chunk_tokens=32, mixed_chunk_tokens=32, growth_tokens=1)
+    )
+    engine = Engine(runner, config)
+    made: list[list[int]] = [[] for _ in prompts]
+    num_cached = num_preemptions = 0
+
+    def submit(number: int) -> None:
+        index = number % len(prompts)
+        tokens, rest = (*prompts[index], *made[index]), NUM_MADE - len(made[index])
+        engine.submit(SequenceSpec(id=number, tokens=tokens, max_tokens=rest, task=Task.WHOLE, sampling=GREEDY))
+
+    for number in range(len(prompts)):
+        submit(number)
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, NewTokens):
+                made[event.id % len(prompts)] += event.token_ids
+            elif isinstance(event, Preempted):
+                num_preemptions += 1
+                submit(event.id + len(prompts))
+            elif isinstance(event, Admitted):
+                num_cached += event.num_cached
+    engine.check_integrity()
+    return made, num_cached, num_preemptions
+
+
+@needs_kernels
+def test_prefixes_are_reused_and_preempted_sequences_go_on(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, hidden_size=256, head_dim=32)
+    runner = load(folder, dtype="bfloat16", cache_dtype="int8")
+    prompts = [prompt(64) + prompt(20, seed) for seed in range(1, 5)]
+    alone = [generate(runner, [each], 128)[0][0] for each in prompts]
+    assert [len(tokens) for tokens in alone] == [NUM_MADE] * 4
+    made, num_cached, num_preemptions = generate(runner, prompts, 128)
+    assert made == alone
+    assert num_cached > 0
+    assert num_preemptions == 0
+    made, _, num_preemptions = generate(runner, prompts, 16)
+    assert made == alone
+    assert num_preemptions > 0
