@@ -9,6 +9,7 @@ import statistics
 import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from typing import Final
 
 import psutil
 import torch
@@ -24,6 +25,8 @@ from .options import SWEEP_BATCHES, SWEEP_CONTEXT_BATCH, SWEEP_CONTEXTS, EngineB
 from .report import DecodeFigure, PrefillFigure, Report, plot
 from .shapes import HF_CONFIGS, SHAPES, decode_cost, loaded_bytes, prefill_flops, random_weight
 from .steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for
+
+_ROUNDS: Final = 5  # of what is measured in turns
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,24 +70,13 @@ def measure(options: EngineBenchOptions) -> Report:
 def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -> Report:
     """Holds the model for no longer than the call: transformers needs the memory."""
     floors = measure_floors(config, DTYPES[options.dtype], options.device)
-    runner = BenchRunner(
-        config,
-        _weights(options),
-        dtype=options.dtype,
-        cache_dtype=options.kv_cache_dtype,
-        device=options.device,
-        num_blocks=num_blocks,
-        chunk=options.chunk,
-        exact=options.profile,
-        batch_invariant=options.batch_invariant,
-        lora_rank=options.lora_rank,
-    )
+    runner = _runner(options, config, num_blocks, options.kv_cache_dtype)
 
     def decode(batch: int, context: int) -> DecodeFigure:
         return _decode(options, config, floors, runner, batch, context)
 
     sweeps = options.plot is not None
-    return Report(
+    report = Report(
         shape=options.name,
         dtype=_dtype(options),
         device=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu",
@@ -96,6 +88,24 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
         prefill=tuple(_prefill(options, config, floors, runner, prompt) for prompt in options.prompts),
         sweep_batch=tuple(decode(batch, options.context) for batch in SWEEP_BATCHES if sweeps),
         sweep_context=tuple(decode(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS if sweeps),
+    )
+    if not options.compare_int8_kv_cache:
+        return report
+    return _with_int8_cache(options, report, (runner, _runner(options, config, num_blocks, "int8")))
+
+
+def _runner(options: EngineBenchOptions, config: ModelConfig, num_blocks: int, cache_dtype: str) -> BenchRunner:
+    return BenchRunner(
+        config,
+        _weights(options),
+        dtype=options.dtype,
+        cache_dtype=cache_dtype,
+        device=options.device,
+        num_blocks=num_blocks,
+        chunk=options.chunk,
+        exact=options.profile,
+        batch_invariant=options.batch_invariant,
+        lora_rank=options.lora_rank,
     )
 
 
@@ -121,6 +131,8 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
     num_blocks = max([*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)])
     weights = loaded_bytes(config, options.dtype, options.device)
     kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, 1, options.dtype, options.kv_cache_dtype)
+    if options.compare_int8_kv_cache:
+        weights, kv = 2 * weights, 2 * kv
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
     beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)  # logits and activations, in float32 twice
     beside = max(beside, 2 * BUFFER_BYTES[options.device.type] - weights)  # the floors come before the weights
@@ -176,6 +188,25 @@ def _prefill(
         matmul_share=prefill_flops(config, prompt) / floors.matmul_flops_per_s / seconds,
         first_token=token,
     )
+
+
+def _with_int8_cache(options: EngineBenchOptions, report: Report, runners: tuple[BenchRunner, BenchRunner]) -> Report:
+    """`runners` have the report's KV cache, and one of int8."""
+    decode, prefill = [], []
+    for decoded in report.decode:
+        rounds = []
+        for _ in range(_ROUNDS):
+            runs = [runner.decode(decoded.batch, decoded.context, options.steps) for runner in runners]
+            rounds.append([statistics.median(sum(step.values()) for step in run.steps) for run in runs])
+        ratio = statistics.median(rounded / plain for plain, rounded in rounds)
+        _print_progress(f"decode over int8, batch {decoded.batch}, context {decoded.context}: {ratio:.3f} of the time")
+        decode.append(replace(decoded, int8_cache_time=ratio))
+    for prefilled in report.prefill:
+        rounds = [[runner.prefill(prefilled.prompt)[0] for runner in runners] for _ in range(_ROUNDS)]
+        ratio = statistics.median(rounded / plain for plain, rounded in rounds)
+        _print_progress(f"prefill of {prefilled.prompt} over int8: {ratio:.3f} of the time")
+        prefill.append(replace(prefilled, int8_cache_time=ratio))
+    return replace(report, decode=tuple(decode), prefill=tuple(prefill))
 
 
 def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:

@@ -42,6 +42,7 @@ class EngineBenchOptions:
     dtype: str
     quantization: str | None
     kv_cache_dtype: str
+    compare_int8_kv_cache: bool
     batches: tuple[int, ...]
     context: int
     prompts: tuple[int, ...]
@@ -80,8 +81,10 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
     options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
         parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
-    if options.kv_cache_dtype != "auto" and options.device.type != "cpu":
-        parser.error(f"--kv-cache-dtype {options.kv_cache_dtype} has kernels on cpu only")
+    if (options.kv_cache_dtype != "auto" or options.compare_int8_kv_cache) and options.device.type != "cpu":
+        parser.error("a KV cache of int8 has kernels on cpu only")
+    if options.kv_cache_dtype != "auto" and options.compare_int8_kv_cache:
+        parser.error("--compare-int8-kv-cache compares it with --kv-cache-dtype auto")
     if options.profile and PROFILE_BATCH not in options.batches:
         return replace(options, batches=tuple(sorted((*options.batches, PROFILE_BATCH))))
     return options
@@ -100,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--quantization", choices=BITS, help="of plain weights, when they are loaded")
     add("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
+    add("--compare-int8-kv-cache", action="store_true", help="in turns: its time by that of the dtype's own")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")

@@ -24,6 +24,7 @@ class DecodeFigure:
     matmul_share: float
     split_ms: dict[str, float] | None  # median of each of PARTS; None where only the host's time is known
     overhead_share: float | None  # of the step outside `model`, median
+    int8_cache_time: float | None = None  # of a step over a KV cache of int8, beside one over this, in turns
     transformers_ms: float | None = None
 
 
@@ -36,6 +37,7 @@ class PrefillFigure:
     tokens_per_s: float
     matmul_share: float
     first_token: int
+    int8_cache_time: float | None = None  # as of a decode
     transformers_tokens_per_s: float | None = None
 
 
@@ -116,6 +118,7 @@ _DECODE_COLUMNS: tuple[_Column, ...] = (
     ("roofline", _formatted("roofline_share", ".1%")),
     ("bandwidth", _formatted("bandwidth_share", ".1%")),
     ("matmul", _formatted("matmul_share", ".1%")),
+    ("int8 KV", _formatted("int8_cache_time", ".3f")),
     ("transformers", _formatted("transformers_ms", ".3f")),
     ("ahead by", lambda f: f.transformers_ms and f"{f.transformers_ms / f.step_ms:.2f}x"),
 )
@@ -129,6 +132,7 @@ _PREFILL_COLUMNS: tuple[_Column, ...] = (
     ("seconds", _formatted("seconds", ".3f")),
     ("tokens/s", _formatted("tokens_per_s", ",.0f")),
     ("matmul", _formatted("matmul_share", ".1%")),
+    ("int8 KV", _formatted("int8_cache_time", ".3f")),
     ("transformers", _formatted("transformers_tokens_per_s", ",.0f")),
     (
         "ahead by",

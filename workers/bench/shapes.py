@@ -71,8 +71,8 @@ def random_weight(part: WeightSlice, target: torch.Tensor) -> None:
 def decode_cost(config: ModelConfig, dtype: str, batch: int, context: float, cache_dtype: str = "auto") -> StepCost:
     """Returns the cost of one decode step of `batch` sequences whose tokens see `context` positions each."""
     visible = [(layer, min(context, layer.window or context)) for layer in config.layers]
-    head = lambda layer: head_bytes(layer.head_dim, dtype, cache_dtype)  # noqa: E731
-    keys = sum(2 * layer.num_kv_heads * head(layer) * positions for layer, positions in visible)
+    sizes = (layer.num_kv_heads * head_bytes(layer.head_dim, dtype, cache_dtype) for layer, _ in visible)
+    keys = sum(2 * size * positions for size, (_, positions) in zip(sizes, visible, strict=True))
     attention = sum(4 * layer.num_heads * layer.head_dim * positions for layer, positions in visible)
     params = _linear_params(config) + _head_params(config)
     saved = weight_bytes(replace(config, quantization={}), 1, dtype) - weight_bytes(config, 1, dtype)
