@@ -44,9 +44,7 @@ def serve(
     prefill_tp: Annotated[int | None, typer.Option(help="The same for prefill workers; wins over --tp.")] = None,
     decode_tp: Annotated[int | None, typer.Option(help="The same for decode workers; wins over --tp.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
-    ] = None,
+    quantization: Annotated[str | None, typer.Option(help="Of the weights at loading: int8 or int4.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = None,
     speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
