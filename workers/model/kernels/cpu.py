@@ -206,8 +206,8 @@ def can_multiply_int(inputs: int, group_size: int) -> bool:
 def pack_linear_int(
     weight: torch.Tensor,  # [outputs, inputs] uint8, numbers below 2**bits
     scales: torch.Tensor,  # [outputs, groups] bfloat16
+    zeros: torch.Tensor | None,  # [outputs, groups] uint8, what stands for 0, in 256ths of 2**bits; None: 128
     bits: int,
-    zeros: torch.Tensor | None = None,  # [outputs, groups] uint8, what stands for 0; None: 2**(bits - 1)
 ) -> PackedInt:
     """Packs a weight, its scales and zeros in the order in which `linear_int` reads them: [panels, inputs * bits / 8,
     32] and twice [panels, groups, 32]."""
@@ -230,18 +230,20 @@ def linear_int(
     bias: torch.Tensor | None = None,  # [outputs]
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
     activation: str | None = None,
+    input_bits: int = 8,  # or 16
 ) -> torch.Tensor:
-    """Computes what `linear` does, with x rounded to 8 bits group by group."""
+    """Computes what `linear` does, with x rounded group by group."""
     weight, scales, zeros = packed
     rows, inputs = x.shape
     groups, bits = scales.shape[1], 8 * weight.shape[1] // inputs
-    q = x.new_empty(rows, inputs, dtype=torch.int8)
-    terms = x.new_empty(rows, groups, 2, dtype=torch.float32)
-    call("quantize", x.dtype, rows, x, x.stride(0), q, terms, inputs, inputs // groups)
+    parts = input_bits // 8
+    q = x.new_empty(rows, parts, inputs, dtype=torch.int8)
+    terms = x.new_empty(rows, parts, groups, 2, dtype=torch.float32)
+    call("quantize", x.dtype, rows, x, x.stride(0), q, terms, inputs, inputs // groups, parts)
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     operands = (q, terms, weight, scales, bias, residual, out)
-    call("linear_int", x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros)
+    call("linear_int", x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros, parts)
     return out
 
 

@@ -1,14 +1,15 @@
 // y = x W^T with weights of 8 or 4 bits and a scale for each output and group of inputs (compressed-tensors' groups),
 // on the dot product of bytes of AVX-512 VNNI. x is rounded to 8 bits beforehand, group by group (ZeroQuant, arXiv
-// 2206.01861), so that products and sums within a group are exact integers.
+// 2206.01861), so that products and sums within a group are exact integers. Or it is rounded to 16 bits, as two numbers
+// of 8 (`parts` is 2): the second is what the first leaves, in 254ths of its step, and has products of its own.
 //
 // The dot product wants one side unsigned: the weights, with their zero in the middle or, for each output and group, at
-// a number of its own; the group's sum of x, times that zero, is subtracted. Weights are packed in panels of 32 outputs as in linear.c, in quads of inputs; 4-bit weights of
-// two quads, the first one's in the low halves.
+// a place of its own, in 256ths of the range of numbers; the group's sum of x, times that zero, is subtracted. Weights are packed in panels of 32 outputs
+// as in linear.c, in quads of inputs; 4-bit weights of two quads, the first one's in the low halves.
 
 #include "linear.h"
 
-enum { ROWS = 12, QUAD = 4 };  // rows as in linear.c; inputs of a dot product
+enum { ROWS = 12, QUAD = 4, FINER = 254 };  // rows as in linear.c; inputs of a dot product; steps of a second part
 enum { INFINITE = 0x7f80, TINY = 0x0400 };  // bfloat16 as bits: below 2^-119, 127 / x might be infinite
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
@@ -40,36 +41,41 @@ int64_t pack_linear_int(const Arg *a, int64_t outputs, int64_t panel) {
     return 0;
 }
 
-// x [rows, inputs], rows x_stride elements apart, to q [rows, inputs] of -127..127, and for each row and group the
-// scale and the sum of q: terms [rows, groups, 2], float and int32. If an x is NaN or infinite, the scale is NaN, and so
-// is the product: bits are compared and stored, since -ffast-math takes no number for NaN. An item is a row.
+// x [rows, inputs], rows x_stride elements apart, to q [rows, parts, inputs] of -127..127, and for each row, part and
+// group the scale and the sum of q: terms [rows, parts, groups, 2], float and int32. If an x is NaN or infinite, the
+// scale is NaN, and so is the product: bits are compared and stored, since -ffast-math takes no number for NaN. An item
+// is a row.
 int64_t quantize_bf16(const Arg *a, int64_t rows, int64_t row) {
     if (row < 0) return rows;
-    const int64_t inputs = a[4].n, group = a[5].n, groups = inputs / group;
+    const int64_t inputs = a[4].n, group = a[5].n, parts = a[6].n, groups = inputs / group;
     const uint16_t *x = (const uint16_t *)a[0].p + row * a[1].n;
-    int8_t *q = (int8_t *)a[2].p + row * inputs;
-    float *terms = (float *)a[3].p + row * groups * 2;
+    int8_t *q = (int8_t *)a[2].p + row * parts * inputs;
+    float *terms = (float *)a[3].p + row * parts * groups * 2;
     for (int64_t g = 0; g < groups; g++, x += group, q += group) {
         uint16_t largest = 0;
         for (int64_t i = 0; i < group; i++) {
             const uint16_t size = x[i] & 0x7fff;
             largest = size > largest ? size : largest;
         }
-        if (largest >= INFINITE) {
-            const uint32_t nan[2] = {0x7fc00000, 0};
-            memcpy(terms + 2 * g, nan, sizeof nan);
-            memset(q, 0, group);
-            continue;
-        }
-        const float inverse = largest >= TINY ? 127 / load_bf16(largest) : 0;
-        int32_t sum = 0;
+        const int is_finite = largest < INFINITE;
+        const float inverse = is_finite && largest >= TINY ? 127 / load_bf16(largest) : 0;
+        int32_t sums[2] = {0, 0};
         for (int64_t i = 0; i < group; i++) {
-            const int32_t rounded = (int32_t)rintf(load_bf16(x[i]) * inverse);
+            const float steps = is_finite ? load_bf16(x[i]) * inverse : 0, rounded = rintf(steps);
             q[i] = (int8_t)rounded;
-            sum += rounded;
+            sums[0] += (int32_t)rounded;
+            if (parts == 1) continue;
+            const float rest = rintf((steps - rounded) * FINER);
+            q[inputs + i] = (int8_t)rest;
+            sums[1] += (int32_t)rest;
         }
-        terms[2 * g] = load_bf16(largest) / 127;
-        memcpy(terms + 2 * g + 1, &sum, sizeof sum);
+        const uint32_t nan = 0x7fc00000;
+        for (int64_t part = 0; part < parts; part++) {
+            float *const term = terms + (part * groups + g) * 2;
+            const float scale = load_bf16(largest) / (part ? 127 * FINER : 127);
+            memcpy(term, is_finite ? (const void *)&scale : &nan, sizeof nan);
+            memcpy(term + 1, sums + part, sizeof sums[part]);
+        }
     }
     return 0;
 }
@@ -81,27 +87,45 @@ static inline __m512 load_scales(const uint16_t *scales) {
 // Else the compiler keeps the sums in memory.
 #define EACH_ROW _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
 
+// As _mm512_dpbusd_epi32, for whose operands the compiler (gcc 12) makes copies in each turn, and spills them.
+#define ADD_BYTES(SUM, UNSIGNED, SIGNED) __asm__("vpdpbusd %2, %1, %0" : "+v"(SUM) : "v"(UNSIGNED), "v"(SIGNED))
+
 // Adds to the integers sum [rows, 2 of 16] the product of a quad of q with 32 outputs.
 #define ADD_QUAD(LOW, HIGH, QUAD_AT)                                                                                   \
     EACH_ROW {                                                                                                         \
         int32_t four;                                                                                                  \
         memcpy(&four, q + r * q_stride + (QUAD_AT) * QUAD, sizeof four);                                               \
         const __m512i one = _mm512_set1_epi32(four);                                                                   \
-        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], LOW, one);                                                          \
-        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], HIGH, one);                                                         \
+        ADD_BYTES(sum[r][0], LOW, one);                                                                                \
+        ADD_BYTES(sum[r][1], HIGH, one);                                                                               \
     }
 
-// sums [rows, 32] of `rows` rows of q with a group of a panel. `ahead` is fetched meanwhile, line by line.
-static inline __attribute__((always_inline)) void multiply(const int8_t *q, int64_t q_stride, const uint8_t *panel,
-                                                           const uint8_t *ahead, int32_t *sums, int64_t steps,
-                                                           const int rows, const int bits) {
+static inline __m512i load_zeros(const uint8_t *zeros) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)zeros));
+}
+
+// A group of a panel and of the rows of q: its numbers, scales [32], and zeros [32] or, where they are all 128, NULL.
+// `terms` as from quantize_bf16. `ahead` is fetched meanwhile, line by line.
+typedef struct {
+    const int8_t *q;
+    const float *terms;
+    const uint8_t *panel, *ahead, *zeros;
+    const uint16_t *scales;
+    int64_t q_stride, terms_stride, steps;
+} Group;
+
+// Adds to the results [rows, 32] the products of `rows` rows with a group: exact sums of bytes, scaled.
+static inline __attribute__((always_inline)) void multiply(const Group *g, float *results, const int rows,
+                                                           const int bits) {
     const __m512i mask = _mm512_set1_epi8(0x0f);
+    const int8_t *const q = g->q;
+    const int64_t q_stride = g->q_stride;
     __m512i sum[ROWS][2];
     EACH_ROW sum[r][0] = sum[r][1] = _mm512_setzero_si512();
-    for (int64_t i = 0; i < steps; i++) {
-        const __m512i low = _mm512_load_si512(panel + i * 128), high = _mm512_load_si512(panel + i * 128 + 64);
-        _mm_prefetch((const char *)(ahead + i * 128), _MM_HINT_T1);
-        _mm_prefetch((const char *)(ahead + i * 128 + 64), _MM_HINT_T1);
+    for (int64_t i = 0; i < g->steps; i++) {
+        const __m512i low = _mm512_load_si512(g->panel + i * 128), high = _mm512_load_si512(g->panel + i * 128 + 64);
+        _mm_prefetch((const char *)(g->ahead + i * 128), _MM_HINT_T1);
+        _mm_prefetch((const char *)(g->ahead + i * 128 + 64), _MM_HINT_T1);
         if (bits == 8) {
             ADD_QUAD(low, high, i)
         } else {
@@ -112,20 +136,28 @@ static inline __attribute__((always_inline)) void multiply(const int8_t *q, int6
             ADD_QUAD(low_1, high_1, 2 * i + 1)
         }
     }
+    const __m512 scales[2] = {load_scales(g->scales), load_scales(g->scales + 16)};
+    const __m512i middle = _mm512_set1_epi32(128);
+    const __m512i zeros[2] = {g->zeros ? load_zeros(g->zeros) : middle, g->zeros ? load_zeros(g->zeros + 16) : middle};
     EACH_ROW {
-        _mm512_store_si512(sums + r * PANEL, sum[r][0]);
-        _mm512_store_si512(sums + r * PANEL + 16, sum[r][1]);
+        int32_t row_sum;
+        memcpy(&row_sum, g->terms + r * g->terms_stride + 1, sizeof row_sum);
+        const __m512 scale = _mm512_set1_ps(g->terms[r * g->terms_stride] / (1 << (8 - bits)));
+        for (int h = 0; h < 2; h++) {
+            float *const result = results + r * PANEL + 16 * h;
+            const __m512i shift = _mm512_mullo_epi32(zeros[h], _mm512_set1_epi32(row_sum));
+            const __m512i exact = _mm512_sub_epi32(_mm512_slli_epi32(sum[r][h], 8 - bits), shift);
+            const __m512 scaled = _mm512_mul_ps(scale, scales[h]);
+            _mm512_store_ps(result, _mm512_fmadd_ps(_mm512_cvtepi32_ps(exact), scaled, _mm512_load_ps(result)));
+        }
     }
 }
 
-// One function for each number of rows: in one loop nest with what follows a group, the compiler spills the sums.
-typedef void Multiply(const int8_t *q, int64_t q_stride, const uint8_t *panel, const uint8_t *ahead, int32_t *sums,
-                      int64_t steps);
+// One function for each number of rows: in a loop over the groups, the compiler spills the sums.
+typedef void Multiply(const Group *group, float *results);
 #define MULTIPLY(R, BITS)                                                                                              \
-    static __attribute__((noinline)) void multiply_##R##_##BITS(const int8_t *q, int64_t q_stride,                     \
-                                                                const uint8_t *panel, const uint8_t *ahead,            \
-                                                                int32_t *sums, int64_t steps) {                        \
-        multiply(q, q_stride, panel, ahead, sums, steps, R, BITS);                                                     \
+    static __attribute__((noinline)) void multiply_##R##_##BITS(const Group *group, float *results) {                  \
+        multiply(group, results, R, BITS);                                                                             \
     }
 #define ALL(F, BITS)                                                                                                   \
     F(1, BITS) F(2, BITS) F(3, BITS) F(4, BITS) F(5, BITS) F(6, BITS) F(7, BITS) F(8, BITS) F(9, BITS) F(10, BITS)     \
@@ -135,38 +167,13 @@ ALL(MULTIPLY, 4)
 #define NAME(R, BITS) multiply_##R##_##BITS,
 static Multiply *const multiply_rows[2][ROWS] = {{ALL(NAME, 4)}, {ALL(NAME, 8)}};
 
-static inline __m512i load_zeros(const uint8_t *zeros) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)zeros));
-}
-
-// Adds a group's exact sums to the results [rows, 32], scaled; `terms` [rows, ..., 2], rows `stride` floats apart. The
-// zeros are `zeros` or, if that is NULL, `middle`.
-static void add_group(float *results, const int32_t *sums, const float *terms, int64_t stride, const uint16_t *scales,
-                      const uint8_t *zeros, int64_t rows, int32_t middle) {
-    const __m512 low = load_scales(scales), high = load_scales(scales + 16);
-    __m512i zero[2] = {};
-    if (zeros) zero[0] = load_zeros(zeros), zero[1] = load_zeros(zeros + 16);
-    for (int64_t r = 0; r < rows; r++, results += PANEL, sums += PANEL, terms += stride) {
-        int32_t row_sum;
-        memcpy(&row_sum, terms + 1, sizeof row_sum);
-        const __m512 scale = _mm512_set1_ps(terms[0]);
-        for (int h = 0; h < 2; h++) {
-            const __m512i offset = zeros ? _mm512_mullo_epi32(zero[h], _mm512_set1_epi32(row_sum))
-                                         : _mm512_set1_epi32(middle * row_sum);
-            const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums + 16 * h), offset));
-            const __m512 scaled = _mm512_mul_ps(scale, h ? high : low);
-            _mm512_store_ps(results + 16 * h, _mm512_fmadd_ps(exact, scaled, _mm512_load_ps(results + 16 * h)));
-        }
-    }
-}
-
 // q and terms as from quantize_bf16; packed and packed_scales as above, zeros [.., groups, 32] or NULL; the rest as of
 // linear_bf16. An item is a panel.
 int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
     const int8_t *q = a[0].p;
     const float *terms = a[1].p;
     const Epilogue end = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
-    const int64_t inputs = a[8].n, group = a[9].n, bits = a[10].n, groups = inputs / group;
+    const int64_t inputs = a[8].n, group = a[9].n, bits = a[10].n, parts = a[13].n, groups = inputs / group;
     if (item < 0) return ceil_div(end.outputs, PANEL);
     const int64_t size = inputs * bits / 8 * PANEL, group_bytes = group * bits / 8 * PANEL;
     const int64_t blocks = ceil_div(rows, ROWS), steps = group_bytes / 128;
@@ -179,12 +186,24 @@ int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
         const uint8_t *ahead = block ? panel + size + (block - 1) * size / blocks : panel + 4096;
         Multiply *const multiply_group = multiply_rows[bits == 8][height - 1];
         _Alignas(64) float results[ROWS * PANEL] = {0};
+        Group each = {.q = q + row * parts * inputs,
+                      .q_stride = parts * inputs,
+                      .terms = terms + row * parts * groups * 2,
+                      .terms_stride = parts * groups * 2,
+                      .panel = panel,
+                      .ahead = ahead,
+                      .scales = scales,
+                      .zeros = zeros,
+                      .steps = steps};
         for (int64_t g = 0; g < groups; g++) {
-            _Alignas(64) int32_t sums[ROWS * PANEL];
-            multiply_group(q + row * inputs + g * group, inputs, panel + g * group_bytes, ahead + g * group_bytes, sums,
-                           steps);
-            add_group(results, sums, terms + (row * groups + g) * 2, groups * 2, scales + g * PANEL,
-                      zeros ? zeros + g * PANEL : NULL, height, bits == 8 ? 128 : 8);
+            multiply_group(&each, results);
+            if (parts == 2) {  // while the group's weights are near
+                Group second = each;
+                second.q += inputs, second.terms += groups * 2;
+                multiply_group(&second, results);
+            }
+            each.q += group, each.terms += 2, each.panel += group_bytes, each.ahead += group_bytes;
+            each.scales += PANEL, each.zeros += zeros ? PANEL : 0;
         }
         finish_rows(&end, results, row, height, item * PANEL);
         row += height;

@@ -137,7 +137,8 @@ class GroupedLinearMethod(StoredLinearMethod):
             return super().make_method(bias)
         groups = self._groups()[::unit]
         scales = scales[:, groups].bfloat16()
-        zeros = None if zeros is None or bool((zeros == 2 ** (self._bits - 1)).all()) else zeros[:, groups]
+        is_centred = zeros is None or bool((zeros == 2 ** (self._bits - 1)).all())
+        zeros = None if zeros is None or is_centred else zeros[:, groups] << 8 - self._bits
         gated = self._partition.gated
         return IntegerLinearMethod.from_numbers(numbers, scales, zeros, self._bits, bias, gated=gated)
 
@@ -184,7 +185,7 @@ class GroupedLinearMethod(StoredLinearMethod):
         groups, inputs = self._groups(), self._partition.local_shape[1]
         if self._act_order or self._dtype is not torch.bfloat16:
             return None
-        for size in range(MAX_GROUP[self._bits], 0, -UNIT):
+        for size in range(MAX_GROUP, 0, -UNIT):
             if inputs % size == 0 and cpu.can_multiply_int(inputs, size):
                 runs = groups.view(-1, size)
                 if bool((runs == runs[:, :1]).all()):
