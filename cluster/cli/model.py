@@ -1,5 +1,7 @@
 """`tandem model get`, `tandem model list` and `tandem quantize`: fetches, lists and rounds models."""
 
+import ast
+import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,7 +19,8 @@ SCHEMES: Final = ("int8", "int4")
 METHODS: Final = ("rtn", "gptq")
 _GROUP_SIZE: Final = 64  # of int4
 _WINDOW: Final = 2_048  # tokens
-_CHARACTERS: Final = 100_000  # of the text that is measured if none is named
+_CHARACTERS: Final = 100_000  # of the text that is measured if none is named,
+_CALIBRATION_CHARACTERS: Final = 200_000  # and of the one that is read by gptq
 
 model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
 
@@ -48,8 +51,12 @@ def quantize(
     group_size: Annotated[
         int | None, typer.Option(min=8, help="Inputs that share a scale: by default 64 in int4, all in int8.")
     ] = None,
-    method: Annotated[str, typer.Option(help="rtn: round to nearest; gptq: needs --calibration.")] = "rtn",
-    calibration: Annotated[Path | None, typer.Option(help="A text like what the model will read, for gptq.")] = None,
+    method: Annotated[
+        str, typer.Option(help="rtn: round to nearest; gptq: by what a text makes of the layers.")
+    ] = "rtn",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text for gptq like what the model will read, not that of Python's modules.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="Measure on this text, not on Python's own reference.")] = None,
 ) -> None:
     """Round the linear weights of MODEL, write OUT in the format of compressed-tensors, and print the perplexity of
@@ -60,11 +67,13 @@ def quantize(
     for option, value, values in (("--scheme", scheme, SCHEMES), ("--method", method, METHODS)):
         if value not in values:
             raise InvalidArgument(f"must be one of {', '.join(values)}", option)
-    if (method == "gptq") != (calibration is not None):
-        raise InvalidArgument("goes with --method gptq, and only with that", "--calibration")
+    if method != "gptq" and calibration is not None:
+        raise InvalidArgument("goes with --method gptq only", "--calibration")
     if group_size is not None and group_size % 8:
         raise InvalidArgument("must be a multiple of 8", "--group-size")
-    seen = None if calibration is None else read_text(calibration, "--calibration")
+    seen = None
+    if method == "gptq":
+        seen = _python_docstrings() if calibration is None else read_text(calibration, "--calibration")
     measured = _python_reference() if text is None else read_text(text, "--text")
     folder = resolve_model(model, progress=True)
     from ..store.quantize import BITS, QuantizationScheme, quantize_model  # with torch, which takes a second
@@ -87,6 +96,15 @@ def _perplexity(folder: Path, text: str) -> float:
 
     with LLM(str(folder), max_model_len=min(read_context_tokens(folder), _WINDOW), max_num_seqs=4) as llm:
         return llm.perplexity(text)[0]
+
+
+def _python_docstrings() -> str:
+    """Returns another text that comes with Python: what its modules say of themselves."""
+    library = Path(os.__file__).parent
+    files = sorted([*library.glob("*.py"), *library.glob("*/*.py")])
+    files = [file for file in files if file.parent.name not in ("site-packages", "dist-packages", "test", "pydoc_data")]
+    found = (ast.get_docstring(ast.parse(file.read_bytes())) for file in files)
+    return "\n\n".join(filter(None, found))[:_CALIBRATION_CHARACTERS]
 
 
 def _python_reference() -> str:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,16 +13,18 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...proto.errors import InvalidArgument
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
-from .rounding import Rounded, round_by_gptq, round_to_nearest
+from .rounding import Grid, Rounded, round_by_gptq, round_to_nearest
 
 BITS: Final = {"int8": 8, "int4": 4}
 _SEQUENCE_TOKENS: Final = 1024
 _MAX_SEQUENCES: Final = 16
+_WORD_BITS: Final = 32  # that numbers are packed into
 _KEPT_SUFFIXES: Final = (".json", ".jinja", ".model", ".txt")
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 
@@ -33,24 +34,32 @@ OnLayer = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationScheme:
-    """Says how weights are rounded, symmetrically."""
+    """Says how weights are rounded: those of 4 bits with zero points."""
 
     bits: int
     group_size: int | None  # None: a scale for each output
+
+    @property
+    def zero_points(self) -> bool:
+        return self.bits == 4
 
     @property
     def is_packed(self) -> bool:
         """Returns whether numbers lie packed in words: weights of a byte with one scale an output do not (W8A8)."""
         return self.bits < 8 or self.group_size is not None
 
+    def grid(self, inputs: int) -> Grid:
+        """Returns the numbers that there are for an output of so many inputs."""
+        return Grid(bits=self.bits, group_size=self.group_size or inputs, zero_points=self.zero_points)
+
     def config(self) -> dict[str, Any]:
         """Returns the quantization_config."""
         strategy = "channel" if self.group_size is None else "group"
-        weights = {"num_bits": self.bits, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False}
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": not self.zero_points, "strategy": strategy}
         inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
         group = {
             "targets": ["Linear"],
-            "weights": weights | {"group_size": self.group_size},
+            "weights": weights | {"dynamic": False, "group_size": self.group_size},
             "input_activations": None if self.is_packed else inputs,
             "output_activations": None,
         }
@@ -65,17 +74,24 @@ class QuantizationScheme:
 
     def tensors(self, name: str, rounded: Rounded) -> dict[str, torch.Tensor]:
         """Returns what a folder holds of the map `name`."""
-        numbers, scales = rounded
         if not self.is_packed:
-            return {f"{name}.weight": numbers, f"{name}.weight_scale": scales}
-        unsigned = (numbers.short() + 2 ** (self.bits - 1)).to(torch.uint8)
-        if self.bits == 4:
-            unsigned = unsigned[:, 0::2] | unsigned[:, 1::2] << 4
-        return {
-            f"{name}.weight_packed": unsigned.contiguous().view(torch.int32),
-            f"{name}.weight_scale": scales,
-            f"{name}.weight_shape": torch.tensor(numbers.shape),
+            centred = (rounded.numbers ^ 0x80).view(torch.int8)
+            return {f"{name}.weight": centred, f"{name}.weight_scale": rounded.scales}
+        tensors = {
+            f"{name}.weight_packed": self._packed(rounded.numbers),
+            f"{name}.weight_scale": rounded.scales,
+            f"{name}.weight_shape": torch.tensor(rounded.numbers.shape),
         }
+        if self.zero_points:
+            zeros = functional.pad(rounded.zeros, (0, 0, 0, -len(rounded.zeros) % (_WORD_BITS // self.bits)))
+            tensors[f"{name}.weight_zero_point"] = self._packed(zeros.t()).t().contiguous()
+        return tensors
+
+    def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Packs numbers [rows, columns] uint8 into words [rows, words] int32, the first in the lowest bits."""
+        if self.bits == 4:
+            numbers = numbers[:, 0::2] | numbers[:, 1::2] << 4
+        return numbers.contiguous().view(torch.int32)
 
 
 def quantize_model(
@@ -110,8 +126,7 @@ def quantize_model(
     if calibration is None:
         for name in names:
             weight = tensors.pop(f"{name}.weight")
-            rounded = round_to_nearest(weight, scheme.bits, scheme.group_size or weight.shape[1])
-            tensors |= scheme.tensors(name, rounded)
+            tensors |= scheme.tensors(name, round_to_nearest(weight, scheme.grid(weight.shape[1])))
     else:
         for name, rounded in _round_layers(folder, names, scheme, calibration, on_layer):
             del tensors[f"{name}.weight"]
@@ -139,8 +154,8 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
 def _round_layers(
     folder: Path, names: list[str], scheme: QuantizationScheme, calibration: str, on_layer: OnLayer
 ) -> Iterator[tuple[str, Rounded]]:
-    """Yields the maps rounded by GPTQ, layer by layer: each layer sees what the rounded ones before it make of the
-    calibration text."""
+    """Yields the maps rounded by GPTQ, each at the moment when its inputs are known: those that the rounded maps before
+    it, also of its own layer, make of the calibration text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
@@ -148,51 +163,36 @@ def _round_layers(
     length = min(_SEQUENCE_TOKENS, model.config.max_position_embeddings)
     if len(ids) < length:
         raise InvalidArgument(f"has {len(ids)} tokens, fewer than {length}", "--calibration")
-    batch = ids[: len(ids) // length * length].view(-1, length)
+    found: dict[str, Rounded] = {}
+    hessian = _Hessian()
+
+    def before_map(name: str) -> Any:
+        def hook(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
+            rounded = round_by_gptq(module.weight, hessian.of(args[0]), scheme.grid(module.in_features))
+            module.weight.copy_(rounded.restored())
+            found[name] = rounded
+
+        return hook
+
     layers = model.get_decoder().layers
-    wanted: dict[Any, str] = {model.get_submodule(name): name for name in names}
-    found: list[tuple[str, Rounded]] = []
-
-    def install(index: int, layer: Any) -> None:
-        plain = layer.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            maps = [module for module in layer.modules() if module in wanted]
-            with _hessians(maps) as hessians:
-                plain(*args, **kwargs)
-            for module, hessian in zip(maps, hessians, strict=True):
-                weight = module.weight.data
-                size = scheme.group_size or weight.shape[1]
-                numbers, scales = round_by_gptq(weight, hessian, scheme.bits, size)
-                weight.copy_(numbers * scales.float().repeat_interleave(size, dim=1))
-                found.append((wanted[module], (numbers, scales)))
-            on_layer(index + 1, len(layers))
-            return plain(*args, **kwargs)
-
-        layer.forward = forward
-
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(before_map(name))
     for index, layer in enumerate(layers):
-        install(index, layer)
+        layer.register_forward_hook(lambda *_, done=index + 1: on_layer(done, len(layers)))
     with torch.no_grad():
-        model.get_decoder()(input_ids=batch, use_cache=False)
-    yield from found
+        model.get_decoder()(input_ids=ids[: len(ids) // length * length].view(-1, length), use_cache=False)
+    yield from found.items()
 
 
-@contextmanager
-def _hessians(maps: list[nn.Linear]) -> Iterator[list[torch.Tensor]]:
-    """Adds up x x^T of the inputs of each map, [inputs, inputs], while the context is open."""
-    sums = [torch.zeros(each.in_features, each.in_features) for each in maps]
+class _Hessian:
+    """Adds up x x^T over inputs; maps that follow each other often have the same."""
 
-    def hook(total: torch.Tensor) -> Any:
-        def add(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0].flatten(0, -2)
-            total.addmm_(x.t(), x)
+    def __init__(self) -> None:
+        self._x: torch.Tensor | None = None
 
-        return add
-
-    handles = [each.register_forward_pre_hook(hook(total)) for each, total in zip(maps, sums, strict=True)]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the sum [inputs, inputs] over x [..., inputs]."""
+        if x is not self._x:
+            flat = x.flatten(0, -2)
+            self._x, self._sum = x, flat.t() @ flat
+        return self._sum

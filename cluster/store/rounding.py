@@ -1,26 +1,59 @@
 """Rounds linear weights to integers with a scale for each output and group of inputs: to nearest, or by GPTQ (arXiv
 2210.17323), which lets the weights that are not rounded yet make up for the errors of those that are."""
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 _DAMPING: Final = 0.01  # of the mean of the Hessian's diagonal
 _COLUMNS: Final = 128  # whose errors reach the columns behind them at once
-_SHARES: Final = tuple(1 - step / 50 for step in range(20))  # of a group's largest weight that are tried as its range
-
-Rounded = tuple[torch.Tensor, torch.Tensor]
-"""Numbers [outputs, inputs] int8, from -2**(bits-1) to 2**(bits-1)-1, and scales [outputs, groups] bfloat16."""
+_SHARES: Final = tuple(1 - step / 50 for step in range(25))  # of a group's range that are tried
 
 
-def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int) -> Rounded:
-    """Rounds a weight [outputs, inputs], so that the largest number of each group is the largest that there is."""
-    groups = weight.float().view(len(weight), -1, group_size)
-    scales = _positive(groups.abs().amax(-1) / _largest(bits))
-    return _nearest(groups, scales[..., None], bits).flatten(1).to(torch.int8), scales.bfloat16()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Says which numbers there are: 0 to 2**bits - 1, of which the middle stands for 0, or with zero points one of
+    each group's own. Groups of `group_size` inputs share a scale."""
+
+    bits: int
+    group_size: int
+    zero_points: bool
+
+    @property
+    def largest(self) -> int:
+        return (1 << self.bits) - 1
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
 
 
-def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, bits: int, group_size: int) -> Rounded:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounded:
+    """Holds a weight as numbers: (number - zero) * scale."""
+
+    numbers: torch.Tensor  # [outputs, inputs] uint8
+    scales: torch.Tensor  # [outputs, groups] bfloat16
+    zeros: torch.Tensor  # [outputs, groups] uint8
+
+    def restored(self) -> torch.Tensor:
+        """Returns what the numbers stand for, [outputs, inputs] float32."""
+        groups = self.numbers.float().view(*self.scales.shape, -1)  # [outputs, groups, group_size]
+        restored: torch.Tensor = (groups - self.zeros[..., None]) * self.scales.float()[..., None]
+        return restored.flatten(1)
+
+
+def round_to_nearest(weight: torch.Tensor, grid: Grid) -> Rounded:
+    """Rounds a weight [outputs, inputs]; the largest and the smallest weight of each group are among the numbers."""
+    groups = weight.float().reshape(len(weight), -1, grid.group_size)
+    low, high = groups.aminmax(dim=-1)
+    scales, zeros = _fit(low, high, grid, reach=0.0)
+    numbers = _nearest(groups, scales[..., None], zeros[..., None], grid).flatten(1)
+    return Rounded(numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8))
+
+
+def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Rounded:
     """Rounds a weight [outputs, inputs]. `hessian` [inputs, inputs] is the sum of x x^T over the inputs x of a
     calibration text. Columns are rounded in the order of its diagonal, with scales found before ("static" order)."""
     inputs = weight.shape[1]
@@ -29,44 +62,56 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, bits: int, group_
     order = diagonal.argsort(descending=True)
     ordered = (hessian.double() + damping.diag())[order][:, order]
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True).float()
-    scales = _search_scales(weight.float(), diagonal.float(), bits, group_size)
-    columns, of_column = weight.float().t()[order].contiguous(), scales.t()[order // group_size]
-    numbers = torch.empty_like(columns)  # [inputs, outputs]
+    scales, zeros = _search(weight.float(), diagonal.float(), grid)
+    columns, of_column = weight.float().t()[order].contiguous(), order // grid.group_size
+    scale, zero = scales.t()[of_column], zeros.t()[of_column]  # [inputs, outputs]
+    numbers = torch.empty_like(columns)  # likewise
     for begin in range(0, inputs, _COLUMNS):
         end = min(begin + _COLUMNS, inputs)
         errors = torch.empty(end - begin, len(weight))
         for at in range(begin, end):
-            numbers[at] = _nearest(columns[at], of_column[at], bits)
-            errors[at - begin] = (columns[at] - numbers[at] * of_column[at]) / factor[at, at]
+            numbers[at] = _nearest(columns[at], scale[at], zero[at], grid)
+            errors[at - begin] = (columns[at] - (numbers[at] - zero[at]) * scale[at]) / factor[at, at]
             columns[at + 1 : end] -= factor[at, at + 1 : end, None] * errors[at - begin]
         columns[end:] -= factor[begin:end, end:].t() @ errors
     restored = torch.empty_like(numbers)
     restored[order] = numbers
-    return restored.t().to(torch.int8).contiguous(), scales.bfloat16()
+    return Rounded(
+        numbers=restored.t().to(torch.uint8).contiguous(), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8)
+    )
 
 
-def _search_scales(weight: torch.Tensor, importance: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """Returns the scales [outputs, groups] whose errors, each weighed by the `importance` [inputs] of its input, are
-    the least: some large weights are cut for that."""
-    groups, weights = weight.view(len(weight), -1, group_size), importance.view(-1, group_size)
-    largest = groups.abs().amax(-1)
-    best, least = torch.empty_like(largest), torch.full_like(largest, torch.inf)
+def _search(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales and zeros [outputs, groups] whose errors, each weighed by the `importance` [inputs] of its
+    input, are the least: some large weights are cut for that."""
+    groups, weights = weight.reshape(len(weight), -1, grid.group_size), importance.view(-1, grid.group_size)
+    low, high = groups.aminmax(dim=-1)
+    best, zeros, least = torch.empty_like(low), torch.empty_like(low), torch.full_like(low, torch.inf)
     for share in _SHARES:
-        scales = _positive(largest * share / (_largest(bits) + 0.5))
-        errors = groups - _nearest(groups, scales[..., None], bits) * scales[..., None]
+        scale, zero = _fit(low * share, high * share, grid, reach=0.5)
+        numbers = _nearest(groups, scale[..., None], zero[..., None], grid)
+        errors = groups - (numbers - zero[..., None]) * scale[..., None]
         total = (errors.square_() * weights).sum(-1)
-        best, least = torch.where(total < least, scales, best), torch.minimum(total, least)
-    return best
+        is_less = total < least
+        best, zeros = torch.where(is_less, scale, best), torch.where(is_less, zero, zeros)
+        least = torch.minimum(total, least)
+    return best, zeros
 
 
-def _largest(bits: int) -> int:
-    return int(2 ** (bits - 1)) - 1
+def _fit(low: torch.Tensor, high: torch.Tensor, grid: Grid, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales, as bfloat16 has them, 1 for groups of zeros, and the zeros with which the numbers reach from
+    `low` to `high`, of any shape; `reach` says by how much of a step more than the numbers a weight may be."""
+    if not grid.zero_points:
+        steps = grid.largest - grid.middle + reach
+        return _positive(torch.maximum(-low, high) / steps), torch.full_like(low, grid.middle)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scales = _positive((high - low) / grid.largest)
+    return scales, (-low / scales).round_().clamp_(0, grid.largest)
 
 
 def _positive(scales: torch.Tensor) -> torch.Tensor:
-    """Returns scales as bfloat16 has them; 1 for groups of zeros."""
     return scales.bfloat16().float().where(scales > 0, 1)
 
 
-def _nearest(weight: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
-    return (weight / scales).round_().clamp_(-_largest(bits) - 1, _largest(bits))
+def _nearest(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, grid: Grid) -> torch.Tensor:
+    return (weight / scales).add_(zeros).round_().clamp_(0, grid.largest)

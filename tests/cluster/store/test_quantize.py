@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
 from tandem.cluster.store.quantize import QuantizationScheme, quantize_model
-from tandem.cluster.store.rounding import round_by_gptq, round_to_nearest
+from tandem.cluster.store.rounding import Grid, round_by_gptq, round_to_nearest
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
@@ -33,39 +33,67 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("plain"), "qwen2")
 
 
-def restored(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return numbers.float() * scales.float().repeat_interleave(numbers.shape[1] // scales.shape[1], dim=1)
+GRIDS = [Grid(bits=bits, group_size=32, zero_points=zero_points) for bits in (8, 4) for zero_points in (False, True)]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_nearest_is_within_half_a_step(bits: int) -> None:
-    weight = torch.randn(24, 64)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_nearest_is_within_half_a_step(grid: Grid) -> None:
+    weight = torch.randn(24, 64) + 0.5
     weight[5, :32] = 0
-    numbers, scales = round_to_nearest(weight, bits, 32)
-    assert int(numbers.abs().max()) == 2 ** (bits - 1) - 1
-    steps = scales.float().repeat_interleave(32, dim=1)
-    assert ((restored(numbers, scales) - weight).abs() <= 0.52 * steps).all()
+    rounded = round_to_nearest(weight, grid)
+    assert int(rounded.numbers.max()) == 2**grid.bits - 1
+    assert torch.equal(rounded.zeros == 2 ** (grid.bits - 1), torch.full_like(rounded.zeros, True)) != grid.zero_points
+    steps = rounded.scales.float().repeat_interleave(32, dim=1)
+    error = (
+        0.5 + 2**grid.bits / 512 + 0.5 * grid.zero_points
+    )  # scales are bfloat16; a rounded zero cuts a largest weight
+    assert ((rounded.restored() - weight).abs() <= error * steps).all()
+    assert not rounded.restored()[5, :32].any()
 
 
-def test_gptq_changes_the_outputs_less_than_rounding_to_nearest() -> None:
+@pytest.mark.parametrize("grid", [each for each in GRIDS if each.bits == 4], ids=str)
+def test_gptq_changes_the_outputs_less_than_rounding_to_nearest(grid: Grid) -> None:
     """Of inputs that go together, as those of a layer do; and it never sees one input, and one that is always zero."""
     torch.manual_seed(0)
     x = torch.randn(2000, 16) @ torch.randn(16, 160) + 0.3 * torch.randn(2000, 160)
     x[:, 7] = 0
     weight = torch.randn(48, 160)
     errors = [
-        ((restored(numbers, scales) - weight) @ x.T).norm()
-        for numbers, scales in (round_by_gptq(weight, x.T @ x, 4, 32), round_to_nearest(weight, 4, 32))
+        ((rounded.restored() - weight) @ x.T).norm()
+        for rounded in (round_by_gptq(weight, x.T @ x, grid), round_to_nearest(weight, grid))
     ]
     assert errors[0] < 0.6 * errors[1]
 
 
 def test_gptq_rounds_to_nearest_where_inputs_do_not_go_together() -> None:
     weight = torch.randn(8, 64)
-    numbers, scales = round_by_gptq(weight, torch.eye(64), 8, 64)
-    steps = scales.float().repeat_interleave(64, dim=1)
+    rounded = round_by_gptq(weight, torch.eye(64), Grid(bits=8, group_size=64, zero_points=False))
+    steps = rounded.scales.float().repeat_interleave(64, dim=1)
     inside = weight.abs() < 127 * steps
-    assert ((restored(numbers, scales) - weight).abs() <= 0.51 * steps)[inside].all()
+    assert ((rounded.restored() - weight).abs() <= 0.51 * steps)[inside].all()
+
+
+def test_zero_points_suit_weights_that_are_not_around_zero() -> None:
+    weight = torch.rand(16, 128) + 0.2
+    errors = [
+        (round_by_gptq(weight, torch.eye(128), grid).restored() - weight).norm()
+        for grid in (Grid(bits=4, group_size=64, zero_points=zero_points) for zero_points in (True, False))
+    ]
+    assert errors[0] < 0.6 * errors[1]
+
+
+def restored(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float) -> torch.Tensor:
+    """What numbers [outputs, inputs] stand for, by scales and zeros [outputs, groups]."""
+    groups = numbers.float().view(*scales.shape, -1) - (zeros if isinstance(zeros, float) else zeros[..., None])
+    scaled: torch.Tensor = groups * scales.float()[..., None]
+    return scaled.flatten(1)
+
+
+def unpacked(words: torch.Tensor, bits: int, size: int) -> torch.Tensor:
+    """The numbers [rows, size] of words [rows, words] of 32 bits."""
+    shifts = torch.arange(0, 32, bits)
+    numbers: torch.Tensor = (words.long()[..., None] >> shifts) & (1 << bits) - 1
+    return numbers.flatten(1)[:, :size]
 
 
 def read_back(out: Path, plain: Path, scheme: QuantizationScheme) -> Path:
@@ -76,14 +104,14 @@ def read_back(out: Path, plain: Path, scheme: QuantizationScheme) -> Path:
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight_packed":
-            shape = tensors[f"{layer}.weight_shape"].tolist()
-            numbers = torch.empty(shape)
-            for place in range(32 // scheme.bits):
-                shifted = (tensor.long() >> scheme.bits * place) & 2**scheme.bits - 1
-                numbers[:, place :: 32 // scheme.bits] = shifted.float() - 2 ** (scheme.bits - 1)
-            weights[f"{layer}.weight"] = restored(numbers, tensors[f"{layer}.weight_scale"])
+            outputs, inputs = tensors[f"{layer}.weight_shape"].tolist()
+            zeros: torch.Tensor | float = 2.0 ** (scheme.bits - 1)
+            if scheme.bits == 4:
+                zeros = unpacked(tensors[f"{layer}.weight_zero_point"].t(), scheme.bits, outputs).t()
+            numbers = unpacked(tensor, scheme.bits, inputs)
+            weights[f"{layer}.weight"] = restored(numbers, tensors[f"{layer}.weight_scale"], zeros)
         elif f"{layer}.weight_scale" in tensors and kind == "weight":
-            weights[name] = restored(tensor, tensors[f"{layer}.weight_scale"])
+            weights[name] = restored(tensor, tensors[f"{layer}.weight_scale"], 0.0)
         elif not kind.startswith("weight_"):
             weights[name] = tensor
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -144,7 +172,7 @@ def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
     [
         (["--scheme", "int3"], "--scheme: must be one of int8, int4"),
         (["--method", "awq"], "--method: must be one of rtn, gptq"),
-        (["--method", "gptq"], "--calibration: goes with --method gptq, and only with that"),
+        (["--calibration", "text"], "--calibration: goes with --method gptq only"),
         (["--group-size", "12"], "--group-size: must be a multiple of 8"),
     ],
 )
