@@ -64,15 +64,19 @@ class SequenceStep:
     next_prompt_token: int | None = None  # follows token_ids[-1] in the prompt, if `prompt_logprobs` are requested
 
     def each_sample(self) -> "Iterable[SequenceStep]":
-        """Returns the step as steps up to each token after which it samples."""
+        """Returns the step as steps up to each token after which it samples, each with one token of the draft more."""
         if not self.num_draft:
             return (self,)
-        ends = range(len(self.token_ids) - self.num_draft, len(self.token_ids) + 1)
-        return [replace(self, token_ids=self.token_ids[:end], num_samples=1, num_draft=0) for end in ends]
+        known, counts = len(self.token_ids) - self.num_draft, range(self.num_draft + 1)
+        return [replace(self, token_ids=self.token_ids[: known + n], num_samples=1, num_draft=n) for n in counts]
+
+    @property
+    def draft(self) -> tuple[int, ...]:
+        return self.token_ids[len(self.token_ids) - self.num_draft :]
 
     def num_accepted(self, samples: Sequence[int]) -> int:
         """Returns how many tokens of the draft are right by the step's samples; the sample after these holds, too."""
-        pairs = zip(self.token_ids[len(self.token_ids) - self.num_draft :], samples, strict=False)
+        pairs = zip(self.draft, samples, strict=False)
         return next((index for index, (guess, token) in enumerate(pairs) if guess != token), self.num_draft)
 
 

@@ -203,7 +203,7 @@ class Sequence:
         sampling = self.spec.sampling
         is_late = len(self.tokens) >= sampling.min_length or not sampling.stop_ids
         is_alone = self.num_samples == 1 and self.search is None and self.num_generated > 0
-        return is_alone and is_late and not sampling.needs_history
+        return is_alone and is_late and not sampling.grammar
 
     @property
     def needs_mask(self) -> bool:

@@ -21,7 +21,7 @@ from tandem.workers.model.kernels import cpu
 from tandem.workers.model.runner import ModelRunner
 
 NUM_TOKENS = 40
-DRAFTED = [
+KINDS = [
     GREEDY,
     SamplingParams(temperature=0.0, logprobs=4, prompt_logprobs=2),
     SamplingParams(temperature=0.8, seed=1),
@@ -33,13 +33,10 @@ DRAFTED = [
     SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.02, seed=7),
     SamplingParams(logit_bias=((65, 4.0), (70, -100.0)), seed=8, logprobs=1),
     SamplingParams(stop_ids=(2, 30, 77), min_length=50, seed=9),
-]
-PLAIN = [
     SamplingParams(repetition_penalty=1.4, seed=10),
     SamplingParams(presence_penalty=0.6, frequency_penalty=0.4, temperature=0.0, logprobs=1),
-    SamplingParams(bad_words=((100,), (200, 201)), seed=11),
+    SamplingParams(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.3, bad_words=((9,),), seed=12),
 ]
-KINDS = [*DRAFTED, *PLAIN]
 
 is_exact = cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16))
 
@@ -101,7 +98,7 @@ def check(runner: ModelRunner, *, exact: bool, overlap: bool = False) -> None:
     guessed, engine = generate(runner, prompts, KINDS, oracles, overlap=overlap)
     requests = engine.requests
     assert 0.1 < requests.num_accepted_tokens / requests.num_draft_tokens < 0.9
-    assert requests.num_accepted_tokens > NUM_TOKENS * len(DRAFTED) / 4
+    assert requests.num_accepted_tokens > NUM_TOKENS * len(KINDS) / 4
     for (tokens, *plain_scores), (drafted, *scores) in zip(plain, guessed, strict=True):
         assert drafted == tokens
         if exact:

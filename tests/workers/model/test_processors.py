@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_mixed_batches_equal_transformers(dtype: torch.dtype) -> None:
         sampled = torch.randint(0, 20, (3, 40), generator=torch.Generator().manual_seed(batch))
         for tokens in (None, *sampled):
             if tokens is not None:
-                processors.append(range(40), tokens)
+                processors.append(range(40), tokens, torch.ones(40, dtype=torch.bool))
                 for (_, history, _), token in zip(cases, tokens.tolist(), strict=True):
                     history.append(token)
             steps = [decode_step(row, history, num_prompt) for row, (_, history, num_prompt) in enumerate(cases)]
@@ -135,7 +136,7 @@ def test_sequences_come_and_go_and_come_anew() -> None:
         history = [turn, 4] * (turn % 3 + 1)
         for sequence_id in range(turn % 5, turn % 5 + 3):
             processors.admit(decode_step(sequence_id, history, 1), params)
-            processors.append([sequence_id], torch.tensor([turn + 1]))
+            processors.append([sequence_id], torch.tensor([turn + 1]), torch.tensor([True]))
         for sequence_id in range(turn % 5, turn % 5 + 3):
             scores = processors.apply(logits, [decode_step(sequence_id, [*history, turn + 1], 1)])
             check(scores[0], expected_scores(logits[0], params, [*history, turn + 1], 1))
@@ -144,6 +145,23 @@ def test_sequences_come_and_go_and_come_anew() -> None:
         assert processors.rows([decode_step(turn % 5, history, 1)]) == []
     processors.admit(decode_step(2, [9], 1), SamplingParams(temperature=0.5))
     assert 2 not in processors
+
+
+@torch.inference_mode()
+def test_a_draft_counts_for_what_follows_it_and_stays_as_far_as_it_is_right() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, bad_words=((4, 5), (7, 8, 9), (8, 9, 4))
+    )
+    processors, history, draft = make_processors(), [3, 7], (8, 9, 4)
+    processors.admit(decode_step(0, history, 1), params)
+    step = replace(decode_step(0, history, 1), token_ids=(history[-1], *draft), num_samples=4, num_draft=3)
+    logits = torch.randn(4, VOCAB_SIZE)
+    for row, own in enumerate(processors.apply(logits, list(step.each_sample()))):
+        check(own, expected_scores(logits[row], params, [*history, *draft[:row]], 1))
+    for token, is_right in ((8, True), (9, True), (5, False), (6, False)):
+        processors.append([0], torch.tensor([token]), torch.tensor([is_right]))
+    history += [8, 9]
+    check(processors.apply(logits[:1], [decode_step(0, history, 1)])[0], expected_scores(logits[0], params, history, 1))
 
 
 @torch.inference_mode()

@@ -79,20 +79,25 @@ class Penalties(RowPool):
         own = torch.tensor((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
         factors.copy_(to_device(own, counts.device))
 
-    def apply(self, scores: torch.Tensor, sequence_ids: Sequence[int]) -> torch.Tensor:
-        """Returns scores [num_sequences, vocab_size], float32, with the penalties."""
+    def apply(self, scores: torch.Tensor, sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Returns scores [num_sequences, vocab_size], float32, with the penalties; `drafts` follow the sequences'
+        tokens."""
         rows = self.rows_of(sequence_ids)
         counts, in_prompt, factors = (tensor[rows] for tensor in self.tensors)
+        if any(drafts):
+            places = [(row, token) for row, draft in enumerate(drafts) for token in draft]
+            guessed = tuple(indices(each, self.device) for each in zip(*places, strict=True))
+            counts.index_put_(guessed, torch.ones_like(guessed[0], dtype=torch.int32), accumulate=True)
         repetition, presence, frequency = factors[:, :, None].unbind(1)  # [num_sequences, 1] each
         is_sampled = counts > 0
         scaled = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(is_sampled | in_prompt, scaled, scores)
         return scores.sub_(frequency * counts).sub_(presence * is_sampled)
 
-    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
-        """Appends tokens [num_sequences], one to each sequence."""
+    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor) -> None:
+        """Appends those of tokens [num_sequences], one to each sequence, that `holds` [num_sequences] is true for."""
         rows = self.rows_of(sequence_ids)
-        self.tensors[0].index_put_((rows, tokens), torch.ones_like(rows, dtype=torch.int32), accumulate=True)
+        self.tensors[0].index_put_((rows, tokens), holds.to(torch.int32), accumulate=True)
 
 
 class BadWords(RowPool):
@@ -115,19 +120,26 @@ class BadWords(RowPool):
         super().release(sequence_id)
         self._words.pop(sequence_id, None)
 
-    def bans(self, rows: Sequence[int], sequence_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences in these rows."""
+    def bans(
+        self, rows: Sequence[int], sequence_ids: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns rows, token ids and what to add to their scores, [num_words] each, for sequences in these rows;
+        `drafts` follow the sequences' tokens."""
         words = [self._words[sequence_id] for sequence_id in sequence_ids]
         sequence_of = np.repeat(np.arange(len(rows)), [len(table) for table in words])
         row_device, sequence_device = copy_to_device([np.asarray(rows)[sequence_of], sequence_of], self.device)
         table = torch.cat(words)
-        tails = self.tensors[0][self.rows_of(sequence_ids)[sequence_device]]
+        own = self.tensors[0][self.rows_of(sequence_ids)]
+        for row, draft in enumerate(drafts):
+            if draft:
+                own[row] = torch.cat((own[row], indices(draft, self.device)))[-(_WIDTH - 1) :]
+        tails = own[sequence_device]
         prefixes = table[:, :-1]
         is_next = ((prefixes == tails) | (prefixes == _ANY_TOKEN)).all(-1)
         return row_device.long(), table[:, -1], is_next * BANNED
 
-    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
-        """Appends tokens [num_sequences], one to each sequence."""
+    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor) -> None:
+        """Appends those of tokens [num_sequences], one to each sequence, that `holds` [num_sequences] is true for."""
         rows = self.rows_of(sequence_ids)
-        tails = self.tensors[0]
-        tails[rows] = torch.cat((tails[rows][:, 1:], tokens[:, None]), dim=1)
+        tails = self.tensors[0][rows]
+        self.tensors[0][rows] = torch.where(holds[:, None], torch.cat((tails[:, 1:], tokens[:, None]), dim=1), tails)

@@ -86,10 +86,11 @@ class LogitsProcessors:
         """Returns scores float32 [num_rows, vocab_size] of the logits of `rows`, which stay as they are."""
         scores = logits.to(torch.float32, copy=True)
         ids = [step.sequence_id for step in steps]
-        self._apply_additions(scores, ids)
+        self._apply_additions(scores, ids, steps)
         rows, own = _members(ids, self._penalties)
         if rows:
-            _replace(scores, rows, self._penalties.apply(take_rows(scores, rows), own))
+            drafts = [steps[row].draft for row in rows]
+            _replace(scores, rows, self._penalties.apply(take_rows(scores, rows), own, drafts))
         rows, own = _members(ids, self.matchers)
         if rows:
             bans = self._unpack(~self.matchers.masks([steps[row] for row in rows]), scores.shape[1])
@@ -108,18 +109,19 @@ class LogitsProcessors:
         octets_device = to_device(bits, self._device).view(torch.uint8)
         return ((octets_device[:, :, None] >> self._shifts) & 1).flatten(1)[:, :num_bits]
 
-    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor) -> None:
-        """Appends tokens [num_sequences], on the device, one to each sequence."""
+    def append(self, sequence_ids: Sequence[int], tokens: torch.Tensor, holds: torch.Tensor) -> None:
+        """Appends those of tokens [num_sequences], on the device, one to each sequence, that `holds` [num_sequences] is
+        true for."""
         for feature in (self._penalties, self._bad_words):
             rows, own = _members(sequence_ids, feature)
             if rows:
-                feature.append(own, take_rows(tokens, rows))
+                feature.append(own, take_rows(tokens, rows), take_rows(holds, rows))
 
     def _additions(self, ids: Sequence[int], values: Sequence[float]) -> _Additions:
         values_device = to_device(torch.tensor(values, dtype=torch.float32), self._device)
         return indices(ids, self._device), values_device
 
-    def _apply_additions(self, scores: torch.Tensor, ids: Sequence[int]) -> None:
+    def _apply_additions(self, scores: torch.Tensor, ids: Sequence[int], steps: Sequence[SequenceStep]) -> None:
         parts = [(row, self._biases[each]) for row, each in enumerate(ids) if each in self._biases]
         parts += [(row, self._stops[each][1]) for row, each in enumerate(ids) if each in self._stops]
         if parts:
@@ -129,7 +131,7 @@ class LogitsProcessors:
             scores.index_put_((rows_device, tokens), values, accumulate=True)
         rows, own = _members(ids, self._bad_words)
         if rows:
-            rows_device, tokens, values = self._bad_words.bans(rows, own)
+            rows_device, tokens, values = self._bad_words.bans(rows, own, [steps[row].draft for row in rows])
             scores.index_put_((rows_device, tokens), values, accumulate=True)
 
 

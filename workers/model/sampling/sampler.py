@@ -121,17 +121,22 @@ class Sampler:
         return tokens
 
     def _append(self, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor) -> None:
-        """Appends tokens [num_samples] where later steps depend on them, and forgets sequences that need nothing
-        more."""
-        own: dict[int, int] = {}
+        """Appends tokens [num_samples] where later steps depend on them, of a draft those that are right and the one
+        after them, and forgets sequences that need nothing more."""
+        rounds: dict[int, dict[int, int]] = {}  # by tokens of a draft before it: of each sequence the sample
         for index, each in enumerate(samples):
-            sequence_id = steps[each.row].sequence_id
-            if sequence_id in self._processors:
-                own.setdefault(sequence_id, index)
+            step = steps[each.row]
+            if step.sequence_id in self._processors:
+                rounds.setdefault(step.num_draft, {}).setdefault(step.sequence_id, index)
             elif each.params.logprobs is None:
-                self._special.discard(sequence_id)
-        if own:
-            self._processors.append(list(own), tokens[indices(list(own.values()), self._device)])
+                self._special.discard(step.sequence_id)
+        holds = torch.ones_like(tokens, dtype=torch.bool)  # [num_samples]
+        for number, own in sorted(rounds.items()):
+            at = indices(list(own.values()), self._device)
+            if number:  # the token of the draft before it is the sample before it
+                guesses = indices([steps[samples[index].row].draft[-1] for index in own.values()], self._device)
+                holds[at] = holds[at - 1] & (tokens[at - 1] == guesses)
+            self._processors.append(list(own), tokens[at], holds[at])
 
     def _logprobs(
         self, logits: torch.Tensor, steps: Sequence[SequenceStep], samples: Sequence[_Sample], tokens: torch.Tensor
