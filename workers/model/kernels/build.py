@@ -1,6 +1,7 @@
 """Builds the C kernels with the machine's compiler at first use, and finds them."""
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -20,7 +21,7 @@ _SOURCES: Final = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
 _FLAGS: Final = ("-O3", "-march=native", "-ffast-math", "-pthread", "-fPIC", "-std=gnu11")
 # Without -ffast-math: linked with it, the library would flush denormals in the whole process.
 _LINK_FLAGS: Final = ("-shared", "-pthread")
-_BUILD_SECONDS: Final = 120
+_BUILD_SECONDS: Final = 900  # of the compiler, which takes half a minute alone: so long only beside much other work
 SUFFIX: Final = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -35,7 +36,11 @@ def library() -> ctypes.CDLL | None:
             _build(compiler, built)
         return ctypes.CDLL(str(built))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("no C kernels, running slower in plain torch: %s", error)
+        logger.warning(
+            "no C kernels: this process runs several times slower, in plain torch, and where it continues a stream of"
+            " one with kernels its tokens may be others: %s",
+            error,
+        )
         return None
 
 
@@ -64,9 +69,13 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _build(compiler: str, built: Path) -> None:
-    """Compiles into a temporary file and renames it: two workers may build at once, and a killed one leaves nothing."""
+    """Compiles into a temporary file and renames it, so that a killed process leaves nothing. Of several that need the
+    same kernels one builds them, and the others wait for it: together they would take as many times as long."""
     built.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+    with built.with_suffix(".lock").open("w") as lock, tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as the compiler may take: the kernel frees it of who has died
+        if built.exists():
+            return
         linked = Path(scratch) / "kernels.so"
         sources = [str(source) for source in _SOURCES if source.suffix == ".c"]
         objects = [f"{Path(source).stem}.o" for source in sources]
