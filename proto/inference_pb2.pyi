@@ -289,14 +289,16 @@ class Logprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., text: _Optional[bytes] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    reasoning_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
     __slots__ = ("request_id", "tokenize_seconds", "queue_seconds", "dispatch_seconds", "prefill_seconds", "kv_transfer_seconds", "decode_seconds", "end_to_end_seconds", "ttft_seconds", "tpot_seconds", "kv_transfer_bytes", "kv_transfer_active_seconds", "prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "prefill_worker", "decode_worker", "kv_transport", "interruptions")

@@ -64,9 +64,11 @@ class ChatParser:
         ends = CALL_FORMATS[calls].fields["tool_calls"].get("close", ()) if self._read_calls else ()
         self._end: str = next(iter(ends), "")
         self._tool_parser = parser_for(chat, tokenizer) if calls and self._read_calls is None else None
+        self.is_thinking = False  # of what came until now the end is part of a thought
         self._regions: ResponseParser | None = None
         if template is not None:
             self._regions = ResponseParser(template, prefix=_begun(thoughts, tokenizer, prompt))
+            self._note(self._regions.initial_events)
 
     @property
     def is_idle(self) -> bool:
@@ -87,7 +89,8 @@ class ChatParser:
         text, calls = self._tool_parser.finish()
         return ChatDelta(text=split.text + text, reasoning=split.reasoning, calls=(*split.calls, *calls))
 
-    def _split(self, events: Iterable[Mapping[str, Any]], *, is_last: bool) -> ChatDelta:
+    def _split(self, events: Sequence[Mapping[str, Any]], *, is_last: bool) -> ChatDelta:
+        self._note(events)
         said: list[str] = []
         thought: list[str] = []
         calls: list[inference_pb2.ToolCall] = []
@@ -104,6 +107,11 @@ class ChatParser:
                         end = "" if is_last else self._end
                         said.append(event["value"]["open"] + event["value"]["body"] + end)
         return _delta(self._tool_parser, "".join(said), "".join(thought), calls)
+
+    def _note(self, events: Iterable[Mapping[str, Any]]) -> None:
+        for event in events:
+            if event["field"] == "reasoning" and event["type"] != "region_chunk":
+                self.is_thinking = event["type"] == "region_open"
 
     def _read(self, region: Mapping[str, str]) -> list[inference_pb2.ToolCall]:
         if self._read_calls is None:

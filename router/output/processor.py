@@ -121,6 +121,7 @@ class OutputProcessor:
         usage = answers[-1].usage
         usage.prompt_tokens = len(request.tokens.prompt)
         usage.cached_tokens = timeline.cached_tokens if self._cached_tokens is None else self._cached_tokens
+        usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
         usage.completion_tokens = timeline.completion_tokens = sum(choice.num_tokens for choice in self._choices)
         return answers
 
@@ -164,6 +165,7 @@ class _ChoiceOutput:
     def __init__(self, request: PreparedRequest, number: int) -> None:
         tokens = request.tokens
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0  # after which a thought goes on
         self._request = request
         self._number = number
         self._num_received = 0  # tokens of the source
@@ -196,10 +198,10 @@ class _ChoiceOutput:
             raise InternalError(_BROKEN)
         is_first = not self._num_received
         self._num_received += len(delta.ids)
-        ids, text, reason = self._detokenize(delta)
+        ids, texts, reason = self._detokenize(delta)
         response = inference_pb2.GenerateResponse(
             request_id=self._request.request_id,
-            text=text,
+            text="".join(texts),
             token_ids=ids,
             first_index=delta.first_index,
             finish_reason=reason,
@@ -208,7 +210,7 @@ class _ChoiceOutput:
             stop_string=self._text.stop_string,
         )
         if self._parser is not None:
-            self._split(self._parser, response)
+            self._split(self._parser, response, texts)
         if delta.logprobs:
             self._add_logprobs(response, delta.logprobs)
         if delta.embedding:
@@ -218,22 +220,31 @@ class _ChoiceOutput:
         self.num_tokens += len(ids)
         return response
 
-    def _detokenize(self, delta: TokenDelta) -> tuple[Sequence[int], str, "inference_pb2.FinishReason"]:
-        """Returns the ids that count, the text that they complete, and the finish reason."""
+    def _detokenize(self, delta: TokenDelta) -> tuple[Sequence[int], list[str], "inference_pb2.FinishReason"]:
+        """Returns the ids that count; the texts that they complete, of each if they are to be parsed, and what was held
+        back at the end; and the finish reason."""
         ids, reason = delta.ids, delta.finish_reason
         if self._request.is_empty:
-            return (), "", inference_pb2.FINISH_REASON_LENGTH
-        text, num_tokens, stopped = self._text.push(ids[:-1] if reason == _STOP else ids)  # the stop token has no text
-        if stopped:
-            return ids[:num_tokens], text, _STOP
+            return (), [], inference_pb2.FINISH_REASON_LENGTH
+        shown = ids[:-1] if reason == _STOP else ids  # the stop token has no text
+        texts, counted = [], 0
+        for run in [shown] if self._parser is None else [(token,) for token in shown]:
+            text, num_tokens, stopped = self._text.push(run)
+            texts.append(text)
+            counted += num_tokens
+            if stopped:
+                return ids[:counted], texts, _STOP
         if reason == _UNFINISHED:
-            return ids, text, reason
+            return ids, texts, reason
         rest, stopped = self._text.finish()
-        return ids, text + rest, _STOP if stopped else reason
+        return ids, [*texts, rest], _STOP if stopped else reason
 
-    def _split(self, parser: ChatParser, response: inference_pb2.GenerateResponse) -> None:
-        """Takes thoughts and calls out of the text."""
-        parts = [parser.push(response.text)]
+    def _split(self, parser: ChatParser, response: inference_pb2.GenerateResponse, texts: Sequence[str]) -> None:
+        """Takes thoughts and calls out of the texts; counts the tokens of thoughts, however they come."""
+        parts = []
+        for number, text in enumerate(texts):
+            parts.append(parser.push(text))
+            self.num_reasoning_tokens += parser.is_thinking and number < len(response.token_ids)
         is_finished = response.finish_reason != _UNFINISHED
         if is_finished:
             parts.append(parser.finish())

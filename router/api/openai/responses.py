@@ -284,7 +284,10 @@ def _id_list(ids: Sequence[int]) -> str:
 
 def _usage(usages: Sequence[inference_pb2.Usage]) -> dict[str, Any]:
     counts = _counts(sum(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages))
-    return counts | {"prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)}}
+    details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)}}
+    if reasoning_tokens := sum(each.reasoning_tokens for each in usages):
+        details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return counts | details
 
 
 def _counts(prompt: int, completion: int) -> dict[str, int]:

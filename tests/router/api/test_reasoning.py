@@ -15,6 +15,7 @@ from tandem.tests.router.conftest import Service
 from tandem.tests.router.fake_source import EOS_ID, byte_tokenizer
 
 THOUGHT, SAID = "Köln?\n\nA < B.", "I look."
+NUM_REASONING = len(f"{THOUGHT}\n</think>\n\n".encode())  # bytes are tokens
 ANSWER = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALL}"
 FUNCTION = {"name": "weather", "parameters": SCHEMA}
 TEMPLATE = HERMES.replace(
@@ -44,6 +45,9 @@ async def test_chat_completions(answering: Service) -> None:
         assert (message.reasoning_content, message.content) == (THOUGHT, SAID)
         assert [call.function.name for call in message.tool_calls] == ["weather"]
         assert made.choices[0].finish_reason == "tool_calls"
+        assert made.usage is not None
+        assert made.usage.completion_tokens_details is not None
+        assert made.usage.completion_tokens_details.reasoning_tokens == NUM_REASONING
         chunks = await client.chat.completions.create(messages=[USER], stream=True, **fields)
         deltas: list[Any] = [chunk.choices[0].delta async for chunk in chunks]
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
@@ -103,6 +107,8 @@ async def test_responses(answering: Service) -> None:
             assert [part["text"] for part in reasoning["content"]] == [THOUGHT]
             assert [part["text"] for part in message["content"]] == [SAID]
             assert json.loads(call["arguments"]) == {"city": "Köln"}
+            assert made.usage is not None
+            assert made.usage.output_tokens_details.reasoning_tokens == NUM_REASONING
         await client.responses.create(input=[USER, *(item.model_dump() for item in whole.output[:2]), USER], **fields)
     assert f"assistant: <think>{THOUGHT}</think>{SAID}\n" in last_prompt(answering)
 
@@ -111,5 +117,6 @@ async def test_grpc(answering: Service) -> None:
     async with AsyncClient(answering.grpc) as client:
         answer = await client.chat([USER], max_tokens=400)
         assert (answer.choices[0].reasoning, answer.text) == (THOUGHT, f"{SAID}\n{CALL}")
+        assert answer.usage.reasoning_tokens == NUM_REASONING
         await client.chat([USER, answer.choices[0].message, USER], max_tokens=1)
     assert f"assistant: <think>{THOUGHT}</think>{SAID}\n{CALL}\n" in last_prompt(answering)
