@@ -86,6 +86,7 @@ def _answer(begin: str, end: str) -> dict[str, Any]:
 _SPACE: Final = r"\s{0,4}"  # bounded, so that no pattern takes long of much white space
 _TURN: Final = rf"(?:<\|start\|>assistant{_SPACE})?"
 _CHANNEL: Final = r"(?:<\|channel\|>(?:commentary|analysis))?"
+_MESSAGE: Final = rf"{_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>"
 _HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
 _LIST_BETWEEN: Final = (", ",)
 _HERMES_GRAMMAR: Final = CallGrammar(open=(CALL_MARKUP[0], "\n"), close=("\n", CALL_MARKUP[1]), between=("\n",))
@@ -107,7 +108,8 @@ CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
             "<|call|>",
             "<|end|>",
             name="{name}",
-        ),
+        )
+        | _answer(rf"{_TURN}<\|channel\|>(?:final|commentary|analysis){_MESSAGE}", r"<\|end\|>|<\|return\|>"),
         grammar=CallGrammar(
             head=("<|channel|>", "commentary to=functions.%s ", "<|constrain|>", "json", "<|message|>"),
             tail=(),
@@ -176,10 +178,7 @@ THOUGHT_FORMATS: Final[Mapping[str, ChatFormat]] = {
         signs=("<|channel|>analysis",),
         markup=_HARMONY,
         fields=_thoughts(rf"{_TURN}<\|channel\|>analysis{_SPACE}<\|message\|>", r"<\|end\|>|<\|return\|>")
-        | _answer(
-            rf"{_TURN}<\|channel\|>(?:final|commentary){_SPACE}(?:<\|constrain\|>\w{{1,16}}{_SPACE})?<\|message\|>",
-            r"<\|end\|>|<\|return\|>",
-        ),
+        | _answer(rf"{_TURN}<\|channel\|>(?:final|commentary){_MESSAGE}", r"<\|end\|>|<\|return\|>"),
     ),
     "mistral": ChatFormat(
         signs=("[THINK]",),

@@ -126,7 +126,8 @@ class ChatParser:
 @cache
 def _response_template(thoughts: str, calls: str) -> tuple[ResponseTemplate | None, frozenset[str]]:
     """Returns the declaration of two formats, None if it declares nothing, and their markup."""
-    forms = [form for form in (THOUGHT_FORMATS.get(thoughts), CALL_FORMATS.get(calls)) if form is not None]
+    # A format of thoughts knows better what is text than one of calls.
+    forms = [form for form in (CALL_FORMATS.get(calls), THOUGHT_FORMATS.get(thoughts)) if form is not None]
     fields = {name: each for form in forms for name, each in form.fields.items()}
     markup = frozenset(text for form in forms for text in form.markup)
     if not fields:

@@ -211,6 +211,16 @@ def test_nothing_depends_on_the_pieces_and_nothing_is_lost(
         assert (text, thought) == (whole, "")
 
 
+@pytest.mark.parametrize("spoken", ["final", "commentary"])
+def test_without_a_format_of_thoughts_they_are_text_and_no_markup_is(spoken: str) -> None:
+    answer = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>{spoken}<|message|>Hi.<|end|>"
+    tokenizer = byte_tokenizer(chat_template=SIGNS["openai"])
+    tokenizer.thought_format = thought_format(SIGNS["openai"], "none")
+    for end, calls in (("", []), (f"{COMMENTARY}{CITY}<|call|>", ONE)):
+        for pieces in ([answer + end], list(answer + end)):
+            assert read(ChatParser(chat(), tokenizer, b"", is_bound=False), pieces) == ("Hm.Hi.", "", calls)
+
+
 def test_a_call_of_many_closing_tags_is_not_parsed_anew_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
 
