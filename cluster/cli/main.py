@@ -5,6 +5,8 @@ expected failure is one line on stderr and exit code 2 (bad input) or 1 (the res
 """
 
 import sys
+from importlib.metadata import version as version_of
+from typing import Annotated
 
 import typer
 
@@ -28,6 +30,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tandem {version_of('tandem-llm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Takes the options before a command."""
+
+
 app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
 app.add_typer(plan_app, name="plan")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import tandem
 from tandem.cluster.cli import main, serve
 from tandem.cluster.config import TandemConfig
 from tandem.proto.errors import InvalidArgument
@@ -55,6 +56,10 @@ def test_help_names_every_command(run: Callable[..., Done]) -> None:
         "quantize",
     ):
         assert re.search(rf"^  {command}\b", out, re.MULTILINE), command
+
+
+def test_the_version_is_the_package_s(run: Callable[..., Done]) -> None:
+    assert run("--version") == (0, f"tandem {tandem.__version__}\n", "")
 
 
 def test_check_config_says_ok(run: Callable[..., Done], tmp_path: Path) -> None:
