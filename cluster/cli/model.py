@@ -81,11 +81,14 @@ def quantize(
     if group_size is None and scheme == "int4":
         group_size = _GROUP_SIZE
     made = QuantizationScheme(bits=BITS[scheme], group_size=group_size)
+    if out.exists():
+        raise InvalidArgument(f"{out} exists", "OUT")
+    before = _perplexity(folder, measured)  # first: a text that cannot be measured is refused before hours of rounding
     with progress_bar("layers") as bar:
         quantize_model(
             folder, out, made, seen, lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total)
         )
-    before, after = (_perplexity(each, measured) for each in (folder, out))
+    after = _perplexity(out, measured)
     change = 100 * (after / before - 1)
     typer.echo(f"{out}: {scheme}, {method}: perplexity {before:.3f} before, {after:.3f} after ({change:+.2f} %)")
 

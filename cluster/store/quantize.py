@@ -123,6 +123,9 @@ def quantize_model(
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted({stored.file for stored in checkpoint.tensors.values()}):
         tensors |= load_file(file)
+    for name in names:
+        if not tensors[f"{name}.weight"].isfinite().all():
+            raise CheckpointError(f"{name}.weight: has NaN or infinite numbers")
     if calibration is None:
         for name in names:
             weight = tensors.pop(f"{name}.weight")
@@ -142,10 +145,14 @@ def quantize_model(
 
 
 def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
-    """Copies all but the weights, with the scheme in config.json."""
-    for path in folder.iterdir():
-        if path.is_file() and path.name.endswith(_KEPT_SUFFIXES) and not path.name.endswith(_INDEX_SUFFIX):
-            shutil.copyfile(path, out / path.name)
+    """Copies all but the weights, with the scheme in config.json; of folders within only chat templates, since others
+    may hold the model in other formats."""
+    kept = [path for path in folder.iterdir() if path.name.endswith(_KEPT_SUFFIXES)] + list(folder.glob("*/*.jinja"))
+    for path in kept:
+        if path.is_file() and not path.name.endswith(_INDEX_SUFFIX):
+            target = out / path.relative_to(folder)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
     path = out / "config.json"
     fields = json.loads(path.read_bytes()) | {"quantization_config": scheme.config()}
     path.write_text(json.dumps(fields, indent=2), encoding="utf-8")

@@ -146,12 +146,36 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_p
         quantize_model(plain, out, scheme, "a")
     with pytest.raises(CheckpointError, match=r"only plain weights .*, without experts"):
         quantize_model(make_tiny_model(tmp_path / "experts", "mixtral"), out, scheme)
-    assert [path.name for path in tmp_path.iterdir()] == ["experts"]
+    shutil.copytree(plain, tmp_path / "broken")
+    weights = load_file(plain / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"][3, 4] = float("nan")
+    save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.layers.1.self_attn.q_proj.weight: has NaN or infinite numbers"):
+        quantize_model(tmp_path / "broken", out, scheme)
+    assert {path.name for path in tmp_path.iterdir()} == {"experts", "broken"}
     quantize_model(plain, out, scheme)
     with pytest.raises(CheckpointError, match="only plain weights"):
         quantize_model(out, tmp_path / "again", scheme)
     with pytest.raises(InvalidArgument, match=r"OUT: .* exists"):
         quantize_model(plain, out, scheme)
+
+
+def test_chat_templates_in_a_folder_of_their_own_come_along(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "plain")
+    for name in ("additional_chat_templates/tool_use.jinja", "onnx/config.json"):
+        (tmp_path / "plain" / name).parent.mkdir()
+        (tmp_path / "plain" / name).write_text("{}")
+    quantize_model(tmp_path / "plain", tmp_path / "out", SCHEMES["int4"])
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{}"
+    assert not (tmp_path / "out" / "onnx").exists()
+
+
+def test_a_text_that_cannot_be_measured_is_refused_before_anything_is_rounded(plain: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("a")
+    result = CliRunner().invoke(app, ["quantize", str(plain), str(tmp_path / "out"), "--text", str(text)])
+    assert isinstance(result.exception, InvalidArgument), result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_says_what_it_costs(plain: Path, tmp_path: Path) -> None:
