@@ -162,6 +162,7 @@ class Sequence:
     num_published: int = 0
     drafter: Drafter | None = None  # made with the first draft
     num_draft: int = 0  # tokens of the draft that the step in flight verifies; counted in num_scheduled
+    forgoes_drafts: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.tokens)
@@ -203,7 +204,7 @@ class Sequence:
         sampling = self.spec.sampling
         is_late = len(self.tokens) >= sampling.min_length or not sampling.stop_ids
         is_alone = self.num_samples == 1 and self.search is None and self.num_generated > 0
-        return is_alone and is_late and not sampling.grammar
+        return is_alone and is_late and not sampling.grammar and not self.forgoes_drafts
 
     @property
     def needs_mask(self) -> bool:
@@ -251,6 +252,11 @@ class Sequence:
         self.max_length = max(self.max_length, self.num_computed)
         if self.drafter is not None:
             self.drafter.record(len(tokens) - 1)
+
+    def forgo_drafts(self) -> None:
+        """Takes a draft back whose step has failed, and has no other made: it may be the draft's own fault. If it is
+        not, the step without one fails, too."""
+        self.num_scheduled, self.num_draft, self.forgoes_drafts = self.num_computed, 0, True
 
     def move(self, state: State) -> None:
         """Changes the state. Raises RuntimeError for a move that MOVES does not have."""

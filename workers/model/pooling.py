@@ -68,5 +68,5 @@ class StepOutput(NamedTuple):
 
     logits: torch.Tensor | None = None  # [num_sampled, vocab_size]
     prompts: LogprobsTensors | None = None  # those that are wanted
-    chunks: torch.Tensor | None = None  # of `_sum_chunks`
+    chunks: torch.Tensor | None = None  # of `sum_chunks`
     embeddings: Embeddings | None = None

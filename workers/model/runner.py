@@ -5,7 +5,7 @@ import math
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,15 +34,13 @@ from .models.family import CausalLM
 from .parallel import Group, TensorParallel
 from .pooling import Pooler, StepOutput
 from .programs import record_steps
+from .sampling.finite import not_finite, sum_chunks
 from .sampling.grammar import GrammarCache
 from .sampling.logprobs import LogprobsTensors, compute_prompt_logprobs
 from .sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from .graphs import Capture, DecodeGraphs
-
-
-NOT_FINITE: Final = "the model's output is not finite"
 
 
 class ModelRunner(Executor):
@@ -90,6 +88,7 @@ class ModelRunner(Executor):
         )
         self._pooler = Pooler(model.normalize)
         self._num_top: dict[int, int] = {}  # alternatives of each prompt token, where they are wanted, by sequence
+        self._drafted: set[int] = set()  # sequences whose last step had a draft
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=self._device)  # that the last step sampled,
         self._last_rows: dict[int, int] = {}  # and in which row, by sequence
 
@@ -212,6 +211,7 @@ class ModelRunner(Executor):
     def _release(self, sequence_id: int) -> None:
         self._tables.pop(sequence_id, None)
         self._num_top.pop(sequence_id, None)
+        self._drafted.discard(sequence_id)
         self._pooler.release(sequence_id)
         self._sampler.release(sequence_id)
         self.adapters.release(sequence_id)
@@ -227,12 +227,15 @@ class ModelRunner(Executor):
             self.adapters.admit(step.sequence_id, step.adapter)
         blocks = self._tables[step.sequence_id]
         blocks.extend(step.new_blocks)
-        # A mask hides any number but no NaN or infinity that the block's last sequence left, so where attention
-        # masks what it has read, the rest of a block is cleared when the sequence enters it.
+        # A mask hides any number but no NaN or infinity that the block's last sequence left, or a wrong token of a
+        # draft, so where attention masks what it has read, the rest of a block is cleared when the sequence enters it
+        # and after a draft.
         last = (step.start + len(step.token_ids) - 1) // self.kv.block_size
         first_in_last = max(step.start - last * self.kv.block_size, 0)
-        if self._attention.reads_whole_blocks and (step.sampling is not None or first_in_last == 0):
+        is_unknown = step.sampling is not None or first_in_last == 0 or step.sequence_id in self._drafted
+        if self._attention.reads_whole_blocks and is_unknown:
             self.kv.clear_after(blocks[last], first_in_last)
+        (self._drafted.add if step.num_draft else self._drafted.discard)(step.sequence_id)
 
     def _logits(self, plan: StepPlan, on_layers: OnLayers | None, is_adapted: bool) -> StepOutput:
         """Runs the model; there is a row of logits for each token of a draft, too. A step that `is_adapted` is neither
@@ -268,7 +271,7 @@ class ModelRunner(Executor):
             prompts = compute_prompt_logprobs(hidden, self._model.compute_logits, plan.sequences, self._num_top)
         logits = self._model.compute_logits(hidden if rows is None else hidden[rows])
         embeddings = self._pooler(hidden, plan.sequences) if pools else None
-        return StepOutput(logits, prompts, _sum_chunks(hidden, plan.sequences), embeddings)
+        return StepOutput(logits, prompts, sum_chunks(hidden, plan.sequences), embeddings)
 
     def _hidden(
         self,
@@ -320,7 +323,7 @@ def _collect(
         found = rest.pop(0) if sums else []
         rows = rest.pop(0) if pooled else []
         if min(sampled, default=0) < 0 or not all(map(math.isfinite, found)):
-            failed.update(_not_finite(plan, sampled, found))
+            failed.update(not_finite(plan, sampled, found))
         by_id = dict(zip(embeddings.ids, rows, strict=True)) if embeddings is not None else {}
         if not computed:
             return Samples(tokens=sampled, embeddings=by_id, failed=failed)
@@ -343,33 +346,6 @@ def _sampled_rows(steps: Sequence[SequenceStep], ends: "np.ndarray[Any, Any]") -
     if not any(drafts):
         return rows
     return np.concatenate([np.arange(row - count, row + 1) for row, count in zip(rows, drafts, strict=True)])
-
-
-def _is_chunk(step: SequenceStep) -> bool:
-    """Whether it has tokens whose logits nobody looks at."""
-    return len(step.token_ids) > 1 + step.num_draft or not step.num_samples
-
-
-def _sum_chunks(hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor | None:
-    """Returns the sum of each chunk of hidden [num_tokens, hidden], float32 [num_chunks], which is not finite if the
-    KV cache of a token is not: a token reads its own in every layer. The logits say so of the last token alone, and too
-    late for the prefix cache, which takes the blocks of each chunk."""
-    ends = itertools.accumulate(len(step.token_ids) for step in steps)
-    parts = [hidden[end - len(step.token_ids) : end] for step, end in zip(steps, ends, strict=True) if _is_chunk(step)]
-    return torch.stack([part.sum(dtype=torch.float32) for part in parts]) if parts else None
-
-
-def _not_finite(plan: StepPlan, tokens: Sequence[int], chunks: Sequence[float]) -> dict[int, str]:
-    """Returns by id why those sequences failed that have a negative token or a chunk whose sum is not finite."""
-    sampled, sums = iter(tokens), iter(chunks)
-    failed = {}
-    for step in plan.sequences:
-        is_finite = min(itertools.islice(sampled, step.num_samples), default=0) >= 0
-        if _is_chunk(step):
-            is_finite &= math.isfinite(next(sums))
-        if not is_finite:
-            failed[step.sequence_id] = NOT_FINITE
-    return failed
 
 
 def _warmup_plan(block_size: int, num_tokens: int, sampling: SamplingParams) -> StepPlan:

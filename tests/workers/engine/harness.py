@@ -53,9 +53,16 @@ class RecordingExecutor(FakeExecutor):
         return self._failing(plan, super().launch(plan, on_layers))
 
     def _failing(self, plan: StepPlan, collect: Callable[[], Samples]) -> Callable[[], Samples]:
-        ids = [step.sequence_id for step in plan.sequences if step.num_samples and step.sequence_id in self.failing]
-        failed = {number: self.failing[number] for number in ids}
-        return lambda: replace(collect(), failed=failed)
+        steps = [step for step in plan.sequences if step.num_samples and step.sequence_id in self.failing]
+        failed = {step.sequence_id: self.failing[step.sequence_id] for step in steps}
+
+        def collect_failed() -> Samples:
+            samples = collect()
+            # None of a draft counts then: the next step begins with the token before it again.
+            self._num_computed |= {step.sequence_id: step.start for step in steps if step.num_draft}
+            return replace(samples, failed=failed)
+
+        return collect_failed
 
 
 class LateExecutor(RecordingExecutor):

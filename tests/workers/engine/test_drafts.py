@@ -243,6 +243,23 @@ def test_a_failed_draft_fails_its_sequence_alone(worker: MakeWorker) -> None:
     target.check_idle()
 
 
+def test_a_draft_whose_step_fails_is_taken_back_and_no_other_made(worker: MakeWorker) -> None:
+    target, drafter = start(worker, spec(1, max_tokens=12), right(3))
+    events = target.step() + target.step() + target.step()
+    plans, num_before = target.executor.plans, len(target.executor.plans)
+    target.executor.failing[1] = "not finite"
+    while not any(plan.sequences for plan in plans[num_before:]):
+        events += target.step()
+    num_failed = len(plans)
+    assert any(step.num_draft for step in plans[-1].sequences)
+    target.executor.failing.clear()
+    events += run(target)
+    assert tokens_of(events, 1) == expected(PROMPT, 12)
+    assert not any(step.num_draft for plan in plans[num_failed:] for step in plan.sequences)
+    assert drafter.accepted == [count - 1 for count in counts(events) if count > 1]
+    target.check_idle()
+
+
 def test_nothing_is_drafted_unless_it_is_asked_for(worker: MakeWorker) -> None:
     target, drafter = start(worker, spec(1, max_tokens=8), right(3), speculative=None)
     assert counts(run(target)) == [1] * 8

@@ -149,3 +149,22 @@ def test_a_sequence_that_fails_within_a_draft_is_reported(tmp_path: Path) -> Non
     assert [event for event in events if isinstance(event, Failed)]
     assert not engine.requests.sequences
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_a_wrong_guess_whose_output_is_not_finite_harms_no_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_kernels: bool
+) -> None:
+    """Neither at once nor by the KV cache that it leaves behind the sequence's own."""
+    if not with_kernels:
+        monkeypatch.setattr(cpu, "usable", lambda tensor: False)
+    poison = 307
+    runner = load(make_tiny_model(tmp_path))
+    runner._model.embed_tokens.weight.data[poison] = float("nan")  # type: ignore[attr-defined]
+    prompts = [prompt(7, 1), prompt(30, 2)]
+    kinds = [replace(GREEDY, logit_bias=((poison, -100.0),))] * 2
+    plain, _ = generate(runner, prompts, kinds)
+    poisoned = [Oracle(row, [*prompts[row], *tokens]) for row, (tokens, _, _) in enumerate(plain)]
+    for oracle in poisoned:
+        monkeypatch.setattr(oracle, "draft", lambda tokens, room: (poison,) * min(room, 4))
+    assert generate(runner, prompts, kinds, poisoned)[0] == plain

@@ -1,0 +1,39 @@
+"""Notices where a model computes what is no number, before it reaches a client or the prefix cache."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from ...engine.plan import SequenceStep, StepPlan
+
+NOT_FINITE: Final = "the model's output is not finite"
+
+
+def _is_chunk(step: SequenceStep) -> bool:
+    """Whether it has tokens whose logits nobody looks at."""
+    return len(step.token_ids) > 1 + step.num_draft or not step.num_samples
+
+
+def sum_chunks(hidden: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor | None:
+    """Returns the sum of each chunk of hidden [num_tokens, hidden], float32 [num_chunks], which is not finite if the
+    KV cache of a token is not: a token reads its own in every layer. The logits say so of the last token alone, and too
+    late for the prefix cache, which takes the blocks of each chunk."""
+    ends = itertools.accumulate(len(step.token_ids) for step in steps)
+    parts = [hidden[end - len(step.token_ids) : end] for step, end in zip(steps, ends, strict=True) if _is_chunk(step)]
+    return torch.stack([part.sum(dtype=torch.float32) for part in parts]) if parts else None
+
+
+def not_finite(plan: StepPlan, tokens: Sequence[int], chunks: Sequence[float]) -> dict[int, str]:
+    """Returns by id why those sequences failed that have a negative token or a chunk whose sum is not finite."""
+    sampled, sums = iter(tokens), iter(chunks)
+    failed = {}
+    for step in plan.sequences:
+        is_finite = min(itertools.islice(sampled, step.num_samples), default=0) >= 0
+        if _is_chunk(step):
+            is_finite &= math.isfinite(next(sums))
+        if not is_finite:
+            failed[step.sequence_id] = NOT_FINITE
+    return failed
