@@ -67,11 +67,13 @@ class Scheduler:
         prompts: list[Sequence] = []
         suspended: list[Sequence] = []
         late = self._find_late()
+        # With more sequences there is no room for a draft, whatever follows.
+        may_await = self._speculative is not None and len(self._requests.running) < self._speculative.max_step_tokens
         for sequence in self._requests.running:
             if sequence.spec.id in late:
                 continue
             if num_unscheduled := sequence.num_unscheduled:
-                if self._speculative and self._awaits_token(sequence):
+                if may_await and self._awaits_token(sequence):
                     continue
                 (decodes if num_unscheduled == 1 else prompts).append(sequence)
             elif sequence.is_suspended:

@@ -167,6 +167,20 @@ def test_many_sequences_leave_no_room_for_drafts(worker: MakeWorker) -> None:
     target.check_idle()
 
 
+def test_no_sequence_waits_for_a_draft_that_has_no_room(worker: MakeWorker) -> None:
+    steps = []
+    for speculative in (None, SpeculativeConfig(max_step_tokens=4)):
+        target = worker(speculative=speculative, num_blocks=64)
+        for number in range(1, 7):
+            target.submit(spec(number, PROMPT[number - 1 :], max_tokens=9))
+            target.sequences[number].drafter = Scripted(right(5))
+        events = run(target)
+        for number in range(1, 7):
+            assert tokens_of(events, number) == expected(PROMPT[number - 1 :], 9)
+        steps.append(sum(bool(plan.sequences) for plan in target.executor.plans))
+    assert steps[1] <= steps[0]
+
+
 def test_choices_draft_after_the_fork(worker: MakeWorker) -> None:
     target = worker(speculative=SpeculativeConfig(prompt_lookup_min=1, prompt_lookup_max=2), num_blocks=64)
     target.submit(spec(1, max_tokens=40, num_choices=3, sampling=SamplingParams(seed=7)))
