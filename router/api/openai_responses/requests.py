@@ -43,8 +43,9 @@ def parse_responses(body: bytes, request_id: str) -> ResponsesRequest:
     names = {"stopping.max_tokens": "max_output_tokens", "prompt.chat.template_kwargs": "reasoning"}
     chat = _chat(parsed, names)
     constraint = _constraint(parsed)
-    names["constraint"] = "tools" if must_call(chat) and constraint is None else "text.format"
-    common = inference_pb2.GenerateRequest(model=parsed.model or "", constraint=constraint)
+    names["constraint"] = "tools" if must_call(chat) else "text.format"
+    # The format is one of texts: where a call is demanded there is none.
+    common = inference_pb2.GenerateRequest(model=parsed.model or "", constraint=None if must_call(chat) else constraint)
     set_parameters(common, parsed, PARAMETER_NAMES)
     return ResponsesRequest(
         body=parsed,

@@ -100,6 +100,17 @@ async def test_tool_choice(service: Service, client: openai.AsyncOpenAI) -> None
         assert bool(service.source.requests[-1].grammar) is bound
 
 
+async def test_a_format_of_texts_does_not_bind_a_call_that_is_demanded(
+    service: Service, client: openai.AsyncOpenAI
+) -> None:
+    service.source.answer = [*CALL.encode(), EOS_ID]
+    made = await client.responses.parse(
+        model="tiny", input="hello?", tools=TOOLS, tool_choice="required", text_format=Person
+    )
+    assert [item.type for item in made.output] == ["function_call"]
+    assert '"age"' not in service.source.requests[-1].grammar
+
+
 async def test_the_events_of_a_stream(service: Service, client: openai.AsyncOpenAI) -> None:
     """They build, event by event, the very response that ends them."""
     service.source.answer = [*f"I look.\n{CALL}\n{CALL}".encode(), EOS_ID]
