@@ -27,7 +27,9 @@ SUFFIX: Final = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the kernels, built if this machine has not built them before; None where they cannot be built."""
+    """Returns the kernels, built if this machine has not built them before; None where they cannot be built. Raises
+    TimeoutExpired if the compiler takes too long: then others of this service may have kernels, with which a stream
+    would go on with other tokens than without."""
     compiler = os.environ.get("CC", "cc")
     home = os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem")
     try:
@@ -35,12 +37,8 @@ def library() -> ctypes.CDLL | None:
         if not built.exists():
             _build(compiler, built)
         return ctypes.CDLL(str(built))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning(
-            "no C kernels: this process runs several times slower, in plain torch, and where it continues a stream of"
-            " one with kernels its tokens may be others: %s",
-            error,
-        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        logger.warning("no C kernels, running several times slower in plain torch: %s", error)
         return None
 
 
