@@ -1,6 +1,8 @@
 """Guessed tokens on a real model: tokens and log probabilities are those of plain decoding, for every way to sample."""
 
+import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from tandem.tests.tiny import DENSE, make_tiny_model
-from tandem.tests.workers.model.helpers import GREEDY, load, prompt
+from tandem.tests.workers.model.helpers import GREEDY, load, prompt, reference, reference_logits
 from tandem.workers.engine.config import Budgets, EngineConfig, SpeculativeConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Failed, NewTokens
@@ -35,7 +37,8 @@ KINDS = [
     SamplingParams(stop_ids=(2, 30, 77), min_length=50, seed=9),
     SamplingParams(repetition_penalty=1.4, seed=10),
     SamplingParams(presence_penalty=0.6, frequency_penalty=0.4, temperature=0.0, logprobs=1),
-    SamplingParams(repetition_penalty=1.2, presence_penalty=-0.5, frequency_penalty=0.3, bad_words=((9,),), seed=12),
+    SamplingParams(bad_words=((100,), (200, 201)), seed=11),
+    SamplingParams(bad_words=((100, 101, 102, 103, 104), (7,)), repetition_penalty=0.8, top_k=30, seed=12, logprobs=1),
 ]
 
 is_exact = cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16))
@@ -67,6 +70,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     kinds: Sequence[SamplingParams],
     drafters: Sequence[Drafter] = (),
+    max_tokens: int = NUM_TOKENS,
     **config: Any,
 ) -> tuple[list[Made], Engine]:
     """Of all sequences together."""
@@ -74,7 +78,7 @@ def generate(
     budgets = Budgets(chunk_tokens=48, mixed_chunk_tokens=16, speculative=speculative)
     engine = Engine(runner, EngineConfig(num_blocks=128, block_size=16, budgets=budgets, **config))
     for number, (tokens, kind) in enumerate(zip(prompts, kinds, strict=True)):
-        spec = SequenceSpec(id=number, task=Task.WHOLE, tokens=tuple(tokens), max_tokens=NUM_TOKENS, sampling=kind)
+        spec = SequenceSpec(id=number, task=Task.WHOLE, tokens=tuple(tokens), max_tokens=max_tokens, sampling=kind)
         engine.submit(spec)
         if drafters:
             engine.requests.sequences[number].drafter = drafters[number]
@@ -88,6 +92,11 @@ def generate(
                 of_prompt += event.prompt_logprobs
     engine.check_integrity()
     return made, engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return load(make_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 def check(runner: ModelRunner, *, exact: bool, overlap: bool = False) -> None:
@@ -122,6 +131,70 @@ def test_in_float32_too_but_for_rounding(
     if not with_kernels:
         monkeypatch.setattr(cpu, "usable", lambda tensor: False)
     check(load(make_tiny_model(tmp_path)), exact=False, overlap=overlap)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.seed))
+def test_many_prompts_of_each_kind_have_the_tokens_of_plain_decoding(model: ModelRunner, kind: SamplingParams) -> None:
+    prompts = [prompt(3 + 5 * row, row) for row in range(24)]
+    kinds = [replace(kind, seed=(kind.seed + row) % 2**64) for row in range(24)]
+    plain, _ = generate(model, prompts, kinds)
+    oracles = [Oracle(row, [*prompts[row], *tokens]) for row, (tokens, _, _) in enumerate(plain)]
+    guessed, engine = generate(model, prompts, kinds, oracles)
+    assert [tokens for tokens, _, _ in guessed] == [tokens for tokens, _, _ in plain]
+    assert engine.requests.num_accepted_tokens > 24
+
+
+def chi_square(observed: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
+    """Returns Pearson's statistic of counts against probabilities, and what about one of 100,000 is above by chance;
+    what is expected less than five times counts as one."""
+    total, rare = sum(observed.values()), [0.0, 0.0]
+    assert set(observed) <= set(expected)
+    statistic, count = 0.0, 0
+    for outcome, probability in expected.items():
+        if total * probability < 5:
+            rare = [rare[0] + observed[outcome], rare[1] + total * probability]
+        else:
+            statistic += (observed[outcome] - total * probability) ** 2 / (total * probability)
+            count += 1
+    statistic += (rare[0] - rare[1]) ** 2 / max(rare[1], 1.0)
+    return statistic, count + 5 * math.sqrt(2 * count)
+
+
+def test_what_follows_guesses_is_distributed_as_the_model_says(tmp_path: Path) -> None:
+    """By a chi-square test of three tokens, the third of which is sampled after two guesses."""
+    runner, model = load(make_tiny_model(tmp_path)), reference(tmp_path)
+    start, temperature = tuple(prompt(9)), 0.7
+    following: dict[tuple[int, ...], dict[int, float]] = {}
+
+    def spread(tokens: tuple[int, ...], depth: int, temperature: float) -> dict[tuple[int, ...], float]:
+        values, ids = (reference_logits(model, tokens)[-1] / temperature).topk(4)
+        following[tokens] = dict(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True))
+        if not depth:
+            return {(token,): each for token, each in following[tokens].items()}
+        return {
+            (token, *rest): each * more
+            for token, each in following[tokens].items()
+            for rest, more in spread((*tokens, token), depth - 1, temperature).items()
+        }
+
+    class Likeliest(Drafter):
+        def __init__(self) -> None: ...
+
+        def draft(self, tokens: Sequence[int], room: int) -> tuple[int, ...]:
+            first = max(following[tuple(tokens)].items(), key=lambda item: item[1])[0]
+            return (first, max(following.get((*tokens, first), {0: 1.0}).items(), key=lambda item: item[1])[0])[:room]
+
+        def record(self, num_accepted: int) -> None: ...
+
+    other, expected = spread(start, 2, 1.1), spread(start, 2, temperature)
+    kinds = [SamplingParams(temperature=temperature, top_k=4, seed=seed) for seed in range(1000)]
+    made, engine = generate(runner, [start] * 1000, kinds, [Likeliest() for _ in kinds], max_tokens=3)
+    observed = Counter(tuple(tokens) for tokens, _, _ in made)
+    assert engine.requests.num_accepted_tokens > 100
+    statistic, bound = chi_square(observed, expected)
+    assert statistic < bound
+    statistic, bound = chi_square(observed, other)
+    assert statistic > bound, "the test tells another distribution"
 
 
 def test_drafts_of_n_grams_change_nothing(tmp_path: Path) -> None:
