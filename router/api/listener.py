@@ -17,6 +17,9 @@ _BUSY: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _BUSY_SECONDS: Final = 1.0
 """After which a connection is accepted again when there was no file or memory left for one; as asyncio does."""
 
+_FIRST_REQUEST_SECONDS: Final = 0.5
+"""In which a connection that was accepted last may send its request before the server closes what has none."""
+
 
 class HttpListener:
     """Listens from `start` to `stop`."""
@@ -41,7 +44,8 @@ class HttpListener:
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self, grace: float) -> None:
-        """Accepts no more requests; cancels those that still run after `grace` seconds."""
+        """Accepts no more connections, then no more requests; cancels those that still run after `grace` seconds."""
+        await self._server.stop_accepting(min(grace, _FIRST_REQUEST_SECONDS))
         self._server.config.timeout_graceful_shutdown = max(1, round(grace))
         self._server.should_exit = True
         await self._running
@@ -58,15 +62,34 @@ class _Server(uvicorn.Server):
         self.ready = asyncio.Event()
         self._bounds = bounds
         self._tls = tls
+        self._listeners: list[socket.socket] = []
+        self._acceptors: list[_TlsAcceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listeners = sockets or []
         if self._tls is None:
             await super().startup(sockets)
         else:
             await super().startup([])
-            acceptors = [_TlsAcceptor(each, self._connection, self._tls, self._bounds) for each in sockets or ()]
-            self.servers = cast(list[Any], acceptors)
+            self._acceptors = [
+                _TlsAcceptor(each, self._connection, self._tls, self._bounds) for each in self._listeners
+            ]
+            self.servers = cast(list[Any], self._acceptors)
         self.ready.set()
+
+    async def stop_accepting(self, seconds: float) -> None:
+        """Closes the listeners: at a moment when no connection waits in them, since it would be reset where another
+        process that shares the port could have had it. Then waits so long for the requests of those accepted last."""
+        for _ in range(2):  # the loop accepts all that wait
+            await asyncio.sleep(0)
+        for each in self.servers:
+            if isinstance(each, asyncio.Server):
+                each.close()
+        for acceptor in self._acceptors:
+            acceptor.stop_accepting()
+        for listener in self._listeners:
+            listener.close()
+        await asyncio.sleep(seconds)
 
     def _connection(self) -> asyncio.Protocol:
         kind: Any = self.config.http_protocol_class
@@ -109,8 +132,12 @@ class _TlsAcceptor:
         self._handshakes: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="tls acceptor")
 
+    def stop_accepting(self) -> None:
+        """Begins with no further connection; handshakes go on."""
+        self._accepting.cancel()
+
     def close(self) -> None:
-        """Begins with no further connection."""
+        """Begins with no further connection, and gives up those in their handshakes."""
         for task in (self._accepting, *self._handshakes):
             task.cancel()
 

@@ -1,10 +1,12 @@
 """Start and stop of the HTTP server."""
 
 import asyncio
+from contextlib import suppress
 
 import httpx
 import pytest
 
+from tandem.router.api import listener
 from tandem.router.api.http_server import HttpServer
 from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
@@ -28,6 +30,25 @@ async def test_stop_lets_streams_end(model: ServedModel) -> None:
             await answer.aread()
         assert events(answer)[-1] == "[DONE]"
         await asyncio.wait_for(stopping, WAIT)
+
+
+async def test_who_has_connected_before_the_stop_is_still_answered(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed at once, the connection would be reset under the request that is on its way."""
+    monkeypatch.setattr(listener, "_FIRST_REQUEST_SECONDS", 3.0)
+    server = HttpServer(GenerationService([model], FakeTokenSource(answer=b"hello")))
+    host, _, port = (await server.start("127.0.0.1:0")).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    stopping = asyncio.create_task(server.stop(WAIT))
+    with suppress(ConnectionRefusedError):
+        while True:
+            (await asyncio.open_connection(host, int(port)))[1].close()
+    await asyncio.sleep(0.5)  # the client's, in which the server would have ended
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readline(), WAIT)).startswith(b"HTTP/1.1 ")
+    writer.close()
+    await asyncio.wait_for(stopping, 2 * WAIT)
 
 
 async def test_stop_cancels_after_the_grace(model: ServedModel) -> None:
