@@ -134,6 +134,11 @@ def error_of(call: Any) -> errors.TandemError:
     return to_error(call.code(), call.details() or "", call.trailing_metadata())
 
 
+_RESET: Final = "CANCELLED"
+"""What grpc says itself of a stream that was reset, as one is that comes just when its router stops. A call that the
+client or the service cancelled has other words."""
+
+
 def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> errors.TandemError:
     """Returns the error that the service raised, from its status and metadata."""
     metadata = dict(trailing or ())
@@ -145,6 +150,8 @@ def to_error(code: grpc.StatusCode, details: str, trailing: Metadata | None) -> 
         return errors.Unavailable(details, retry_after)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid(status, details)
+    if code is grpc.StatusCode.CANCELLED and details == _RESET:
+        return errors.Unavailable("the router has ended the call")
     return _BY_CODE.get(code, errors.InternalError)(details)
 
 

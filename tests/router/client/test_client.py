@@ -279,3 +279,6 @@ async def test_health_of_a_service_that_cannot_answer(grpc_service: Service) -> 
 
 def test_unknown_codes_are_internal_errors() -> None:
     assert isinstance(to_error(grpc.StatusCode.UNKNOWN, "x", None), errors.InternalError)
+    # A stream that was reset, by a router that stops, goes on at another; one that somebody cancelled does not.
+    assert isinstance(to_error(grpc.StatusCode.CANCELLED, "CANCELLED", None), errors.Unavailable)
+    assert isinstance(to_error(grpc.StatusCode.CANCELLED, "nobody reads", None), errors.Cancelled)
