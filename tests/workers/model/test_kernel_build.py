@@ -10,7 +10,13 @@ import pytest
 
 from tandem.workers.model.kernels import build
 
-_BUILD = "from tandem.workers.model.kernels import build; build._SOURCES = build._SOURCES[:0]; print(build.library())"
+_BUILD = """
+import sys
+from pathlib import Path
+from tandem.workers.model.kernels import build
+build._SOURCES = (Path(sys.argv[1]),)
+print(build.library())
+"""
 
 
 def compiler(folder: Path, script: str) -> Path:
@@ -23,12 +29,14 @@ def compiler(folder: Path, script: str) -> Path:
 
 def test_of_many_processes_that_need_the_kernels_one_builds_them(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    # It compiles an empty file, since there are no sources, and takes long enough for all others to come.
+    source = tmp_path / "nothing.c"
+    source.write_text("int nothing;")
+    # Takes long enough for all others to come.
     script = f"""case "$1" in --version) exec cc --version;; esac
-case "$*" in *" -c"*) echo built >> {log}; sleep 2; exit 0;; esac
-exec cc "$@" -x c /dev/null"""
+case "$*" in *" -c"*) echo built >> {log}; sleep 2;; esac
+exec cc "$@" """
     environment = os.environ | {"CC": str(compiler(tmp_path, script)), "TANDEM_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", _BUILD]
+    command = [sys.executable, "-c", _BUILD, str(source)]
     running = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)

@@ -9,6 +9,9 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -74,10 +77,20 @@ def _build(compiler: str, built: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as the compiler may take: the kernel frees it of who has died
         if built.exists():
             return
+        sources = [source for source in _SOURCES if source.suffix == ".c"]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            objects = list(pool.map(partial(_compile, compiler, Path(scratch)), sources))
         linked = Path(scratch) / "kernels.so"
-        sources = [str(source) for source in _SOURCES if source.suffix == ".c"]
-        objects = [f"{Path(source).stem}.o" for source in sources]
-        compile_it, link_it = [compiler, *_FLAGS, "-c", *sources], [compiler, *_LINK_FLAGS, *objects, "-lm"]
-        for command in (compile_it, [*link_it, "-o", str(linked)]):
-            subprocess.run(command, cwd=scratch, capture_output=True, check=True, timeout=_BUILD_SECONDS)
+        _run([compiler, *_LINK_FLAGS, *objects, "-lm", "-o", str(linked)])
         linked.rename(built)
+
+
+def _compile(compiler: str, folder: Path, source: Path) -> str:
+    """Returns the path of the object file."""
+    made = str(folder / f"{source.stem}.o")
+    _run([compiler, *_FLAGS, "-c", str(source), "-o", made])
+    return made
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, capture_output=True, check=True, timeout=_BUILD_SECONDS)
