@@ -16,10 +16,12 @@ from typing import Final, NamedTuple
 from .capacity import Capacity
 from .rates import LinearCost
 
-NEUTRAL_PREFILL: Final = LinearCost(fixed=0.0, each=2e-4)
+NEUTRAL_PREFILL: Final = LinearCost(fixed=1e-2, each=2e-4)
 NEUTRAL_TRANSFER: Final = LinearCost(fixed=1e-3, each=1e-9)
 NEUTRAL_STEP_SECONDS: Final = 0.02
-"""Estimates before anything was measured: of prompt tokens, of bytes, of a decode step."""
+"""Estimates before anything was measured: of prompt tokens, of bytes, of a decode step. A prompt of a few tokens takes
+about as long as one of fifty, since the weights are read once for either: if a short one comes first, it must not be
+taken to say how long each token of a long one takes."""
 
 _NEAR: Final = 1.1
 """Costs within a tenth of the least count as equal: several routers that see the same must not all choose the same."""

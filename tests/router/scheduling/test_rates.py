@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.scheduling.capacity import Capacity, DrainRate
+from tandem.router.scheduling.policy import NEUTRAL_PREFILL
 from tandem.router.scheduling.rates import LinearCost, LinearFit, Rates
 from tandem.tests.router.pools import Clock
 
@@ -34,6 +35,14 @@ def test_equal_amounts_take_the_shape_of_the_prior() -> None:
     assert cost.seconds(20) == pytest.approx(0.02)
     assert cost.fixed == pytest.approx(4 * prior.fixed)
     assert cost.each == pytest.approx(4 * prior.each)
+
+
+def test_a_short_prompt_does_not_say_how_long_the_tokens_of_long_ones_take() -> None:
+    """Most of its time is that of any step: 30 ms of one token are not 30 s of a thousand."""
+    fit = LinearFit()
+    fit.observe(1, 0.03, NEUTRAL_PREFILL)
+    assert fit.cost(NEUTRAL_PREFILL).seconds(1) == pytest.approx(0.03)
+    assert fit.cost(NEUTRAL_PREFILL).seconds(1000) < 1
 
 
 def test_one_stall_changes_the_estimate_little() -> None:
