@@ -30,11 +30,50 @@ PROBE_SECONDS: Final = 10.0
 END_SECONDS: Final = 10.0
 USER: Final = "1000"
 
+STARTING: Final = 16
+"""How many times the share of the cores that a pod has which runs one has that starts: `ray start` gives its parts 30
+seconds, which on a node of its own is ten times what they take, and here streams would fill the cores."""
+
 
 def run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """A control group of the machine, by which a pod has its share of the cores whatever its number of threads."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, name: str) -> "CoreShare":
+        version1 = Path("/sys/fs/cgroup/cpu")
+        group = cls((version1 if version1.is_dir() else version1.parent) / name)
+        group.folder.mkdir()
+        return group
+
+    def command(self) -> list[str]:
+        """Returns what comes before a command that runs in it."""
+        return ["sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self.folder / "cgroup.procs")]
+
+    def set(self, share: int) -> None:
+        """Gives it so many times the share of one that has 1."""
+        for name, unit in (("cpu.shares", 1024), ("cpu.weight", 100)):
+            if (self.folder / name).exists():
+                (self.folder / name).write_text(str(share * unit))
+
+    def remove(self) -> None:
+        """Removes it. All that ran in it must have ended. Raises TimeoutError."""
+        ends = time.monotonic() + END_SECONDS
+        while self.folder.exists():
+            with suppress(OSError):  # the kernel takes its time to end processes
+                self.folder.rmdir()
+                return
+            if time.monotonic() > ends:
+                raise TimeoutError(f"{self.folder}: {(self.folder / 'cgroup.procs').read_text()}")
+            time.sleep(0.05)
 
 
 @dataclass(eq=False)
@@ -47,6 +86,8 @@ class Pod:
     process: subprocess.Popen[bytes]
     environment: Mapping[str, str]
     log: Path
+    cores: CoreShare
+    is_starting: bool = True
 
     @property
     def init(self) -> psutil.Process:
@@ -130,9 +171,12 @@ class PodNetwork:
         command = container_command(group, "" if group.name == "head" else self.head.ip)
         root = self.scratch / f"root-{number}"
         root.mkdir()
+        cores = CoreShare.make(name)
+        cores.set(STARTING)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [
+                    *cores.command(),
                     *("ip", "netns", "exec", name, "unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child"),
                     *(str(SCRIPT), str(root), *self._mounts(group), "--", *command),
                 ],
@@ -142,7 +186,7 @@ class PodNetwork:
                 env=environment,
                 start_new_session=True,
             )
-        pod = Pod(name=name, group=group, ip=ip, process=process, environment=environment, log=log)
+        pod = Pod(name=name, group=group, ip=ip, process=process, environment=environment, log=log, cores=cores)
         self.pods.append(pod)
         return pod
 
@@ -152,12 +196,18 @@ class PodNetwork:
         self.pods.remove(pod)
         run("ip", "link", "delete", f"{pod.name}h")  # the kernel takes its time to end a namespace
         run("ip", "netns", "delete", pod.name)
+        pod.cores.remove()
 
-    def restart_ended(self) -> None:
-        """Starts containers again that have ended by themselves, as kubelet does: on a busy machine Ray gives up."""
+    def tend(self) -> None:
+        """Starts containers again that have ended by themselves, as kubelet does: on a busy machine Ray gives up. Takes
+        the greater share of the cores from those that have started."""
         for pod in [pod for pod in self.pods if pod.process.poll() is not None]:
             self.remove(pod)
             self.start(pod.group, pod.ip)
+        for pod in self.pods:
+            if pod.is_starting and pod.is_alive():
+                pod.is_starting = False
+                pod.cores.set(1)
 
     def _connect(self, name: str, ip: str, group: Group) -> None:
         run("ip", "netns", "add", name)

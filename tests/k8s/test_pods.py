@@ -83,7 +83,7 @@ def until(condition: Callable[[], object], network: PodNetwork) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not condition():
         assert time.monotonic() < deadline, logs(network)
-        network.restart_ended()
+        network.tend()
         time.sleep(0.5)
 
 
