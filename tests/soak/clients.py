@@ -26,11 +26,8 @@ _CONSTRAINTS: Final = Path(__file__).resolve().parents[2] / "constraints.txt"
 _MODEL: Final = "smollm2-135m-instruct"
 _TANDEM: Final = (sys.executable, "-c", "from tandem.cluster.cli.main import main; main()")
 _SECONDS: Final = 900.0  # for one client
-_UNBOUND_MODES: Final = (
-    "PARALLEL_TOOLS",
-    "JSON_O1",
-    "MD_JSON",
-)  # of instructor: tools may be called, JSON is asked for
+# Of instructor's modes those in which tools may be called, or JSON is asked for in words.
+_UNBOUND_MODES: Final = ("PARALLEL_TOOLS", "JSON_O1", "MD_JSON", "ANTHROPIC_JSON", "ANTHROPIC_PARALLEL_TOOLS")
 _QUESTION: Final = "What is the capital of France?"
 _PERSON: Final = "Jason is 25 years old."
 _SCHEMA: Final = {
@@ -55,37 +52,44 @@ def instructor(service: Service) -> str:
     """Every mode that OpenAI's and Anthropic's APIs have."""
     package, pydantic = import_module("instructor"), import_module("pydantic")
     person = pydantic.create_model("Person", name=(str, ...), age=(int, ...))
-    errors = import_module("instructor.core.exceptions")
-    many = GenericAlias(Iterable, (person,))
-    messages = [{"role": "user", "content": f'As {{"name": "Ada", "age": 36}}: {_PERSON}'}]
     openai = import_module("openai").OpenAI(base_url=f"{service.url}/v1", api_key="none")
     anthropic = import_module("anthropic").Anthropic(base_url=service.url, api_key="none")
+    messages = [{"role": "user", "content": f'As {{"name": "Ada", "age": 36}}: {_PERSON}'}]
     given: dict[str, Any] = {"model": _MODEL, "messages": messages, "max_retries": 3}
     modes = "FUNCTIONS TOOLS TOOLS_STRICT PARALLEL_TOOLS JSON JSON_O1 MD_JSON JSON_SCHEMA"
     names = f"{modes} RESPONSES_TOOLS RESPONSES_TOOLS_WITH_INBUILT_TOOLS".split()
     for name in names:
         limit = "max_output_tokens" if name.startswith("RESPONSES") else "max_tokens"
-        asked = given | {limit: 200, "temperature": 0, "response_model": many if name == "PARALLEL_TOOLS" else person}
+        asked = given | {limit: 200, "temperature": 0}
         client = package.from_openai(openai, mode=getattr(package.Mode, name))
-        try:
-            found = client.chat.completions.create(**asked)
-        except errors.InstructorError as error:
-            # An answer there was; what it is like is left to the model, since nothing binds it.
-            if name in _UNBOUND_MODES and getattr(error, "last_completion", None) is not None:
-                continue
-            raise
-        if name == "PARALLEL_TOOLS":
-            found = next(iter(found))
-        assert isinstance(found, person), f"{name}: {found!r}"
-        print(name, found, flush=True)
+        _extract(name, client.chat.completions.create, person, asked)
     for part in package.from_openai(openai).chat.completions.create_partial(person, **given, max_tokens=200):
         found = part
     assert isinstance(found.age, int)
-    for name in ("ANTHROPIC_TOOLS", "ANTHROPIC_JSON"):
+    anthropic_names = ("ANTHROPIC_TOOLS", "ANTHROPIC_JSON", "ANTHROPIC_PARALLEL_TOOLS")
+    # Version 2 of Anthropic's package has no argument `temperature`, which the API has, and no `output_format`, which
+    # instructor's JSON_SCHEMA gives it.
+    asked = given | {"max_tokens": 200, "extra_body": {"temperature": 0}}
+    for name in anthropic_names:
         client = package.from_anthropic(anthropic, mode=getattr(package.Mode, name))
-        found = client.messages.create(response_model=person, **given, max_tokens=200, temperature=0)
-        assert isinstance(found, person), f"{name}: {found!r}"
-    return f"{len(names) + 2} modes and a partial stream"
+        _extract(name, client.messages.create, person, asked)
+    return f"{len(names) + len(anthropic_names)} modes and a partial stream"
+
+
+def _extract(mode: str, create: Callable[..., Any], person: type, asked: dict[str, Any]) -> None:
+    """Checks that a person comes; where nothing binds the model to it, that an answer does, and nothing else in it."""
+    print(mode, flush=True)
+    errors = import_module("instructor.core.exceptions")
+    many = GenericAlias(Iterable, (person,))
+    try:
+        found = create(**asked, response_model=many if "PARALLEL" in mode else person)
+        persons = list(found) if "PARALLEL" in mode else [found]
+    except errors.InstructorError as error:
+        if mode in _UNBOUND_MODES and getattr(error, "last_completion", None) is not None:
+            return
+        raise
+    assert all(isinstance(each, person) for each in persons), f"{mode}: {persons!r}"
+    print(*persons, flush=True)
 
 
 def langchain_openai(service: Service) -> str:
@@ -220,10 +224,16 @@ def guidellm(service: Service) -> str:
 
 
 def aiperf(service: Service) -> str:
-    """Chats, completions and embeddings; no request may fail."""
+    """Chats and completions; no request may fail."""
+    # Without a network it takes a tokenizer from the hub's cache alone, from no folder.
+    cached = Path(os.environ["HF_HOME"], "hub", f"models--tandem--{_MODEL}")
+    for folder in ("refs", "snapshots"):
+        (cached / folder).mkdir(parents=True)
+    (cached / "refs" / "main").write_text("local")
+    (cached / "snapshots" / "local").symlink_to(service.folder)
     for kind in ("chat", "completions"):
         options = ("--streaming", "--request-count", "8", "--concurrency", "4", "--output-tokens-mean", "16")
-        shape = ("--synthetic-input-tokens-mean", "64", "--tokenizer", service.folder, "--ui", "none")
+        shape = ("--synthetic-input-tokens-mean", "64", "--tokenizer", f"tandem/{_MODEL}", "--ui", "none")
         where = ("--url", service.url, "--artifact-dir", kind, "--endpoint-type", kind)
         _run("aiperf", "profile", "--model", _MODEL, *where, *options, *shape)
         (file,) = Path(kind).rglob("profile_export_aiperf.csv")
