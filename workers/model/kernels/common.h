@@ -7,6 +7,9 @@
 #include <string.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#ifdef __AVX512VNNI__
+#define HAS_TILES  // of attention, see tile.h
+#endif
 #endif
 
 // One argument of a kernel.
@@ -67,7 +70,7 @@ static inline float gelu(float x) { return sigmoid_mul(1.5957691216f * (x + 0.04
 
 enum { SILU = 1, GELU = 2 };  // what gates
 
-// New tokens of one sequence and its cache, see paged_attention.c.
+// New tokens of one sequence and its cache, see wide_attention.h.
 typedef struct {
     const uint16_t *query;  // [tokens, kv_heads * group, head_dim], tokens query_stride elements apart
     uint16_t *out;          // the same, tokens out_stride elements apart

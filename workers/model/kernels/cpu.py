@@ -42,7 +42,7 @@ def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], or int8 as in PagedKv
     values: torch.Tensor,  # the same
-    tables: torch.Tensor,  # [2] int64, see paged_attention.c
+    tables: torch.Tensor,  # [2] int64, see wide_attention.h
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
     scale: float,
     soft_cap: float | None = None,  # see AttentionOptions

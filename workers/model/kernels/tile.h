@@ -3,8 +3,7 @@
 
 #include "common.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-#define HAS_TILES
+#ifdef HAS_TILES
 
 enum { TILE = 64, ROWS = 6, MAX_ROWS = 256, MAX_DIM = 256 };  // keys of a tile; rows of a register block and of an item
 
