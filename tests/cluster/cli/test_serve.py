@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import platformdirs
 import psutil
 import pytest
 
@@ -98,6 +99,16 @@ def serving(tiny_model: Path) -> Iterator[Callable[..., Serving]]:
             one.stop(signal.SIGTERM)
 
 
+def share_kernels(home: Path) -> None:
+    """Lets a user of another home have the kernels that are there: two workers on cores that they share would compile
+    them for most of a minute."""
+    kernels = platformdirs.user_cache_path("tandem") / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    link = home / ".cache" / "tandem" / "kernels"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(kernels)
+
+
 def check_token_of_ray(service: Serving, home: Path) -> None:
     """Fails unless the service's Ray is in token mode, with a token of its own that no argument or variable has."""
     family = psutil.Process(service.process.pid).children(recursive=True)
@@ -125,6 +136,7 @@ def test_a_service_from_start_to_stop(
     serving: Callable[..., Serving], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Placed by resources that a local Ray offers because they are asked for."""
+    share_kernels(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "placed.yaml"
     path.write_text(
