@@ -34,7 +34,7 @@ from tandem.workers.engine.config import SpeculativeConfig
 from tandem.workers.engine.ngram import Drafter
 
 HOST: Final = "127.0.0.1"
-WAIT: Final = 30.0
+WAIT: Final = 60.0
 TOKENS: Final = 24
 
 

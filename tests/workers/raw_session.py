@@ -42,7 +42,7 @@ class RawSession:
 
     async def read(self) -> worker_pb2.SessionResponse | None:
         """The next message; None at the stream's end."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             message = await self._call.read()
         if not isinstance(message, worker_pb2.SessionResponse):
             return None
