@@ -19,6 +19,7 @@ from tandem.workers.model.kernels import gpu
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself")
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
+ONE_LAYER = {"num_hidden_layers": 1}  # where it is about what comes before and after the layers
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_replayed_steps_give_the_same_tokens(tmp_path: Path, on_gpu: None) -> None:
     """Padded batches of 2 and 4, a batch of 5 that has no graph, and mixed steps between them."""
-    folder = make_tiny_model(tmp_path)
+    folder = make_tiny_model(tmp_path, **ONE_LAYER)
     expected = mixed_steps(load(folder))
     runner = load(folder)
     replays = 0
@@ -82,7 +83,7 @@ def test_a_step_without_room_in_the_graph_runs_without(
 @pytest.mark.parametrize("captured", [False, True])
 def test_pending_tokens_never_leave_the_device(tmp_path: Path, on_gpu: None, captured: bool) -> None:
     """The next step is launched before the tokens of the last are collected; one more sequence joins meanwhile."""
-    folder = make_tiny_model(tmp_path)
+    folder = make_tiny_model(tmp_path, **ONE_LAYER)
     driver = Driver(load(folder))
     expected = [driver.generate(1, prompt(20), 6), driver.generate(2, prompt(9), 5, SAMPLED)]
 
@@ -108,7 +109,7 @@ def test_pending_tokens_never_leave_the_device(tmp_path: Path, on_gpu: None, cap
 def test_every_feature_gives_the_tokens_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
-    folder = make_tiny_model(tmp_path)
+    folder = make_tiny_model(tmp_path, **ONE_LAYER)
     prompts = [prompt(3 + 2 * row, row) for row in range(len(ALL_KINDS))]
     expected = generate(Driver(load(folder)), prompts, ALL_KINDS, 6)
     monkeypatch.setattr(kernels, "of", lambda tensor: gpu)
@@ -127,7 +128,7 @@ def test_logits_depend_on_the_tokens_alone_if_that_is_asked_for(
 ) -> None:
     """In replayed steps and in others. Otherwise single tokens differ from chunks."""
     multiply_row_by_row(monkeypatch)
-    folder = make_tiny_model(tmp_path, num_hidden_layers=1)
+    folder = make_tiny_model(tmp_path, **ONE_LAYER)
     are_equal = []
     for batch_invariant in (True, False):
         runner = load(folder, batch_invariant=batch_invariant)
