@@ -3,6 +3,8 @@ request is answered through the router's address, each is ended under streams as
 killed, and the load changes the number of workers. No stream may fail or change."""
 
 import asyncio
+import json
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -82,9 +84,19 @@ def dashboard(network: PodNetwork) -> str:
 def until(condition: Callable[[], object], network: PodNetwork) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, logs(network)
+        assert time.monotonic() < deadline, explain(network)
         network.tend()
         time.sleep(0.5)
+
+
+def explain(network: PodNetwork) -> str:
+    """Returns what Serve and Ray say about the application, and what each pod has printed."""
+    try:
+        found = json.dumps(application(dashboard(network)), indent=1)
+        ray = network.head.execute(["ray", "status", "-v"], 60)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"{error!r}\n{logs(network)}"
+    return f"{found}\n{ray.stdout}{ray.stderr}\n{logs(network)}"
 
 
 def selected(network: PodNetwork, manifests: Manifests, port: str) -> list[str]:
