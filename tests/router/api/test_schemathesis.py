@@ -21,7 +21,7 @@ from tandem.router.api.service import GenerationService
 from tandem.router.frontend.prepare import ServedModel
 from tandem.tests.router.fake_source import FakeTokenSource, byte_tokenizer
 
-EXAMPLES = settings.default.max_examples
+EXAMPLES = settings().max_examples
 """By Hypothesis's profile: 100, and 2,000 in `make fuzz`."""
 
 Case = schemathesis.Case[Any]

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tandem.workers.model.kernels import gpu
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does it on the GPU itself")
 
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=7)
-ONE_LAYER = {"num_hidden_layers": 1}  # where it is about what comes before and after the layers
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}  # where it is about what comes before and after the layers
 
 
 @pytest.fixture
