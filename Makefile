@@ -22,7 +22,7 @@ quick: .venv/.installed  ## run the tests that need no network, no process and n
 	$(BIN)/pytest --quick -q -p no:schemathesis -n 2
 
 test: .venv/.installed  ## run every test but the long soaks
-	$(BIN)/pytest --sharing -n 2 --dist worksteal
+	$(BIN)/pytest --sharing -n 3 --dist worksteal
 	$(BIN)/pytest --alone
 
 soak: .venv/.installed  ## run the long soaks alone

@@ -5,9 +5,9 @@ SHARING_PATHS and ALONE_PATHS, or marked `io` one by one. Any other test that op
 fails, and so does `--quick` when anything imports torch, so a new test belongs to the quick tier unless it must not.
 Tests of properties that leave the number of examples to Hypothesis's profile try fewer under `--quick`.
 
-`make test` runs all but the tests of ALONE_PATHS in two processes side by side (`pytest --sharing -n 2`), then these
-one by one (`pytest --alone`). `pytest` without an option runs all one by one. `make soak`,
-`make matrix` and `make pods` run the tests marked `soak`, `matrix` and `pods`, which nothing else does.
+`make test` runs all but the tests of ALONE_PATHS in three processes side by side (`pytest --sharing -n 3`; a quarter of
+their time they wait), then these one by one (`pytest --alone`). `pytest` without an option runs all one by one.
+`make soak`, `make matrix` and `make pods` run the tests marked `soak`, `matrix` and `pods`, which nothing else does.
 """
 
 import gc
