@@ -62,9 +62,6 @@ _CHUNK_TOKENS: Final = 512
 for _name, _value in SPINNING.items():
     os.environ.setdefault(_name, _value)  # before torch is imported, whose threads read it once
 
-_HANG_SECONDS: Final = 120.0
-"""No other worker could take over, and what else the user does may need the cores."""
-
 _LOOK_AHEAD: Final = 2
 """Requests that are under way at once, for each sequence that the engine runs."""
 
@@ -314,7 +311,7 @@ def _configure(given: Mapping[str, object]) -> TandemConfig:
     """Returns the configuration of a service with one worker that no other one fetches from. Raises InvalidArgument."""
     values = {_KEYS.get(name, name): value for name, value in given.items()}
     values |= {"prefill.replicas": 0, "kv_transports": (), "decode.mixed_chunk_tokens": _CHUNK_TOKENS}
-    values |= {"hang_seconds": _HANG_SECONDS}
+    values |= {"hang_seconds": 120.0}  # no other worker could take over, and what else runs here may need the cores
     return load_config(overrides=values)
 
 

