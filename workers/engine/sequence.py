@@ -200,11 +200,13 @@ class Sequence:
     @property
     def may_draft(self) -> bool:
         """Whether a draft of what follows could be verified: what it samples depends on nothing else that changes with
-        each token, and it has its first token."""
+        each token, and it has its first token. Where a grammar and bad words leave no token, an end token is sampled
+        that the grammar does not allow; then nothing can follow it, so nothing is guessed for both together."""
         sampling = self.spec.sampling
         is_late = len(self.tokens) >= sampling.min_length or not sampling.stop_ids
         is_alone = self.num_samples == 1 and self.search is None and self.num_generated > 0
-        return is_alone and is_late and not sampling.grammar and not self.forgoes_drafts
+        may_verify = is_late and not (sampling.grammar and sampling.bad_words)
+        return is_alone and may_verify and not self.forgoes_drafts
 
     @property
     def needs_mask(self) -> bool:
@@ -255,8 +257,10 @@ class Sequence:
 
     def forgo_drafts(self) -> None:
         """Takes a draft back whose step has failed, and has no other made: it may be the draft's own fault. If it is
-        not, the step without one fails, too."""
+        not, the step without one fails, too. That step registers the sequence anew: what the ranks keep of its tokens
+        for penalties has those that failed."""
         self.num_scheduled, self.num_draft, self.forgoes_drafts = self.num_computed, 0, True
+        self.sampling_sent, self.num_sent_blocks = False, 0
 
     def move(self, state: State) -> None:
         """Changes the state. Raises RuntimeError for a move that MOVES does not have."""

@@ -136,7 +136,7 @@ def of_prompt(event: NewTokens) -> Sequence[Any]:
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(grammar="start: /a/"), SamplingParams(stop_ids=(9,), min_length=100)],
+    [SamplingParams(grammar="start: /a/", bad_words=((7,),)), SamplingParams(stop_ids=(9,), min_length=100)],
 )
 def test_no_draft_where_each_token_changes_what_may_follow(worker: MakeWorker, sampling: SamplingParams) -> None:
     target, drafter = start(worker, spec(1, max_tokens=6, sampling=sampling), right(3))

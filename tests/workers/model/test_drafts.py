@@ -235,7 +235,7 @@ def test_a_wrong_guess_whose_output_is_not_finite_harms_no_sequence(
     runner = load(make_tiny_model(tmp_path))
     runner._model.embed_tokens.weight.data[poison] = float("nan")  # type: ignore[attr-defined]
     prompts = [prompt(7, 1), prompt(30, 2)]
-    kinds = [replace(GREEDY, logit_bias=((poison, -100.0),))] * 2
+    kinds = [replace(GREEDY, logit_bias=((poison, -100.0),), frequency_penalty=penalty) for penalty in (0.0, 1.5)]
     plain, _ = generate(runner, prompts, kinds)
     poisoned = [Oracle(row, [*prompts[row], *tokens]) for row, (tokens, _, _) in enumerate(plain)]
     for oracle in poisoned:

@@ -28,6 +28,7 @@ _MAX_MASK_THREADS: Final = 8
 _CORES_PER_MASK_THREAD: Final = 4
 _COMPILE_NICE: Final = 10
 _MAX_SEQUENCE_SECONDS: Final = 60.0  # of masks of one sequence; with the slowest ones these are 4,000 tokens
+_MAX_GUESS_SECONDS: Final = 0.005  # of a core, for the masks along one sequence's guesses: the batch waits for them
 _MAX_ERROR_CHARACTERS: Final = 200
 # No step of any grammar that was tried takes more than 15 ms, with 49,152 tokens; llguidance's own limits allow 2 s. A
 # choice of 1,024 texts, a schema with 300 optional properties, and 128 tools are within them.
@@ -228,19 +229,44 @@ class GrammarMatchers:
         return ready
 
     def masks(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """Returns what may follow the tokens of the steps of sequences under grammars, none of them pending: int32
-        [num_steps, num_words], a bit for each token; for failed sequences only the end tokens. Computes what has not
-        been prepared."""
-        constraints = [self._constraints[step.sequence_id] for step in steps]
-        for known, step in zip(constraints, steps, strict=True):
-            if unread := step.token_ids[max(known.num_read - step.start, 0) :]:
+        """Returns what may follow the tokens of the steps of sequences under grammars, none of them pending, which
+        `SequenceStep.each_sample` has split: int32 [num_steps, num_words], a bit for each token; for failed sequences
+        only the end tokens. Computes what has not been prepared."""
+        constraints = {step.sequence_id: self._constraints[step.sequence_id] for step in steps}
+        for step in steps:
+            known = constraints[step.sequence_id]
+            if not step.num_draft and (unread := step.token_ids[max(known.num_read - step.start, 0) :]):
                 self._consume(known, unread)
-        self._compute([known for known in constraints if known.mask is None])
-        for known, step in zip(constraints, steps, strict=True):
+        self._compute([known for known in constraints.values() if known.mask is None])
+        drafts = {step.sequence_id: step.draft for step in steps}  # the last step of each has all of its draft
+        found = {number: self._along(number, known, drafts[number]) for number, known in constraints.items()}
+        for number, known in constraints.items():
             if known.failure:
-                self._failures[step.sequence_id] = known.failure
-        masks = [self._ends if known.mask is None else known.mask for known in constraints]
-        return torch.stack(masks)
+                self._failures[number] = known.failure
+        return torch.stack([found[step.sequence_id][step.num_draft] for step in steps])
+
+    def _along(self, sequence_id: int, known: _Constraint, draft: Sequence[int]) -> list[torch.Tensor]:
+        """Returns what may follow the tokens that were read, and what may follow each token of a draft, by a copy of
+        the matcher, so that there is nothing to take back. After a guess that the grammar does not allow, which is
+        therefore wrong, the masks do not matter. Masks that take too long fail the step, but not the sequence."""
+        masks = [self._ends if known.mask is None else known.mask]
+        matcher = known.matcher.deep_copy() if draft and known.matcher is not None else None
+        began = time.thread_time()
+        for guess in draft:
+            if matcher is not None and not int(masks[-1][guess // 32]) >> guess % 32 & 1:
+                matcher = None
+            if matcher is None:
+                masks.append(self._ends)
+                continue
+            matcher.consume_token(guess)
+            masks.append(torch.zeros(self._num_words, dtype=torch.int32))
+            matcher.unsafe_compute_mask_ptr(masks[-1].data_ptr(), 4 * self._num_words)
+            is_late = time.thread_time() - began > _MAX_GUESS_SECONDS
+            if is_late or matcher.is_error() or matcher.is_stopped():  # after its end it fails, but not each time
+                self._failures[sequence_id] = "grammar: what may follow guessed tokens is not known"
+                matcher = None
+        known.turn += time.thread_time() - began
+        return masks
 
     def take_failures(self) -> dict[int, str]:
         """Returns by sequence why those failed whose masks were computed since the last call."""
