@@ -32,11 +32,13 @@ transformers' always.
 - Several ranks where transformers has a plan (`base_model_tp_plan`) and `tp` divides the KV heads.
 - Refused, with the reason in one line: state beside the KV cache (Mamba, linear attention, convolutions), encoders, \
 images and sound, attention with a mask of the model's own (ALiBi, sparse), quantised weights.
-- LongRoPE takes its long factors for every prompt of a model whose context is beyond the original one, as vLLM does.
+- LongRoPE takes its long factors for every prompt of a model whose context is beyond the original one, as vLLM does, \
+whatever `context_tokens` is.
 
 Each of these is tested as a tiny random model: logits in float32 within 1e-4 of transformers' for prompts of 1 to 300 \
 tokens, whole, in chunks and beside others; greedy tokens equal alone, after a KV transfer from one worker to another, \
-and over two ranks where there is a plan. `make matrix` tests all of them, `make test` some.
+and over two ranks where there is a plan. `make test` tests all of them, over two ranks some; \
+`make matrix` tests all over two ranks, too.
 
 | architecture | `model_type` | largest difference of a logit | after a KV transfer | two ranks |
 |---|---|---|---|---|
@@ -55,8 +57,12 @@ def main() -> int:
 
 
 def write(rows: Sequence[str]) -> None:
-    head = _HEAD.format(version=transformers.__version__)
-    PAGE.write_text(head + "\n".join(rows) + "\n")
+    PAGE.write_text(head() + "\n".join(rows) + "\n")
+
+
+def head() -> str:
+    """Returns the page above its rows."""
+    return _HEAD.format(version=transformers.__version__)
 
 
 def table_row(kind: str) -> str:

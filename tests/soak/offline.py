@@ -13,8 +13,10 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 from tandem import LLM, AsyncClient, SamplingParams
@@ -24,6 +26,7 @@ _TANDEM: Final = (sys.executable, "-c", "from tandem.cluster.cli.main import mai
 _VOCAB: Final = 8_192  # ids below are in the model's vocabulary
 _NUM_FIRST: Final = 4  # prompts that are not measured
 _START_SECONDS: Final = 300.0
+_CONFIG: Final = "router: {max_queue_seconds: 3600}"  # a slow machine refuses none of the requests that are counted
 
 
 def make_prompts(count: int, length: int, seed: int) -> list[list[int]]:
@@ -51,9 +54,11 @@ def measure_llm(args: argparse.Namespace) -> float:
         return measure(generate, args)
 
 
-def measure_service(args: argparse.Namespace) -> float:
+def measure_service(args: argparse.Namespace, folder: str) -> float:
     ports = ("--grpc-port", "0", "--http-port", "0", "--ops-port", "0")
-    command = [*_TANDEM, "serve", args.model, "--dtype", args.dtype, *ports]
+    config = Path(folder, "config.yaml")
+    config.write_text(_CONFIG)
+    command = [*_TANDEM, "serve", args.model, "--dtype", args.dtype, "--config", str(config), *ports]
     service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert service.stdout is not None
@@ -85,7 +90,8 @@ def main() -> int:
     parser.add_argument("--only", choices=("llm", "service"), help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
     if args.only:
-        print(measure_llm(args) if args.only == "llm" else measure_service(args))
+        with tempfile.TemporaryDirectory() as folder:
+            print(measure_llm(args) if args.only == "llm" else measure_service(args, folder))
         return 0
     found: dict[str, list[float]] = {"llm": [], "service": []}
     for number in range(1, args.rounds + 1):

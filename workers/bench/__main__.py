@@ -9,24 +9,29 @@ import statistics
 import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import torch
 
 from ...proto.errors import InvalidArgument
-from ..model.config import CheckpointError, ModelConfig
+from ..model.config import CheckpointError, Fields, ModelConfig
 from ..model.device import DTYPES, enter_device
 from ..model.footprint import kv_bytes_per_token
 from ..model.loader import ReadWeight, check_checkpoint, checkpoint_reader, open_checkpoint
-from ..model.registry import load_model_config
+from ..model.registry import load_model_config, parse_model_config, with_quantization
+from .compare import adapter_variants, compare
 from .floor import BUFFER_BYTES, Floors, measure_floors
 from .options import SWEEP_BATCHES, SWEEP_CONTEXT_BATCH, SWEEP_CONTEXTS, EngineBenchOptions, parse
-from .report import DecodeFigure, PrefillFigure, Report, plot
-from .shapes import HF_CONFIGS, SHAPES, decode_cost, loaded_bytes, prefill_flops, random_weight
+from .report import DecodeFigure, PrefillFigure, Report, plot, print_progress
+from .shapes import HF_CONFIGS, decode_cost, loaded_bytes, prefill_flops, random_weight
 from .steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for
 
-_ROUNDS: Final = 5  # of what is measured in turns
+_OTHERS: Final[dict[str, dict[str, Any]]] = {
+    "int8-kv-cache": {"kv_cache_dtype": "int8"},
+    "model-impl": {"model_impl": "transformers"},
+}
+"""What `--compare` has in turns with the options as they are."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,13 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: EngineBenchOptions) -> Report:
     """Runs everything that was asked for. Raises InvalidArgument or CheckpointError, before anything is loaded, if it
     cannot."""
-    if options.model is None:
-        config = SHAPES[options.shape or ""]
-    else:
-        read = load_model_config if options.random_weights else check_checkpoint
-        config = read(options.model, options.model_impl)
-    if options.quantization:
-        config = replace(config, quantization={"quant_method": options.quantization})
+    config = _config(options)
     num_blocks = _check(options, config)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -67,10 +66,21 @@ def measure(options: EngineBenchOptions) -> Report:
     return _with_transformers(options, report) if options.transformers else report
 
 
+def _config(options: EngineBenchOptions) -> ModelConfig:
+    """Raises CheckpointError if the model is not fit."""
+    if options.model is None:
+        shape = options.shape or ""
+        config = parse_model_config(Fields(shape, dict(HF_CONFIGS[shape])), options.model_impl)
+    else:
+        read = load_model_config if options.random_weights else check_checkpoint
+        config = read(options.model, options.model_impl)
+    return with_quantization(config, options.quantization) if options.quantization else config
+
+
 def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -> Report:
     """Holds the model for no longer than the call: transformers needs the memory."""
     floors = measure_floors(config, DTYPES[options.dtype], options.device)
-    runner = _runner(options, config, num_blocks, options.kv_cache_dtype)
+    runner = _runner(options, config, num_blocks)
 
     def decode(batch: int, context: int) -> DecodeFigure:
         return _decode(options, config, floors, runner, batch, context)
@@ -89,23 +99,27 @@ def _measure_engine(options: EngineBenchOptions, config: ModelConfig, num_blocks
         sweep_batch=tuple(decode(batch, options.context) for batch in SWEEP_BATCHES if sweeps),
         sweep_context=tuple(decode(SWEEP_CONTEXT_BATCH, context) for context in SWEEP_CONTEXTS if sweeps),
     )
-    if not options.compare_int8_kv_cache:
+    if options.compare is None:
         return report
-    return _with_int8_cache(options, report, (runner, _runner(options, config, num_blocks, "int8")))
+    if options.compare == "adapter":
+        return compare(report, adapter_variants(config, runner, options.lora_rank or 1), options.steps)
+    other = replace(options, **_OTHERS[options.compare])
+    second = _runner(other, _config(other), num_blocks)
+    return compare(report, {"plain": lambda: runner, options.compare: lambda: second}, options.steps)
 
 
-def _runner(options: EngineBenchOptions, config: ModelConfig, num_blocks: int, cache_dtype: str) -> BenchRunner:
+def _runner(options: EngineBenchOptions, config: ModelConfig, num_blocks: int) -> BenchRunner:
     return BenchRunner(
         config,
         _weights(options),
         dtype=options.dtype,
-        cache_dtype=cache_dtype,
+        cache_dtype=options.kv_cache_dtype,
         device=options.device,
         num_blocks=num_blocks,
         chunk=options.chunk,
         exact=options.profile,
         batch_invariant=options.batch_invariant,
-        lora_rank=options.lora_rank,
+        lora_rank=None if options.compare == "adapter" else options.lora_rank,
     )
 
 
@@ -131,7 +145,7 @@ def _check(options: EngineBenchOptions, config: ModelConfig) -> int:
     num_blocks = max([*decode_blocks, *(-(-prompt // BLOCK_SIZE) + 1 for prompt in options.prompts)])
     weights = loaded_bytes(config, options.dtype, options.device)
     kv = num_blocks * BLOCK_SIZE * kv_bytes_per_token(config, 1, options.dtype, options.kv_cache_dtype)
-    if options.compare_int8_kv_cache:
+    if options.compare in _OTHERS:
         weights, kv = 2 * weights, 2 * kv
     rows = max(options.chunk, *(batch for batch, _ in options.decodes))
     beside = 8 * rows * (config.vocab_size + 4 * config.intermediate_size)  # logits and activations, in float32 twice
@@ -158,7 +172,7 @@ def _decode(
     seconds = statistics.median(totals)
     has_split = options.profile or options.device.type == "cpu"
     overheads = [1 - step["model"] / total for step, total in zip(run.steps, totals, strict=True)]
-    _print_progress(f"decode, batch {batch}, context {context}: {seconds * 1e3:.3f} ms/step")
+    print_progress(f"decode, batch {batch}, context {context}: {seconds * 1e3:.3f} ms/step")
     return DecodeFigure(
         batch=batch,
         context=context,
@@ -180,7 +194,7 @@ def _prefill(
     options: EngineBenchOptions, config: ModelConfig, floors: Floors, runner: BenchRunner, prompt: int
 ) -> PrefillFigure:
     seconds, token = runner.prefill(prompt)
-    _print_progress(f"prefill of {prompt}: {seconds:.3f} s")
+    print_progress(f"prefill of {prompt}: {seconds:.3f} s")
     return PrefillFigure(
         prompt=prompt,
         seconds=seconds,
@@ -188,25 +202,6 @@ def _prefill(
         matmul_share=prefill_flops(config, prompt) / floors.matmul_flops_per_s / seconds,
         first_token=token,
     )
-
-
-def _with_int8_cache(options: EngineBenchOptions, report: Report, runners: tuple[BenchRunner, BenchRunner]) -> Report:
-    """`runners` have the report's KV cache, and one of int8."""
-    decode, prefill = [], []
-    for decoded in report.decode:
-        rounds = []
-        for _ in range(_ROUNDS):
-            runs = [runner.decode(decoded.batch, decoded.context, options.steps) for runner in runners]
-            rounds.append([statistics.median(sum(step.values()) for step in run.steps) for run in runs])
-        ratio = statistics.median(rounded / plain for plain, rounded in rounds)
-        _print_progress(f"decode over int8, batch {decoded.batch}, context {decoded.context}: {ratio:.3f} of the time")
-        decode.append(replace(decoded, int8_cache_time=ratio))
-    for prefilled in report.prefill:
-        rounds = [[runner.prefill(prefilled.prompt)[0] for runner in runners] for _ in range(_ROUNDS)]
-        ratio = statistics.median(rounded / plain for plain, rounded in rounds)
-        _print_progress(f"prefill of {prefilled.prompt} over int8: {ratio:.3f} of the time")
-        prefill.append(replace(prefilled, int8_cache_time=ratio))
-    return replace(report, decode=tuple(decode), prefill=tuple(prefill))
 
 
 def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
@@ -224,18 +219,13 @@ def _with_transformers(options: EngineBenchOptions, report: Report) -> Report:
     for decoded in report.decode:
         seconds = peer.decode_seconds(decoded.batch, decoded.context, options.steps)
         name = f"transformers' decode, batch {decoded.batch}, context {decoded.context}"
-        _print_progress(f"{name}: {seconds * 1e3:.3f} ms/step")
+        print_progress(f"{name}: {seconds * 1e3:.3f} ms/step")
         decode.append(replace(decoded, transformers_ms=seconds * 1e3))
     for prefilled in report.prefill:
         seconds = peer.prefill_seconds(prefilled.prompt)
-        _print_progress(f"transformers' prefill of {prefilled.prompt}: {seconds:.3f} s")
+        print_progress(f"transformers' prefill of {prefilled.prompt}: {seconds:.3f} s")
         prefill.append(replace(prefilled, transformers_tokens_per_s=prefilled.prompt / seconds))
     return replace(report, decode=tuple(decode), prefill=tuple(prefill))
-
-
-def _print_progress(text: str) -> None:
-    """Prints at once: a large model or a slow peer takes minutes, and may be interrupted."""
-    print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 SWEEP_CONTEXTS: Final = (128, 256, 512, 1024, 2048, 4096)
 SWEEP_CONTEXT_BATCH: Final = 8  # of the sequences whose context grows
 PROFILE_BATCH: Final = 32
+COMPARED: Final = ("int8-kv-cache", "model-impl", "adapter")
 
 _DESCRIPTION: Final = "How fast the engine runs on this device, beside what the device could do."
 _EPILOG: Final = """
@@ -27,7 +28,9 @@ prepare, model, sample, emit). Prefill: one prompt at a time, in chunks, from it
 floors are measured in the same run: the sum and the copy of a large tensor, and products of the shapes of one decoder
 layer over 512 tokens. A decode step's floor is the longer of reading the weights and the KV cache once and of
 computing its products; its roofline share is that floor over its time. On a GPU --profile waits for the device
-between the parts, which makes the steps slower: take the step times from a run without it.
+between the parts, which makes the steps slower: take the step times from a run without it. --compare measures, in
+turns and on the same machine, a KV cache of int8, transformers' code in place of ours, or an adapter of --lora-rank,
+used by all rows and loaded but unused, and states their time over that without.
 """
 
 
@@ -42,7 +45,7 @@ class EngineBenchOptions:
     dtype: str
     quantization: str | None
     kv_cache_dtype: str
-    compare_int8_kv_cache: bool
+    compare: str | None
     batches: tuple[int, ...]
     context: int
     prompts: tuple[int, ...]
@@ -81,10 +84,15 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
     options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
         parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
-    if (options.kv_cache_dtype != "auto" or options.compare_int8_kv_cache) and options.device.type != "cpu":
+    is_int8 = options.kv_cache_dtype == "int8"
+    if (is_int8 or options.compare == "int8-kv-cache") and options.device.type != "cpu":
         parser.error("a KV cache of int8 has kernels on cpu only")
-    if options.kv_cache_dtype != "auto" and options.compare_int8_kv_cache:
-        parser.error("--compare-int8-kv-cache compares it with --kv-cache-dtype auto")
+    if is_int8 and options.compare == "int8-kv-cache":
+        parser.error("--compare int8-kv-cache compares it with --kv-cache-dtype auto")
+    if options.model_impl == "transformers" and options.compare == "model-impl":
+        parser.error("--compare model-impl compares it with --model-impl tandem")
+    if options.lora_rank is None and options.compare == "adapter":
+        parser.error("--compare adapter needs --lora-rank")
     if options.profile and PROFILE_BATCH not in options.batches:
         return replace(options, batches=tuple(sorted((*options.batches, PROFILE_BATCH))))
     return options
@@ -103,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--quantization", choices=BITS, help="of plain weights, when they are loaded")
     add("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
-    add("--compare-int8-kv-cache", action="store_true", help="in turns: its time by that of the dtype's own")
+    add("--compare", choices=COMPARED, help="in turns: its time, over that without")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")
     add("--prompts", type=_numbers(1, 1 << 20), default=(512, 8192), metavar="N,N", help="tokens of each")

@@ -1,7 +1,8 @@
 """Presents the benchmark's figures as tables and as a picture."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class DecodeFigure:
     matmul_share: float
     split_ms: dict[str, float] | None  # median of each of PARTS; None where only the host's time is known
     overhead_share: float | None  # of the step outside `model`, median
-    int8_cache_time: float | None = None  # of a step over a KV cache of int8, beside one over this, in turns
+    compared: dict[str, float] = field(default_factory=dict)  # a step's time by each variant, over this one's, in turns
     transformers_ms: float | None = None
 
 
@@ -37,7 +38,7 @@ class PrefillFigure:
     tokens_per_s: float
     matmul_share: float
     first_token: int
-    int8_cache_time: float | None = None  # as of a decode
+    compared: dict[str, float] = field(default_factory=dict)  # as of a decode
     transformers_tokens_per_s: float | None = None
 
 
@@ -69,11 +70,16 @@ class Report:
 
     def _tables(self) -> Iterable[str]:
         if self.decode:
-            yield _table("decode", _DECODE_COLUMNS, self.decode)
+            yield _table("decode", [*_DECODE_COLUMNS, *_compared(self.decode)], self.decode)
         if any(figure.split_ms for figure in self.decode):
             yield _table("milliseconds of a step", _SPLIT_COLUMNS, self.decode)
         if self.prefill:
-            yield _table("prefill", _PREFILL_COLUMNS, self.prefill)
+            yield _table("prefill", [*_PREFILL_COLUMNS, *_compared(self.prefill)], self.prefill)
+
+
+def print_progress(text: str) -> None:
+    """Prints at once: a large model or a slow peer takes minutes, and may be interrupted."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 def plot(path: Path, title: str, by_batch: Sequence[DecodeFigure], by_context: Sequence[DecodeFigure]) -> None:
@@ -118,7 +124,6 @@ _DECODE_COLUMNS: tuple[_Column, ...] = (
     ("roofline", _formatted("roofline_share", ".1%")),
     ("bandwidth", _formatted("bandwidth_share", ".1%")),
     ("matmul", _formatted("matmul_share", ".1%")),
-    ("int8 KV", _formatted("int8_cache_time", ".3f")),
     ("transformers", _formatted("transformers_ms", ".3f")),
     ("ahead by", lambda f: f.transformers_ms and f"{f.transformers_ms / f.step_ms:.2f}x"),
 )
@@ -132,13 +137,22 @@ _PREFILL_COLUMNS: tuple[_Column, ...] = (
     ("seconds", _formatted("seconds", ".3f")),
     ("tokens/s", _formatted("tokens_per_s", ",.0f")),
     ("matmul", _formatted("matmul_share", ".1%")),
-    ("int8 KV", _formatted("int8_cache_time", ".3f")),
     ("transformers", _formatted("transformers_tokens_per_s", ",.0f")),
     (
         "ahead by",
         lambda f: f.transformers_tokens_per_s and f"{f.tokens_per_s / f.transformers_tokens_per_s:.2f}x",
     ),
 )
+
+
+def _compared(figures: Sequence[DecodeFigure | PrefillFigure]) -> Iterable[_Column]:
+    """Returns a column for each variant."""
+    for name in figures[0].compared:
+        yield f"time: {name}", _ratio_of(name)
+
+
+def _ratio_of(name: str) -> Callable[[Any], str]:
+    return lambda figure: f"{figure.compared[name]:.3f}"
 
 
 def _table(title: str, columns: Sequence[_Column], figures: Sequence[object]) -> str:

@@ -82,13 +82,14 @@ class BenchRunner(Executor):
                 else:
                     part.normal_(generator=generator)
         adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant)
-        self._adapter = 0 if lora_rank is None else 1
+        self.adapter = 0 if lora_rank is None else 1  # the number of the one that sequences use
         if lora_rank is not None:
-            adapters.load(self._adapter, random_adapter(config, lora_rank))
+            adapters.load(self.adapter, random_adapter(config, lora_rank))
         self.runner = ModelRunner(
             config, model, kv, on_stage=self._mark, batch_invariant=batch_invariant, adapters=adapters
         )
         self.runner.warmup()
+        self.code = model.code
         self._vocab_size = config.vocab_size
         self._num_blocks = num_blocks
         self._sampled: list[list[int]] = []
@@ -171,7 +172,7 @@ class BenchRunner(Executor):
     def _spec(self, index: int, task: Task, prompt: tuple[int, ...], max_tokens: int) -> SequenceSpec:
         greedy = SamplingParams(temperature=0.0)
         return SequenceSpec(
-            id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=greedy, adapter=self._adapter
+            id=index, task=task, tokens=prompt, max_tokens=max_tokens, sampling=greedy, adapter=self.adapter
         )
 
     def _mark(self, name: str) -> None:

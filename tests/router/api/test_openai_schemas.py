@@ -129,6 +129,7 @@ async def test_agents_call_tools_of_random_weights(url: str) -> None:
 
 async def test_agents_and_the_demo_model() -> None:
     question = "What is the capital of France?"
+    schema = opened(TOOLS[0]["function"]["parameters"])
     async with served(demo_model.folder(), kv_cache_bytes=2**26) as url:
         async with anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
             fields: Any = {"model": "tiny", "max_tokens": 16, "extra_body": {"temperature": 0}}
@@ -140,6 +141,20 @@ async def test_agents_and_the_demo_model() -> None:
             assert [block.text for block in streamed] == [block.text for block in whole]
             assert "Paris" in str(said.content)
             assert (await client.messages.create(**fields)).usage.cache_read_input_tokens
+            fields |= {"max_tokens": 100, "tools": [{"name": "weather", "input_schema": schema}]}
+            said = await client.messages.create(**fields, tool_choice={"type": "tool", "name": "weather"})
+            (call,) = [block for block in said.content if block.type == "tool_use"]
+            jsonschema.validate(call.input, schema)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as other:
-            made = await other.responses.create(model="tiny", input=question, max_output_tokens=16, temperature=0)
+            asked: Any = {"model": "tiny", "input": question, "max_output_tokens": 16, "temperature": 0}
+            made = await other.responses.create(**asked)
             assert "Paris" in made.output_text
+            async with other.responses.stream(**asked) as events:
+                assert (await events.get_final_response()).output_text == made.output_text
+            asked |= {"max_output_tokens": 100, "tool_choice": "required"}
+            asked["tools"] = [{"type": "function", "name": "weather", "parameters": schema, "strict": False}]
+            made = await other.responses.create(**asked)
+            calls = [item for item in made.output if item.type == "function_call"]
+            assert calls
+            for each in calls:
+                jsonschema.validate(json.loads(each.arguments), schema)

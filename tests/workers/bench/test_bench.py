@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver
 from tandem.workers.bench import __main__, identity, options, report, steps
+from tandem.workers.bench.compare import adapter_variants
 from tandem.workers.bench.floor import Floors
 from tandem.workers.bench.options import parse
 from tandem.workers.bench.report import DecodeFigure
@@ -87,6 +88,42 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert figure["transformers_tokens_per_s"] > 0
     tables = capsys.readouterr().out
     assert all(word in tables for word in ("floors:", "roofline", "outside the model", "ahead by", *PARTS))
+
+
+@pytest.mark.usefixtures("known_floors")
+@pytest.mark.parametrize(
+    ("compared", "names"),
+    [
+        (["--compare", "int8-kv-cache"], ["int8-kv-cache"]),
+        (["--compare", "model-impl"], ["model-impl"]),
+        (["--compare", "adapter", "--lora-rank", "4"], ["unused", "adapter"]),
+    ],
+)
+def test_what_is_compared_takes_turns(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, compared: list[str], names: list[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    arguments = [*ARGUMENTS, "--batches", "1,3", "--prompts", "20", "--steps", "20", "--json", str(file)]
+    assert __main__.main(arguments + compared) == 0
+    figures = json.loads(file.read_text())
+    for figure in figures["decode"] + figures["prefill"]:
+        assert list(figure["compared"]) == names
+        assert all(ratio > 0 for ratio in figure["compared"].values())
+    said = capsys.readouterr()
+    assert all(f"time: {name}" in said.out for name in names)
+    assert "plain: tandem.workers.model.models.llama.LlamaForCausalLM\n" in said.err
+    assert ("model-impl: transformers.models.llama.modeling_llama.LlamaModel\n" in said.err) == (
+        "model-impl" in compared
+    )
+
+
+def test_an_adapter_is_compared_used_and_unused() -> None:
+    runner = make_runner()
+    seen = []
+    for name, prepare in adapter_variants(TINY, runner, 4).items():
+        table = prepare().runner.adapters
+        seen.append((name, sorted(table._loaded), runner.adapter))
+    assert seen == [("plain", [], 0), ("unused", [1], 0), ("adapter", [2], 2)]
 
 
 def test_the_engine_gives_the_tokens_of_the_runner_alone() -> None:
@@ -213,6 +250,15 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*RANDOM, "tiny", "--steps", "19"], "--steps: must be an integer from 20"),
     ([*RANDOM, "tiny", "--prompts", "many"], "--prompts: must be an integer"),
     ([*RANDOM, "tiny", "--dtype", "int4"], "invalid choice: 'int4'"),
+    ([*RANDOM, "tiny", "--compare", "adapter"], "--compare adapter needs --lora-rank"),
+    (
+        [*RANDOM, "tiny", "--compare", "model-impl", "--model-impl", "transformers"],
+        "--compare model-impl compares it with --model-impl tandem",
+    ),
+    (
+        [*RANDOM, "tiny", "--compare", "int8-kv-cache", "--kv-cache-dtype", "int8"],
+        "--compare int8-kv-cache compares it with --kv-cache-dtype auto",
+    ),
     ([*RANDOM, "tiny", "--device", "tpu"], "--device: must be cpu, cuda or cuda:N, is 'tpu'"),
     ([*RANDOM, "tiny", "--context", "8180"], "--context: 8180 tokens need 8220 positions, tiny has 8192"),
     ([*RANDOM, "tiny", "--prompts", "8193"], "--prompts: 8193 tokens need 8193 positions, tiny has 8192"),

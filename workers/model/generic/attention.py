@@ -133,7 +133,11 @@ def trace_layers(model: PreTrainedModel, fields: Fields) -> list[AttentionLayer]
             raise fields.error("architectures", "layers that share one attention module are not supported")
         if mask is not None:
             raise fields.error("architectures", "attention with a mask of its own is not supported")
-        layers.append(AttentionLayer(module=module, geometry=_geometry(len(layers), heads, options, model.config)))
+        geometry = _geometry(len(layers), heads, options, model.config)
+        if geometry.num_heads % geometry.num_kv_heads:
+            problem = f"{geometry.num_kv_heads} does not divide the {geometry.num_heads} query heads"
+            raise fields.error("num_key_value_heads", problem)
+        layers.append(AttentionLayer(module=module, geometry=geometry))
         _check_options(module, options, fields)
         given.update(options)
         query, _, value = heads

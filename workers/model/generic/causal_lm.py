@@ -112,6 +112,11 @@ class TransformersForCausalLM(CausalLM):
         del model._modules[model.base_model_prefix]
         vars(model)[model.base_model_prefix] = self._given
 
+    @property
+    def code(self) -> type:
+        """See `CausalLM.code`: transformers' own."""
+        return type(self._below)
+
     def __call__(
         self,
         token_ids: torch.Tensor,

@@ -23,6 +23,11 @@ class CausalLM(Module, ABC):
     lora: LoraStep | None = None
     """The layers that adapters may change; None if it takes no adapters."""
 
+    @property
+    def code(self) -> type:
+        """The class whose code computes the layers."""
+        return type(self)
+
     @abstractmethod
     def __call__(
         self,
