@@ -34,8 +34,8 @@ def load_adapter(
     factors = _read_factors(folder, _sizes(step))
     make = partial(LowRankMap, dtype=dtype, device=device, batch_invariant=batch_invariant)
     return {
-        number: make(part, factors.get, folder.scale)
-        for number, part in enumerate(step.layers if step else ())
+        number: make(part, factors.get, folder.scale, alternates=method.fuses_gate)
+        for number, (part, method) in enumerate(step.layers if step else ())
         if any(name in factors for name, *_ in part.outputs)
     }
 
@@ -44,7 +44,7 @@ def _sizes(step: LoraStep | None) -> dict[str, tuple[int, int]]:
     """Returns the numbers of outputs and inputs of the maps that adapters may change, by their names."""
     if step is None:
         raise CheckpointError(f"{CONFIG_FILE}: peft_type: this model runs by code that takes no adapters")
-    return {name: (size, part.num_inputs) for part in step.layers for name, size, _ in part.outputs}
+    return {name: (size, part.num_inputs) for part, _ in step.layers for name, size, _ in part.outputs}
 
 
 def _read_factors(folder: AdapterFolder, sizes: Mapping[str, tuple[int, int]]) -> dict[str, Factors]:
@@ -154,9 +154,15 @@ class AdapterTable:
             if (adapter := self._of_sequence.get(step.sequence_id)) is not None:
                 adapters[id(adapter)] = adapter
                 rows.setdefault(id(adapter), []).extend(range(begin, end))
-        found = [AdapterRows(indices(rows[key], self._device), adapter) for key, adapter in adapters.items()]
+        found = [AdapterRows(_rows(rows[key], self._device), adapter) for key, adapter in adapters.items()]
         self._lora.adapters = tuple(found)
         try:
             yield bool(found)
         finally:
             self._lora.adapters = ()
+
+
+def _rows(numbers: list[int], device: torch.device) -> slice | torch.Tensor:
+    """Returns ascending numbers as what takes these rows of a tensor, without a copy where it can."""
+    first, last = numbers[0], numbers[-1]
+    return slice(first, last + 1) if last - first + 1 == len(numbers) else indices(numbers, device)

@@ -150,6 +150,12 @@ def test_gated_linear_equals_plain_torch(rows: int) -> None:
     gelu = functional.gelu(functional.linear(x.float(), gate.float()), approximate="tanh")
     expected = gelu * functional.linear(x.float(), up.float())
     close(cpu.linear(x, packed, 96, activation="gelu_tanh"), expected)
+    added = torch.randn(2, rows, 48).bfloat16() * 8
+    both = cpu.alternate(*(each.T for each in added)).T.contiguous()  # of gates and ups in turn, as the weights are
+    sums = [
+        functional.linear(x.float(), each.float()) + more.float() for each, more in zip((gate, up), added, strict=True)
+    ]
+    close(cpu.linear(x, packed, 96, residual=both, activation="silu"), functional.silu(sums[0]) * sums[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

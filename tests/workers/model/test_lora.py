@@ -217,6 +217,34 @@ def test_in_bfloat16_no_row_depends_on_the_others(
     assert not torch.equal(expected["base"], expected["one"])
 
 
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("targets", [("gate_proj", "up_proj"), ("up_proj",), ("down_proj",), ATTENTION])
+def test_in_bfloat16_an_adapter_changes_what_it_changes_in_float32(
+    targets: tuple[str, ...], quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order in which a kernel has a layer's outputs."""
+    folder = make_tiny_model(tmp_path / "model", hidden_size=256, head_dim=32, intermediate_size=256)
+    adapter, ids = make_adapter(tmp_path / "adapter", folder, rank=16, targets=targets), prompt(40, 6)
+
+    def change(**options: Any) -> torch.Tensor:
+        """What the adapter adds to the logits of each step, alone and beside the base model."""
+        driver = Driver(load_all(load(folder, **options), {"one": adapter}))
+        with recorded_logits(monkeypatch) as logits:
+            driver.run(driver.step(0, ids, 0))
+            driver.run(driver.step(1, ids, 0, adapter=NUMBERS["one"]))
+            driver.run(driver.step(2, ids, 0, adapter=NUMBERS["one"]), driver.step(3, ids, 0))
+        base, alone, (beside, base_beside) = logits[0][0], logits[1][0], logits[2]
+        assert (base_beside - base).abs().max() <= TOLERANCE
+        assert (beside - alone).abs().max() <= TOLERANCE
+        return (alone - base).float()
+
+    expected = change()
+    assert expected.abs().max() > 0.1, "an adapter that changes nothing tests nothing"
+    found = change(dtype="bfloat16", quantization=quantization)
+    assert (found - expected).norm() < 0.2 * expected.norm()
+
+
 def settings(**values: Any) -> Callable[[Path], None]:
     """Changes fields of adapter_config.json."""
 

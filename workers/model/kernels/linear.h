@@ -36,13 +36,13 @@ static inline void gate(const float *sums, uint16_t *y, int64_t by) {
 static inline void finish_rows(const Epilogue *end, float *sums, int64_t row, int64_t rows, int64_t first) {
     const __mmask32 some = end->outputs - first < PANEL ? (1u << (end->outputs - first)) - 1 : ~0u;
     for (int64_t r = 0; r < rows; r++, sums += PANEL) {
+        const int64_t at = (row + r) * end->outputs + first;
         if (end->bias) add(sums, end->bias + first, some);
+        if (end->residual) add(sums, end->residual + at, some);
         if (end->gated) {
             gate(sums, end->y + (row + r) * (end->outputs / 2) + first / 2, end->gated);
             continue;
         }
-        const int64_t at = (row + r) * end->outputs + first;
-        if (end->residual) add(sums, end->residual + at, some);
         const __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + 16);
         _mm512_mask_storeu_epi16(end->y + at, some, (__m512i)_mm512_cvtne2ps_pbh(high, low));
     }

@@ -11,7 +11,7 @@ from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
-from ..quant.base import LinearMethodOf, LinearPartition, activate_and_mul
+from ..quant.base import LinearMethodOf, LinearPartition
 from ..quant.unquantized import UnquantizedLinearMethod
 from .lora import LoraStep
 
@@ -46,24 +46,15 @@ class ColumnParallelLinear(Module):
         self.method = build.linear_method(outputs[0][0])
         partition = LinearPartition(outputs=tuple(outputs), num_inputs=num_inputs, has_bias=bias, gated=gated)
         self.method.create_weights(partition, build.dtype)
-        self._lora = build.lora.add_layer(partition)
+        self._lora = build.lora.add_layer(partition, self.method)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Maps [num_tokens, num_inputs] to [num_tokens, outputs kept]."""
-        return self._lora.add(self.method.apply(x), x)
+        return self.method.apply(x, self._lora.add(x))
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Maps x likewise to activation(gate) * up, [num_tokens, outputs kept / 2].
-
-        Rows that no adapter changes are computed as in steps without adapters, to the last bit."""
-        changed = self._lora.changed_rows()
-        if changed is None:
-            return self.method.apply_gated(x, activation)
-        adapted = activate_and_mul(self._lora.add(self.method.apply(x), x), activation)
-        if len(changed) == len(x):
-            return adapted
-        y = self.method.apply_gated(x, activation)
-        return y.index_copy_(0, changed, adapted.index_select(0, changed))
+        """Maps x likewise to activation(gate) * up, [num_tokens, outputs kept / 2]."""
+        return self.method.apply_gated(x, activation, self._lora.add(x))
 
 
 def qkv_outputs(
@@ -128,12 +119,12 @@ class RowParallelLinear(Module):
         has_bias = bias and build.tp.rank == 0
         partition = LinearPartition(outputs=outputs, num_inputs=num_inputs, inputs=inputs, has_bias=has_bias)
         self.method.create_weights(partition, build.dtype)
-        self._lora = build.lora.add_layer(partition)
+        self._lora = build.lora.add_layer(partition, self.method)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Maps [num_tokens, inputs kept] to [num_tokens, num_outputs], added to `residual`, which may be
         overwritten."""
-        return self._tp.all_reduce(self._lora.add(self.method.apply(x, residual if self._tp.rank == 0 else None), x))
+        return self._tp.all_reduce(self.method.apply(x, self._lora.add(x, residual if self._tp.rank == 0 else None)))
 
 
 class VocabParallelEmbedding(Module):

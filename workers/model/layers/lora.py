@@ -6,7 +6,8 @@ from typing import Final, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..quant.base import LinearPartition
+from ..kernels import cpu
+from ..quant.base import LinearMethod, LinearPartition
 from ..quant.unquantized import UnquantizedLinearMethod
 
 _RANK_UNIT: Final = 16  # ranks are padded to a multiple, which every kernel takes
@@ -25,12 +26,14 @@ class LowRankMap:
         factors: Callable[[str], Factors | None],
         scale: float,
         *,
+        alternates: bool,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool,
     ) -> None:
         """`factors` returns those of a map by its name, None of one that is not adapted; of some it returns them. The
-        maps of a layer are one here: their A lie below each other, and each B has the columns of its own A."""
+        maps of a layer are one here: their A lie below each other, and each B has the columns of its own A.
+        `alternates`: its outputs are as `LinearMethod.fuses_gate` says."""
         names = list(dict.fromkeys(name for name, *_ in partition.outputs))
         found = {name: each for name in names if (each := factors(name)) is not None}
         ranks = [len(a) for a, _ in found.values()]
@@ -44,20 +47,25 @@ class LowRankMap:
                 b = found[name][1]
                 rows[:, begins[name] : begins[name] + b.shape[1]] = b[kept].float() * scale
 
+        if alternates:
+            up = cpu.alternate(*up.chunk(2))
+        self.num_outputs = len(up)
+
         def method(weight: torch.Tensor) -> UnquantizedLinearMethod:
             return UnquantizedLinearMethod.from_tensors(weight.to(device, dtype), batch_invariant=batch_invariant)
 
         self._down, self._up = method(functional.pad(down, (0, 0, 0, padding))), method(up)
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns y [num_rows, outputs], which may be overwritten, plus what x [num_rows, inputs] is mapped to."""
+    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        """Returns y [num_rows, outputs], which may be overwritten, zeros if None, plus what x [num_rows, inputs] is
+        mapped to."""
         return self._up.apply(self._down.apply(x), y)
 
 
 class AdapterRows(NamedTuple):
     """Holds which rows of a step use an adapter."""
 
-    rows: torch.Tensor  # [num_rows] int64, ascending
+    rows: slice | torch.Tensor  # [num_rows] int64, ascending; a slice where they follow each other
     maps: Mapping[int, LowRankMap]  # of the adapter, by the numbers of the layers that it changes
 
 
@@ -65,31 +73,32 @@ class LoraStep:
     """Knows the linear layers of a model that adapters may change, and the rows of the step under way that use one."""
 
     def __init__(self) -> None:
-        self.layers: list[LinearPartition] = []
+        self.layers: list[tuple[LinearPartition, LinearMethod]] = []
         self.adapters: tuple[AdapterRows, ...] = ()  # set for a step, and empty after it
 
-    def add_layer(self, partition: LinearPartition) -> "LoraLayer":
+    def add_layer(self, partition: LinearPartition, method: LinearMethod) -> "LoraLayer":
         """Makes a layer one that adapters may change."""
-        self.layers.append(partition)
+        self.layers.append((partition, method))
         return LoraLayer(self, len(self.layers) - 1)
 
 
 class LoraLayer:
-    """Adds to one layer's outputs what the adapters of the step under way change."""
+    """Computes what the adapters of the step under way add to one layer's outputs."""
 
     def __init__(self, step: LoraStep, number: int) -> None:
         self._step = step
         self._number = number
 
-    def changed_rows(self) -> torch.Tensor | None:
-        """Returns the rows of the step that an adapter changes here, None if there are none."""
-        found = [each.rows for each in self._step.adapters if self._number in each.maps]
-        return torch.cat(found) if found else None
+    def add(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Returns y [num_tokens, outputs], which may be overwritten, with what adapters map x [num_tokens, inputs] to;
+        without y what they add to zeros, None if they change nothing here.
 
-    def add(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs y [num_tokens, outputs], which may be overwritten, with what adapters add to them for the
-        inputs x [num_tokens, inputs]."""
+        A layer's product takes it as its residual: zeros change no bit of a row."""
         for rows, maps in self._step.adapters:
             if own := maps.get(self._number):
-                y.index_copy_(0, rows, own(x.index_select(0, rows), y.index_select(0, rows)))
+                if rows == slice(0, len(x)):
+                    return own(x, y)
+                if y is None:
+                    y = x.new_zeros(len(x), own.num_outputs)
+                y[rows] = own(x[rows], y[rows])
         return y

@@ -54,6 +54,9 @@ class LinearMethod(Module, ABC):
     """Whether on GPUs a row's result must not depend on the number of rows; on CPUs it never does where the kernels of
     ours are used."""
 
+    fuses_gate = False
+    """Whether `apply_gated` computes outputs of gate and up in turn, 16 of each, and takes its residual so."""
+
     @classmethod
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> "LinearMethod":
         """Returns the method of the layer `name`; `quantization` is the checkpoint's quantization_config. Override it
@@ -79,10 +82,13 @@ class LinearMethod(Module, ABC):
         """Maps x [num_tokens, inputs] to [num_tokens, outputs], plus bias and plus `residual` of the result's shape,
         which may be overwritten."""
 
-    def apply_gated(self, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    def apply_gated(
+        self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Maps x [num_tokens, inputs] to activation(gate) * up, [num_tokens, outputs / 2], for a gated partition; the
-        activation is silu or gelu_tanh."""
-        return activate_and_mul(self.apply(x), activation)
+        activation is silu or gelu_tanh. `residual` [num_tokens, outputs] is added to gate and up before; it may be
+        overwritten."""
+        return activate_and_mul(self.apply(x, residual), activation)
 
 
 class PlainLinearMethod(LinearMethod):

@@ -67,8 +67,8 @@ class IntegerLinearMethod(PlainLinearMethod):
 
     def _keep(self, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
         self._num_outputs = len(numbers)
-        self._fuses_gate = self._gated and self._uses_kernel and self._bias is None and self._num_outputs % 32 == 0
-        if self._fuses_gate:
+        self.fuses_gate = self._gated and self._uses_kernel and self._bias is None and self._num_outputs % 32 == 0
+        if self.fuses_gate:
             numbers, scales = (cpu.alternate(*each.chunk(2)) for each in (numbers, scales))
             zeros = zeros if zeros is None else cpu.alternate(*zeros.chunk(2))
         self._packed: cpu.PackedInt = numbers, scales, zeros
@@ -77,18 +77,20 @@ class IntegerLinearMethod(PlainLinearMethod):
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `LinearMethod.apply`."""
-        if self._fuses_gate:  # which has neither bias nor residual
+        if self.fuses_gate:  # which has neither bias nor residual
             return cpu.apart(self._multiply(x))
         if self._uses_kernel:
             return self._multiply(x, self._bias, residual)
         y = functional.linear(x, restore_weight(*self._packed, self._bits).to(x.dtype), self._bias)
         return y if residual is None else residual + y
 
-    def apply_gated(self, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    def apply_gated(
+        self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `LinearMethod.apply_gated`."""
-        if self._fuses_gate:
-            return self._multiply(x, activation=activation)
-        return super().apply_gated(x, activation)
+        if self.fuses_gate:
+            return self._multiply(x, None, residual, activation)
+        return super().apply_gated(x, activation, residual)
 
     def _multiply(
         self,

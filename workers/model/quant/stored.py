@@ -37,6 +37,7 @@ class StoredLinearMethod(LinearMethod):
     def process_after_load(self) -> None:
         """Makes the method that multiplies, and lets go of the stored form."""
         self._method = self.make_method(self.bias.data if self.bias else None)
+        self.fuses_gate = self._method.fuses_gate
         for name in [name for name, value in vars(self).items() if isinstance(value, Parameter)]:
             delattr(self, name)
 
@@ -44,9 +45,11 @@ class StoredLinearMethod(LinearMethod):
         """See `LinearMethod.apply`."""
         return self._method.apply(x, residual)
 
-    def apply_gated(self, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    def apply_gated(
+        self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `LinearMethod.apply_gated`."""
-        return self._method.apply_gated(x, activation)
+        return self._method.apply_gated(x, activation, residual)
 
     @abstractmethod
     def declare(self, partition: LinearPartition) -> None:

@@ -21,7 +21,7 @@ class UnquantizedLinearMethod(PlainLinearMethod):
     def __init__(self, *, batch_invariant: bool = False) -> None:
         """`batch_invariant`: see `LinearMethod.batch_invariant`."""
         self.batch_invariant = batch_invariant
-        self._uses_kernel = self._uses_onednn = self._fuses_gate = False
+        self._uses_kernel = self._uses_onednn = False
         self._invariant_linear: _Linear | None = None
 
     @classmethod
@@ -57,8 +57,8 @@ class UnquantizedLinearMethod(PlainLinearMethod):
             from ..kernels.gpu_linear import linear  # with Triton
 
             self._invariant_linear = linear
-        self._fuses_gate = self._gated and self._bias is None and cpu.can_gate(weight[: len(weight) // 2])
-        if self._fuses_gate:
+        self.fuses_gate = self._gated and self._bias is None and cpu.can_gate(weight[: len(weight) // 2])
+        if self.fuses_gate:
             weight.copy_(cpu.alternate(*weight.chunk(2)))  # not rebound: the packed form then fills the copy's hole
         if self._uses_kernel:
             self._matrix = cpu.pack_linear(weight)
@@ -69,7 +69,7 @@ class UnquantizedLinearMethod(PlainLinearMethod):
 
     def apply(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `LinearMethod.apply`."""
-        if self._fuses_gate:  # which has neither bias nor residual
+        if self.fuses_gate:  # which has neither bias nor residual
             return cpu.apart(cpu.linear(x, self._matrix, self._num_outputs))
         if self._uses_kernel:
             return cpu.linear(x, self._matrix, self._num_outputs, self._bias, residual)
@@ -81,11 +81,13 @@ class UnquantizedLinearMethod(PlainLinearMethod):
         y = product(x, self._matrix, self._bias)
         return y if residual is None else residual + y
 
-    def apply_gated(self, x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    def apply_gated(
+        self, x: torch.Tensor, activation: str = "silu", residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `LinearMethod.apply_gated`."""
-        if self._fuses_gate:
-            return cpu.linear(x, self._matrix, self._num_outputs, activation=activation)
-        return super().apply_gated(x, activation)
+        if self.fuses_gate:
+            return cpu.linear(x, self._matrix, self._num_outputs, None, residual, activation)
+        return super().apply_gated(x, activation, residual)
 
 
 def _onednn_can_pack(weight: torch.Tensor) -> bool:
