@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ...proto.errors import InvalidArgument
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
-from .rounding import Grid, Rounded, round_by_gptq, round_to_nearest
+from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest
 
 BITS: Final = {"int8": 8, "int4": 4}
 _SEQUENCE_TOKENS: Final = 1024
@@ -171,35 +171,56 @@ def _round_layers(
     if len(ids) < length:
         raise InvalidArgument(f"has {len(ids)} tokens, fewer than {length}", "--calibration")
     found: dict[str, Rounded] = {}
-    hessian = _Hessian()
-
-    def before_map(name: str) -> Any:
-        def hook(module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
-            rounded = round_by_gptq(module.weight, hessian.of(args[0]), scheme.grid(module.in_features))
-            module.weight.copy_(rounded.restored())
-            found[name] = rounded
-
-        return hook
-
-    layers = model.get_decoder().layers
+    inputs = _Inputs()
     for name in names:
-        model.get_submodule(name).register_forward_pre_hook(before_map(name))
+        _round_when_called(model.get_submodule(name), name, inputs, scheme, found)
+    layers = model.get_decoder().layers
     for index, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, done=index + 1: on_layer(done, len(layers)))
+    sequences = ids[: len(ids) // length * length].view(-1, length)
     with torch.no_grad():
-        model.get_decoder()(input_ids=ids[: len(ids) // length * length].view(-1, length), use_cache=False)
+        model.get_decoder()(input_ids=torch.cat((sequences, sequences)), use_cache=False)
     yield from found.items()
 
 
-class _Hessian:
-    """Adds up x x^T over inputs; maps that follow each other often have the same."""
+def _round_when_called(
+    module: nn.Linear, name: str, inputs: "_Inputs", scheme: QuantizationScheme, found: dict[str, Rounded]
+) -> None:
+    """Has a map rounded when it is called, and multiply the first half of its inputs by the plain weight, the second
+    half by the rounded one."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        target = module.weight + module.weight @ inputs.correction(x)
+        found[name] = round_by_gptq(target, inputs.hessian(x), scheme.grid(module.in_features))
+        pairs = zip(x.chunk(2), (module.weight, found[name].restored()), strict=True)
+        return torch.cat([functional.linear(half, weight, module.bias) for half, weight in pairs])
+
+    module.forward = forward  # type: ignore[method-assign,assignment]
+
+
+class _Inputs:
+    """Sums up inputs x [2 * sequences, tokens, inputs], of which the first half is what plain weights made of a text,
+    and the second half what rounded ones made of it. Maps that follow each other often have the same."""
 
     def __init__(self) -> None:
-        self._x: torch.Tensor | None = None
+        self._x: torch.Tensor | None = None  # what the sums are of
+        self._hessian = self._correction = torch.empty(0)
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum [inputs, inputs] over x [..., inputs]."""
-        if x is not self._x:
-            flat = x.flatten(0, -2)
-            self._x, self._sum = x, flat.t() @ flat
-        return self._sum
+    def hessian(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of r r^T, [inputs, inputs], over the rounded inputs r."""
+        self._sum(x)
+        return self._hessian
+
+    def correction(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns C [inputs, inputs], with which W + W C makes of the rounded inputs, in the mean, what W makes of the
+        plain ones (as GPTAQ, arXiv 2504.02692, has it)."""
+        self._sum(x)
+        return self._correction
+
+    def _sum(self, x: torch.Tensor) -> None:
+        if x is self._x:
+            return
+        plain, rounded = (half.flatten(0, -2) for half in x.chunk(2))
+        self._x, self._hessian = x, rounded.t() @ rounded
+        moved = (plain - rounded).t() @ rounded
+        self._correction = torch.linalg.solve(damp(self._hessian), moved.t().double()).t().float()

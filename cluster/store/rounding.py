@@ -1,5 +1,6 @@
 """Rounds linear weights to integers with a scale for each output and group of inputs: to nearest, or by GPTQ (arXiv
-2210.17323), which lets the weights that are not rounded yet make up for the errors of those that are."""
+2210.17323), which lets the weights that are not rounded yet make up for the errors of those that are, and after it by
+coordinate descent (QuantEase, arXiv 2309.01885)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,6 +10,7 @@ import torch
 _DAMPING: Final = 0.01  # of the mean of the Hessian's diagonal
 _COLUMNS: Final = 128  # whose errors reach the columns behind them at once
 _SHARES: Final = tuple(1 - step / 50 for step in range(25))  # of a group's range that are tried
+_SWEEPS: Final = 4  # of coordinate descent; each changes about half as many numbers as the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,12 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
     """Rounds a weight [outputs, inputs]. `hessian` [inputs, inputs] is the sum of x x^T over the inputs x of a
     calibration text. Columns are rounded in the order of its diagonal, with scales found before ("static" order)."""
     inputs = weight.shape[1]
-    diagonal = hessian.diagonal().double()
-    damping = _DAMPING * diagonal.mean().clamp(min=1e-6) + (diagonal == 0)
+    diagonal = hessian.diagonal()
+    damped = damp(hessian)
     order = diagonal.argsort(descending=True)
-    ordered = (hessian.double() + damping.diag())[order][:, order]
+    ordered = damped[order][:, order]
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True).float()
-    scales, zeros = _search(weight.float(), diagonal.float(), grid)
+    scales, zeros = _search(weight.float(), diagonal, grid)
     columns, of_column = weight.float().t()[order].contiguous(), order // grid.group_size
     scale, zero = scales.t()[of_column], zeros.t()[of_column]  # [inputs, outputs]
     numbers = torch.empty_like(columns)  # likewise
@@ -76,9 +78,40 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
         columns[end:] -= factor[begin:end, end:].t() @ errors
     restored = torch.empty_like(numbers)
     restored[order] = numbers
-    return Rounded(
-        numbers=restored.t().to(torch.uint8).contiguous(), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8)
-    )
+    numbers = restored.t().contiguous()
+    _descend(weight.float(), numbers, scales, zeros, damped.float(), grid)
+    return Rounded(numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8))
+
+
+def damp(hessian: torch.Tensor) -> torch.Tensor:
+    """Returns a Hessian [inputs, inputs] in float64 that can be inverted, inputs that are always 0 included."""
+    diagonal = hessian.diagonal().double()
+    return hessian.double() + (_DAMPING * diagonal.mean().clamp(min=1e-6) + (diagonal == 0)).diag()
+
+
+def _descend(
+    weight: torch.Tensor,
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Grid,
+) -> None:
+    """Changes the numbers [outputs, inputs] of a weight [outputs, inputs] where the error of an output becomes less
+    while its other numbers stay, one input after the other. `scales` and `zeros` [outputs, groups]; `hessian` [inputs,
+    inputs], damped."""
+    groups = numbers.view(*scales.shape, -1)
+    restored = ((groups - zeros[..., None]) * scales[..., None]).flatten(1)  # [outputs, inputs]
+    slopes = (weight - restored) @ hessian  # likewise
+    for _ in range(_SWEEPS):
+        for at in range(weight.shape[1]):
+            scale, zero = scales[:, at // grid.group_size], zeros[:, at // grid.group_size]  # [outputs]
+            best = _nearest(restored[:, at] + slopes[:, at] / hessian[at, at], scale, zero, grid)
+            (changed,) = torch.nonzero(best != numbers[:, at], as_tuple=True)
+            steps = (best - numbers[:, at])[changed] * scale[changed]  # [changed]
+            numbers[changed, at] = best[changed]
+            restored[changed, at] += steps
+            slopes[changed] -= steps[:, None] * hessian[at]
 
 
 def _search(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:

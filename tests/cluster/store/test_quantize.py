@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tandem.cluster.cli.main import app
-from tandem.cluster.store.quantize import QuantizationScheme, quantize_model
-from tandem.cluster.store.rounding import Grid, round_by_gptq, round_to_nearest
+from tandem.cluster.store import rounding
+from tandem.cluster.store.quantize import QuantizationScheme, _Inputs, quantize_model
+from tandem.cluster.store.rounding import Grid, damp, round_by_gptq, round_to_nearest
 from tandem.proto.errors import InvalidArgument
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
@@ -63,6 +64,41 @@ def test_gptq_changes_the_outputs_less_than_rounding_to_nearest(grid: Grid) -> N
         for rounded in (round_by_gptq(weight, x.T @ x, grid), round_to_nearest(weight, grid))
     ]
     assert errors[0] < 0.6 * errors[1]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_no_other_number_next_to_one_would_change_the_outputs_less(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After enough sweeps of coordinate descent; and these change the outputs less than GPTQ alone."""
+    torch.manual_seed(1)
+    x = torch.randn(500, 16) @ torch.randn(16, 64) + 0.3 * torch.randn(500, 64)
+    weight, damped = torch.randn(12, 64), damp(x.T @ x).float()
+
+    def errors(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        each = restored(numbers, scales, zeros.float()) - weight
+        return (each @ damped * each).sum(1)  # [outputs]
+
+    monkeypatch.setattr(rounding, "_SWEEPS", 0)
+    alone = round_by_gptq(weight, x.T @ x, grid)
+    monkeypatch.setattr(rounding, "_SWEEPS", 50)
+    rounded = round_by_gptq(weight, x.T @ x, grid)
+    least = errors(rounded.numbers, rounded.scales, rounded.zeros)
+    assert (least <= 1.0001 * errors(alone.numbers, alone.scales, alone.zeros)).all()
+    for at in range(64):
+        for step in (-1, 1):
+            numbers = rounded.numbers.long()
+            numbers[:, at] = (numbers[:, at] + step).clamp(0, grid.largest)
+            assert (errors(numbers, rounded.scales, rounded.zeros) >= 0.9999 * least).all()
+
+
+def test_weights_make_up_for_what_rounding_has_done_to_their_inputs() -> None:
+    torch.manual_seed(2)
+    plain, weight = torch.randn(1, 3000, 48), torch.randn(20, 48)
+    rounded = plain + 0.2 * plain @ torch.randn(48, 48) / 7 + 0.05 * torch.randn(1, 3000, 48)
+    inputs, x = _Inputs(), torch.cat((plain, rounded))
+    assert torch.allclose(inputs.hessian(x), rounded[0].T @ rounded[0], rtol=1e-3, atol=0.5)
+    corrected = weight + weight @ inputs.correction(x)
+    errors = [(rounded @ each.T - plain @ weight.T).norm() for each in (corrected, weight)]
+    assert errors[0] < 0.4 * errors[1]
 
 
 def test_gptq_rounds_to_nearest_where_inputs_do_not_go_together() -> None:
