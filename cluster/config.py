@@ -7,8 +7,7 @@ import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast, get_args
@@ -180,6 +179,7 @@ class PoolConfig(BaseModel):
     num_threads: int | None = Field(default=None, ge=1, le=1024)  # of each rank; None shares its node's cores evenly
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB of each rank's memory; its heads of every token
+    kv_host_gb: float = Field(default=0.0, ge=0, le=4096)  # GiB of each rank's host memory, for what leaves that cache
     # Of prompts, computed in one step. None is 2048, on CPUs 512, with one thread 128.
     chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     # The same beside sequences that decode: all of them wait for it. None is 512, on CPUs 32.
@@ -192,6 +192,10 @@ class PoolConfig(BaseModel):
     @property
     def kv_cache_bytes(self) -> int:
         return int(self.kv_cache_gb * 1024**3)
+
+    @property
+    def kv_host_bytes(self) -> int:
+        return int(self.kv_host_gb * 1024**3)
 
     @property
     def max_replicas(self) -> int:
@@ -266,6 +270,8 @@ class TandemConfig(BaseModel):
         if self.served_name in self.adapters:
             raise ValueError(f"adapters.{self.served_name}: is the name of the model")
         for role, pool in self.pools.items():
+            if pool.kv_host_gb and not self.prefix_caching:
+                raise ValueError(f"{role}.kv_host_gb: needs prefix_caching")
             if pool.autoscaling is not None:
                 pool.autoscaling.check(role, pool.replicas)
         return self
@@ -298,34 +304,6 @@ class TandemConfig(BaseModel):
 
     def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
         return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOffer:
-    """Describes what a node of the cluster has to offer."""
-
-    resources: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def takes(self, section: RouterConfig | PoolConfig) -> bool:
-        """Returns whether replicas of this section may run here."""
-        has_resources = all(self.resources.get(name, 0) >= amount for name, amount in section.resources.items())
-        return has_resources and section.labels.items() <= self.labels.items()
-
-
-def ranks_per_node(config: TandemConfig, pool: PoolConfig, nodes: Sequence[NodeOffer]) -> int:
-    """Returns how many ranks of both pools may share a node that runs ranks of `pool`: the share of its cores that one
-    rank may take is one in so many.
-
-    Workers are expected to spread evenly over the nodes that their pool may have, the ranks of one worker to stay
-    together unless its placement spreads them."""
-    num_ranks = [0] * len(nodes)
-    for each in (config.prefill, config.decode):
-        together = 1 if "SPREAD" in each.placement else each.tp
-        if eligible := [index for index, node in enumerate(nodes) if node.takes(each)]:
-            for index in eligible:
-                num_ranks[index] += -(-each.num_ranks // together // len(eligible)) * together
-    return max((num_ranks[index] for index, node in enumerate(nodes) if node.takes(pool)), default=1)
 
 
 def check_interface(auth: AuthConfig, host: str) -> None:

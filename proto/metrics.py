@@ -185,6 +185,12 @@ STEP_SECONDS = _histogram("tandem_step_seconds", _SECONDS, "One step of the engi
 STEP_TOKENS = _histogram("tandem_step_tokens", _STEP_TOKENS, "Tokens computed in one step.", worker=True)
 SUSPENDS = _counter("tandem_suspends_total", "Choices that were suspended.", worker=True)
 RECOMPUTED = _counter("tandem_recomputed_tokens_total", "Tokens computed again after an interruption.", worker=True)
+RESTORED = _counter(
+    "tandem_kv_restored_tokens_total",
+    "Prompt tokens whose KV cache had left the device, and came back from a lower tier.",
+    worker=True,
+    tier=("host",),
+)
 KV_FAILURES = _counter(
     "tandem_kv_transfer_failures_total",
     "Streams of KV cache that broke; those of a transport beside gRPC are tried again over gRPC.",

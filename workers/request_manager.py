@@ -17,7 +17,7 @@ from typing import Final
 from ..proto import worker_pb2
 from ..proto.errors import InvalidArgument
 from ..proto.hashing import hash_prompt
-from ..proto.metrics import NULL_METRICS, RECOMPUTED, SUSPENDS, Metrics
+from ..proto.metrics import NULL_METRICS, RECOMPUTED, RESTORED, SUSPENDS, Metrics
 from .engine.engine import Engine
 from .engine.events import (
     Admitted,
@@ -265,6 +265,7 @@ class RequestManager:
         """Starts the transfers of an admitted sequence."""
         message = worker_pb2.Admitted(queue_seconds=event.queue_seconds, cached_tokens=event.num_cached)
         spec = request.spec
+        self.metrics.add(RESTORED, event.num_restored, tier="host")
         if spec.task is not Task.DECODE and spec.first_index > 0:
             self.num_recomputed_tokens += len(spec.tokens) - event.num_cached
             self.metrics.add(RECOMPUTED, len(spec.tokens) - event.num_cached)

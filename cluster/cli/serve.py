@@ -46,6 +46,9 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Of the weights at loading: int8 or int4.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = None,
+    kv_host_gb: Annotated[
+        float | None, typer.Option(help="GiB of host memory of each rank for KV cache that leaves the device; 0: none.")
+    ] = None,
     speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
@@ -88,6 +91,8 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
     tp = values.pop("tp")
     for pool in ("prefill", "decode"):
         values[f"{pool}_tp"] = tp if values[f"{pool}_tp"] is None else values[f"{pool}_tp"]
+    kv_host_gb = values.pop("kv_host_gb")
+    values |= {f"{pool}.kv_host_gb": kv_host_gb for pool in ("prefill", "decode")}
     if values["api_keys"] is not None:
         values["api_keys"] = str(values["api_keys"])
     return {_KEYS.get(flag, flag): value for flag, value in values.items()}

@@ -50,7 +50,7 @@ Parameters = Options | Sequence[Options] | None
 _KEYS: Final = {
     **{"tensor_parallel_size": "decode.tp", "max_model_len": "context_tokens", "max_num_seqs": "decode.max_sequences"},
     **{"enable_prefix_caching": "prefix_caching", "kv_cache_gb": "decode.kv_cache_gb"},
-    **{"block_size": "decode.block_size", "num_threads": "decode.num_threads"},
+    **{"kv_host_gb": "decode.kv_host_gb", "block_size": "decode.block_size", "num_threads": "decode.num_threads"},
     **{"max_loras": "lora.max_loras", "max_lora_rank": "lora.max_lora_rank"},
     "speculative_config": "speculative",
 }
@@ -84,6 +84,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         kv_cache_gb: float = 1.0,
+        kv_host_gb: float = 0.0,
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
@@ -99,10 +100,10 @@ class LLM:
         they are loaded: int8 or int4; None takes them as they are. `kv_cache_dtype`: auto takes `dtype`, or int8.
         `speculative_config`: as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 5}. `max_model_len`: the
         longest prompt plus completion; None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each
-        process. `num_threads`: of each process; None shares the cores. `numerics`: fast or exact, as in the
-        configuration of a service. `generation_config`: auto takes what parameters leave out from the model's
-        generation_config.json, or none. `served_model_name`: what the requests of a batch may call the model.
-        `max_loras`: adapters held at once.
+        process. `kv_host_gb`: the same, of host memory for what leaves it. `num_threads`: of each process; None shares
+        the cores. `numerics`: fast or exact, as in the configuration of a service. `generation_config`: auto takes what
+        parameters leave out from the model's generation_config.json, or none. `served_model_name`: what the requests of
+        a batch may call the model. `max_loras`: adapters held at once.
 
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
@@ -112,7 +113,7 @@ class LLM:
         given |= {"speculative_config": None if speculative_config is None else dict(speculative_config)}
         given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
         given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}
-        given |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
+        given |= {"kv_host_gb": kv_host_gb, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
         given |= {"enable_prefix_caching": enable_prefix_caching, "served_model_name": served_model_name}
         with _naming_arguments():
             self._loop, engine = _start(_configure(given | {"num_threads": num_threads}))

@@ -39,6 +39,7 @@ def worker_config(
         model_impl=config.model_impl,
         block_size=pool.block_size,
         kv_cache_bytes=pool.kv_cache_bytes,
+        kv_host_bytes=pool.kv_host_bytes,
         context_tokens=config.context_tokens,
         num_threads=num_threads,
         transports=config.transports,

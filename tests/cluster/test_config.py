@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.cluster.config import NodeOffer, check_interface, load_config, ranks_per_node
+from tandem.cluster.config import check_interface, load_config
+from tandem.cluster.nodes import NodeOffer, ranks_per_node
 from tandem.cluster.text_files import MAX_FILE_BYTES
 from tandem.proto.errors import InvalidArgument
 

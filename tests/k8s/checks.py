@@ -127,8 +127,10 @@ def resources_disagree(manifests: Manifests) -> list[str]:
             found.append(f"{group.name}: not exactly one replica of {section.num_cpus * ranks:g} CPUs fits {cpus:g}")
         if limits["memory"] != requests["memory"]:
             found.append(f"{group.name}: its memory is not its own")
-        kv_cache_gb = section.kv_cache_gb if isinstance(section, PoolConfig) and config.device == "cpu" else 0
-        if kv_cache_gb * GIB * ranks > memory(limits["memory"]) / 2:
+        kv_gb = 0.0
+        if isinstance(section, PoolConfig):
+            kv_gb = section.kv_host_gb + (section.kv_cache_gb if config.device == "cpu" else 0)
+        if kv_gb * GIB * ranks > memory(limits["memory"]) / 2:
             found.append(f"{group.name}: the KV cache leaves less than half of the memory")
         if overrides.get(deployment) != group.replicas:
             found.append(f"{deployment}: {overrides.get(deployment)} replicas for {group.replicas} pods")

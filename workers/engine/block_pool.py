@@ -7,6 +7,8 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from .host_tier import HostTier
+
 
 class BlockState(enum.Enum):
     """Names the state of a block. Each block is in exactly one; the five counts add up to the pool's size.
@@ -35,10 +37,13 @@ class BlockPool:
 
     Verbs come in pairs: reserve/unreserve, claim or share/release, lease/unlease. The caller of the first of a pair
     has to call the second. Not thread-safe: only the engine's thread calls it.
+
+    What is evicted goes to `host`, as long as there is room: its hashes are in the cache, too.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.host = HostTier(num_host_blocks)
         self._state = [BlockState.FREE] * num_blocks
         self._count = dict.fromkeys(BlockState, 0) | {BlockState.FREE: num_blocks}
         self._owners = [0] * num_blocks
@@ -133,7 +138,15 @@ class BlockPool:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
-            _record(digest, self._stored, self._evicted)
+            if digest not in self.host:
+                _record(digest, self._stored, self._evicted)
+
+    def restore(self, blocks: Iterable[int], digests: Iterable[bytes]) -> None:
+        """Has owned blocks filled from `host`, where `match` found the hashes and `pin` kept them, and publishes
+        them."""
+        for block, digest in zip(blocks, digests, strict=True):
+            self.host.restore(digest, block)
+            self.publish(block, digest)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Returns the hashes that entered and left the cache since the last call, without those that did both."""
@@ -144,7 +157,8 @@ class BlockPool:
 
     def reported_hashes(self) -> list[bytes]:
         """Returns the hashes that were in the cache at the last call of `take_changes`."""
-        return [digest for digest in self._block_of if digest not in self._stored] + list(self._evicted)
+        cached = [*self._block_of, *(digest for digest in self.host.hashes if digest not in self._block_of)]
+        return [digest for digest in cached if digest not in self._stored] + list(self._evicted)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + cached + owned + leased + reserved == total and every index agrees."""
@@ -168,13 +182,16 @@ class BlockPool:
             raise RuntimeError("the eviction order differs from the cached blocks")
         if {d: b for b, d in self._hash_of.items()} != self._block_of:
             raise RuntimeError("the two directions of the hash index differ")
+        self.host.check_integrity()
 
     def _take(self) -> int:
         block = self._free[-1] if self._free else next(iter(self._lru))
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
-            _record(digest, self._evicted, self._stored)
+            gone = self.host.save(block, digest)
+            if gone is not None and gone not in self._block_of:
+                _record(gone, self._evicted, self._stored)
         self._move(block, BlockState.RESERVED)
         return block
 

@@ -54,6 +54,7 @@ class EngineConfig:
     """Holds an engine's budgets, its number of KV blocks, and whether it overlaps scheduling with execution."""
 
     num_blocks: int
+    num_host_blocks: int = 0  # in host memory, of what leaves the others
     block_size: int = 16  # tokens
     overlap: bool = False  # schedule a step while the last one runs; for executors whose launch does not wait
     budgets: Budgets = Budgets()

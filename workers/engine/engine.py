@@ -6,13 +6,14 @@ Knows nothing of tokenization, text, networks or where its plans are carried out
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import Full
 from typing import Final
 
 from .block_pool import BlockState
 from .config import EngineConfig
-from .events import CacheChanged, Event, Progress
+from .events import Admitted, CacheChanged, Event, Progress
 from .plan import Constrained, Executor, FirstTokens, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
@@ -129,10 +130,12 @@ class Engine:
         emit = emit or events.extend
         started, self._mask_seconds = self._clock(), 0.0
         plan, found = self.scheduler.schedule()
+        if plan.saved and any(isinstance(event, Admitted) and self._is_import(event) for event in found):
+            plan = self._save_first(plan)
         if found:
             emit(found)
         launched = None
-        if plan.sequences or plan.dropped or plan.unloaded:
+        if plan.sequences or plan.dropped or plan.unloaded or plan.saved or plan.restored:
             launched = plan, self._executor.launch(plan, partial(self._report_layers, plan, emit))
         if self.config.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -154,6 +157,19 @@ class Engine:
         thread."""
         num_tokens = self._prompt_tokens
         return self._prompt_seconds / num_tokens if num_tokens else 0.0
+
+    def _is_import(self, event: Admitted) -> bool:
+        return self.requests.sequences[event.id].state is State.IMPORTING
+
+    def _save_first(self, plan: StepPlan) -> StepPlan:
+        """Carries out what a plan saves, on all ranks, and returns the rest of it. An import is written as soon as it
+        is reported, maybe to a block that is to be saved."""
+        if self._in_flight is not None:
+            in_flight, collect = self._in_flight
+            samples = collect()
+            self._in_flight = in_flight, lambda: samples
+        self._executor.launch(StepPlan(sequences=(), dropped=(), saved=plan.saved))()
+        return replace(plan, saved=())
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         if num_tokens := plan.num_prompt_tokens:

@@ -13,6 +13,7 @@ class Admitted:
     id: int
     queue_seconds: float
     num_cached: int  # prompt tokens found in the prefix cache
+    num_restored: int = 0  # those of them that come from host memory, with the next step
     blocks: tuple[int, ...]  # the block table of the whole prompt
 
 

@@ -11,7 +11,8 @@ Pooling = Literal["last", "mean"]
 """Of the hidden states after the last norm, that of a prompt's last token, or their mean."""
 
 PENDING_TOKEN: Final = -1
-"""Stands in a plan for the token that the sequence's previous step samples, whose id is not known yet."""
+"""Stands in a plan for the token that the sequence's previous step samples, whose id is not known yet. Between the two
+there are only steps without sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,10 @@ class StepPlan:
     dropped: tuple[int, ...]  # sequence ids to forget before this step
     copies: tuple[tuple[int, int], ...] = ()  # (source, target) blocks, copied before this step; no target is a source
     unloaded: tuple[int, ...] = ()  # adapters that no further step names
+    # Before this step and its copies, (block, slot) of what is first copied to slots of host memory, no slot twice, and
+    # then (slot, block) of what is copied back.
+    saved: tuple[tuple[int, int], ...] = ()
+    restored: tuple[tuple[int, int], ...] = ()
     is_urgent: bool = False  # a stream that was interrupted elsewhere stands still until it is done
 
     @property

@@ -18,7 +18,7 @@ class RequestTable:
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self.config = config
         self.clock = clock
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, config.num_host_blocks)
         self.sequences: dict[int, Sequence] = {}
         self.searches: dict[int, Search] = {}  # by the ids of their specs, which their beams need not have
         self.waiting: list[Sequence] = []  # the next to admit first
@@ -29,6 +29,7 @@ class RequestTable:
         self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they will fork into
         self.num_leased = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0  # since the start
+        self.num_restored_tokens = 0  # since the start
 
     @property
     def waiting_tokens(self) -> int:
@@ -59,13 +60,19 @@ class RequestTable:
         further = alone - len(sequence.spec.tokens) // self.config.block_size  # full blocks of the prompt are shared
         return min(alone + (sequence.num_slots - 1) * further, self.config.num_blocks)
 
-    def admit(self, sequence: Sequence, shared: list[int]) -> None:
-        """Gives a queued sequence its blocks, of which the prefix cache has `shared`. Raises RuntimeError if the pool
-        has too few."""
+    def admit(self, sequence: Sequence, shared: list[int], restored: list[bytes]) -> None:
+        """Gives a queued sequence its blocks, of which the prefix cache has `shared` and, after them, in host memory
+        those of the hashes `restored`. Raises RuntimeError if the pool has too few."""
         self.pool.share(shared)
+        self.pool.host.pin(restored)
         sequence.blocks = shared
         sequence.reserved = self.pool.reserve(self.num_admission_blocks(sequence) - len(shared))
-        sequence.num_cached = len(shared) * self.config.block_size
+        num_shared = len(shared)
+        self.claim(sequence, len(restored))
+        self.pool.restore(sequence.blocks[num_shared:], restored)
+        sequence.num_restored = len(restored) * self.config.block_size
+        self.num_restored_tokens += sequence.num_restored
+        sequence.num_cached = len(sequence.blocks) * self.config.block_size
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
         sequence.admitted = self.clock()
         self.waiting.remove(sequence)

@@ -99,10 +99,13 @@ class Scheduler:
             is_urgent |= prompt.spec.continues
             if prompt.spec.continues and not self._is_next_continuing(prompts):
                 break
+        saved, restored = self.pool.host.take_copies()
         plan = StepPlan(
             sequences=tuple(steps),
             dropped=tuple(self._requests.dropped),
             copies=tuple(copies),
+            saved=saved,
+            restored=restored,
             unloaded=self._requests.take_unloaded(),
             is_urgent=is_urgent,
         )
@@ -171,26 +174,30 @@ class Scheduler:
         sequence = self._requests.waiting[0]
         if self._requests.num_holding + sequence.num_slots > self._budgets.max_sequences:
             return False
-        shared = self._match(sequence)
+        shared, _ = self._match(sequence)
         needed = self._requests.num_admission_blocks(sequence) - len(shared)
         return needed <= self.pool.num_available - self.pool.num_evictable(shared)
 
     def _admit(self, sequence: Sequence) -> Admitted:
-        self._requests.admit(sequence, self._match(sequence))
+        self._requests.admit(sequence, *self._match(sequence))
         return Admitted(
             id=sequence.spec.id,
             queue_seconds=sequence.admitted - sequence.submitted,
             num_cached=sequence.num_cached,
+            num_restored=sequence.num_restored,
             blocks=tuple((sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks]),
         )
 
-    def _match(self, sequence: Sequence) -> list[int]:
-        """Returns the blocks of the prompt's longest cached prefix."""
+    def _match(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
+        """Returns the blocks of the prompt's longest cached prefix, and the hashes of those after them that are in host
+        memory."""
         if not self._budgets.prefix_caching or sequence.needs_every_position:
-            return []
+            return [], []
         # A prompt that is computed here needs at least its last token computed, for the logits.
         last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)
-        return self.pool.match(sequence.chain[: last // self._config.block_size])
+        chain = sequence.chain[: last // self._config.block_size]
+        shared = self.pool.match(chain)
+        return shared, self.pool.host.match(chain[len(shared) :])
 
     def _grow(self, sequence: Sequence) -> list[Event]:
         """Gives a sequence one more block; reports the sequences preempted for it, maybe the sequence itself."""

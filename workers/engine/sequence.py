@@ -33,7 +33,7 @@ class State(enum.Enum):
     """
 
     WAITING = "waiting"  # in the queue; holds nothing
-    IMPORTING = "importing"  # holds shared prefix blocks and reserved ones that the transfer is filling
+    IMPORTING = "importing"  # holds blocks of a cached prefix and reserved ones that the transfer is filling
     RUNNING = "running"  # in the batch
     LEASED = "leased"  # its blocks wait for a remote reader
     FINISHED = "finished"  # holds nothing
@@ -144,6 +144,7 @@ class Sequence:
     num_scheduled: int = 0  # tokens whose KV is computed or being computed by a step in flight
     num_computed: int = 0  # tokens whose KV was computed by a collected step, cached or imported
     num_cached: int = 0  # prompt tokens that the prefix cache held at admission
+    num_restored: int = 0  # those of them that it held in host memory only
     blocks: list[int] = field(default_factory=list)  # the block table: shared ones and own ones
     reserved: list[int] = field(default_factory=list)  # for the import and for growth, in the order of use
     num_sent_blocks: int = 0  # how many of `blocks` the ranks know

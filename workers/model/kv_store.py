@@ -82,18 +82,17 @@ class PagedKv:
     def _allocate(self, num_bytes: int, *, shared: bool) -> torch.Tensor:  # uint8 [num_bytes], zeros
         if self.device.type != "cpu":
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        # All pages are taken now: what does not fit must fail here, not by the kernel's OOM killer under load.
-        if num_bytes > (available := available_memory()):
-            raise ValueError(_misfit(num_bytes, available))
         if not shared:
-            return torch.zeros(num_bytes, dtype=torch.uint8)
+            return host_memory(num_bytes, "kv_cache_gb")
+        if num_bytes > (available := available_memory()):
+            raise ValueError(_misfit("kv_cache_gb", num_bytes, available))
         # A file without a name goes away with the last process that maps it.
         self.shared_fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.shared_fd)
         try:
             os.posix_fallocate(self.shared_fd, 0, num_bytes)
         except OSError as error:
-            raise ValueError(_misfit(num_bytes, available)) from error
+            raise ValueError(_misfit("kv_cache_gb", num_bytes, available)) from error
         shared_memory: torch.Tensor = torch.frombuffer(mmap.mmap(self.shared_fd, num_bytes), dtype=torch.uint8)
         return shared_memory
 
@@ -150,7 +149,12 @@ class PagedKv:
         host = torch.empty(source.shape, dtype=torch.int32, pin_memory=True)
         host.numpy()[...] = source
         self._tokens[group][self._index_on_device(index)] = host.to(self.device, non_blocking=True)
-        self._written.record()
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Has reads that begin now wait for what is written so far; only GPUs need it."""
+        if self.device.type == "cuda":
+            self._written.record()
 
     def _index_on_device(self, index: _Index) -> tuple[Any, ...]:
         layers, both, block, offset, slots = index
@@ -203,10 +207,16 @@ class HostKv:
             raw.transpose(0, 1, 2, 4, 3, 5)[index] = dense
 
 
-def _misfit(num_bytes: int, available: int) -> str:
-    return (
-        f"kv_cache_gb: {num_bytes / 2**30:.3g} GiB do not fit into the {available / 2**30:.3g} GiB that are available"
-    )
+def host_memory(num_bytes: int, setting: str, *, pinned: bool = False) -> torch.Tensor:
+    """Returns zeros in host memory, uint8 [num_bytes]. Raises ValueError, which names the setting, if they do not fit.
+    All pages are taken now: what does not fit must fail here, not by the kernel's OOM killer under load."""
+    if num_bytes > (available := available_memory()):
+        raise ValueError(_misfit(setting, num_bytes, available))
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _misfit(setting: str, num_bytes: int, available: int) -> str:
+    return f"{setting}: {num_bytes / 2**30:.3g} GiB do not fit into the {available / 2**30:.3g} GiB that are available"
 
 
 def _copy(name: str, raw: Bytes, index: _Index, dense: Bytes) -> None:

@@ -28,6 +28,7 @@ from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .device import DTYPES, copy_to_device, enter_device, to_host
+from .host_blocks import HostBlocks
 from .kv_store import PagedKv
 from .loader import build_model, checkpoint_reader, load_weights
 from .models.family import CausalLM
@@ -60,6 +61,7 @@ class ModelRunner(Executor):
         group: Group | None = None,
         batch_invariant: bool = False,
         adapters: AdapterTable | None = None,
+        host: HostBlocks | None = None,
     ) -> None:
         """`model` is loaded and this rank's, `config` the whole model's. `on_stage` is called with "model" and "sample"
         when a step comes to it, for benchmarks. `folder` is the model's, without which there are no grammars."""
@@ -69,6 +71,7 @@ class ModelRunner(Executor):
         self._model = model
         self._on_stage = on_stage or (lambda stage: None)
         self._device = kv.device
+        self._host, self._group = host, group
         tp = TensorParallel(group)
         self._attention = _attention_backend(kv, config, tp, batch_invariant)
         self._graphs: DecodeGraphs | None = None
@@ -102,6 +105,7 @@ class ModelRunner(Executor):
         device: str,
         num_blocks: int,
         block_size: int,
+        num_host_blocks: int = 0,
         shared: bool = False,
         group: Group | None = None,
         batch_invariant: bool = False,
@@ -109,9 +113,10 @@ class ModelRunner(Executor):
         """Loads a checked model folder; of a group's model only this rank's part is read.
 
         `dtype` and `cache_dtype` as in `KvLayout`; `device` is what torch.device takes, and becomes the calling
-        thread's; `shared` as in `PagedKv`. `batch_invariant`: on GPUs a token's logits do not depend on batch and
-        chunks, to the bit, at some cost; on CPUs they do not in any case where the kernels of ours are used. Raises
-        ValueError if the model's heads cannot be split over the group."""
+        thread's; `shared` as in `PagedKv`. `num_host_blocks`: in host memory, of what leaves the KV cache.
+        `batch_invariant`: on GPUs a token's logits do not depend on batch and chunks, to the bit, at some cost; on CPUs
+        they do not in any case where the kernels of ours are used. Raises ValueError if the model's heads cannot be
+        split over the group, or host memory is short."""
         enter_device(device)
         config, target = checkpoint.config, torch.device(device)
         tp = TensorParallel(group)
@@ -119,6 +124,7 @@ class ModelRunner(Executor):
         load_weights(model, checkpoint_reader(checkpoint), target)
         layout, sizes = checkpoint.kv_layout(dtype, cache_dtype), {"num_blocks": num_blocks, "block_size": block_size}
         kv = PagedKv(layout, **sizes, device=target, shared=shared, tp=tp.size, rank=tp.rank)
+        host = HostBlocks(kv, num_host_blocks) if num_host_blocks else None
         adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=target, batch_invariant=batch_invariant)
         return cls(
             config,
@@ -128,6 +134,7 @@ class ModelRunner(Executor):
             group=group,
             batch_invariant=batch_invariant,
             adapters=adapters,
+            host=host,
         )
 
     @property
@@ -152,6 +159,11 @@ class ModelRunner(Executor):
             self._release(sequence_id)
         for adapter in plan.unloaded:
             self.adapters.unload(adapter)
+        if self._host is not None:
+            self._host.save(plan.saved)
+            self._host.restore(plan.restored)
+        if plan.saved and not plan.sequences and self._group:  # a step that computes waits for all ranks in any case
+            self._group.all_reduce(torch.zeros(1, device=self._device))
         if plan.copies:
             self.kv.copy(plan.copies)
         for step in plan.sequences:

@@ -22,6 +22,8 @@ from ..transfer.backend import join_store, listen_store, open_group
 EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
 """The heartbeat of an idle rank 0."""
 
+_PLAN_FIELDS: Final = tuple(each.name for each in fields(StepPlan))
+_PLAN: Final = attrgetter(*_PLAN_FIELDS)
 _STEP_FIELDS: Final = tuple(each.name for each in fields(SequenceStep))
 _SAMPLING_FIELDS: Final = tuple(each.name for each in fields(SamplingParams))
 _VALUES: Final = {SequenceStep: attrgetter(*_STEP_FIELDS), SamplingParams: attrgetter(*_SAMPLING_FIELDS)}
@@ -181,7 +183,7 @@ def rank_loop(group: TpGroup, executor: Executor) -> None:
 def encode_plan(plan: StepPlan) -> bytes:
     """Encodes a plan as msgpack: its parts as tuples of their fields' values."""
     data: bytes = msgpack.packb(
-        (plan.sequences, plan.dropped, plan.copies, plan.unloaded, plan.is_urgent),
+        _PLAN(plan),
         default=lambda part: _VALUES[type(part)](part),
     )
     return data
@@ -190,9 +192,8 @@ def encode_plan(plan: StepPlan) -> bytes:
 def decode_plan(data: bytes) -> StepPlan:
     """Decodes a plan of `encode_plan`. Raises RuntimeError for anything else."""
     try:
-        steps, dropped, copies, unloaded, is_urgent = msgpack.unpackb(data, use_list=False)
-        sequences = tuple(map(_decode_step, steps))
-        return StepPlan(sequences=sequences, dropped=dropped, copies=copies, unloaded=unloaded, is_urgent=is_urgent)
+        plan = dict(zip(_PLAN_FIELDS, msgpack.unpackb(data, use_list=False), strict=True))
+        return StepPlan(**plan | {"sequences": tuple(map(_decode_step, plan["sequences"]))})
     except (ValueError, TypeError) as error:
         raise RuntimeError("rank 0 has sent what is no plan") from error
 

@@ -39,6 +39,7 @@ class RankConfig:
     model_impl: str = "auto"  # see `registry.find_model`
     block_size: int = 16
     kv_cache_bytes: int = 1 << 30  # of this rank
+    kv_host_bytes: int = 0  # of this rank's host memory, for what leaves the KV cache
     context_tokens: int | None = None  # None takes the model's
     num_threads: int = 1  # of torch, on CPU; 0 takes every core that this process may use
     transports: tuple[str, ...] = ("shared",)  # of KV cache, preferred to gRPC in this order
@@ -74,12 +75,17 @@ class Rank:
     # ValueError, whose text may be shown to a user.
     load_grammar: Callable[[str], object] | None = None
     num_graph_replays: Callable[[], int] = lambda: 0  # steps that ran as a CUDA graph
+    num_host_blocks: int = 0  # in host memory, of what leaves the KV cache
     load_adapter: LoadOnRank = lambda number, adapter: "this worker takes no adapters"
 
     def engine_config(self, budgets: Budgets) -> EngineConfig:
         """Returns the configuration of the engine that runs on this rank."""
         return EngineConfig(
-            num_blocks=self.num_blocks, block_size=self.block_size, overlap=self.launches_ahead, budgets=budgets
+            num_blocks=self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
+            block_size=self.block_size,
+            overlap=self.launches_ahead,
+            budgets=budgets,
         )
 
 
@@ -87,8 +93,8 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     """Checks the model folder, loads this rank's part of its weights and allocates the KV memory; then connects the
     group and warms up together with it. Blocks for seconds.
 
-    Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes holds no block or the model cannot be split
-    into group.size parts, RuntimeError if the group's ranks do not come."""
+    Raises CheckpointError for a bad folder, ValueError if kv_cache_bytes or kv_host_bytes holds no block, does not fit
+    into memory or the model cannot be split into group.size parts, RuntimeError if the group's ranks do not come."""
     torch.set_num_threads(config.num_threads or available_cores())
     checkpoint = open_checkpoint(
         Path(config.model),
@@ -99,15 +105,20 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     model = checkpoint.config
     tp = group.size if group else 1
     token_bytes = kv_bytes_per_token(model, tp, config.dtype, config.kv_cache_dtype)
-    num_blocks = config.kv_cache_bytes // (config.block_size * token_bytes)
+    num_blocks, num_host_blocks = (
+        size // (config.block_size * token_bytes) for size in (config.kv_cache_bytes, config.kv_host_bytes)
+    )
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds no block of {config.block_size} tokens")
+    if config.kv_host_bytes and num_host_blocks < 1:
+        raise ValueError(f"kv_host_bytes: {config.kv_host_bytes} holds no block of {config.block_size} tokens")
     runner = ModelRunner.load(
         checkpoint,
         dtype=config.dtype,
         cache_dtype=config.kv_cache_dtype,
         device=config.device,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=config.block_size,
         shared=not {"shared", "nixl"}.isdisjoint(config.transports),
         group=group,
@@ -121,6 +132,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         executor=NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner,
         kv=runner.kv,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=config.block_size,
         vocab_size=model.vocab_size,
         context_tokens=context,

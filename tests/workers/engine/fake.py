@@ -61,6 +61,7 @@ class FakeKv:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._cell_bytes = [self.num_slots(layer) * layout.bytes_per_slot(layer) for layer in range(layout.num_layers)]
         self._cells = [[bytes(size)] * (num_blocks * block_size) for size in self._cell_bytes]  # [layer][place]
+        self._slots: dict[int, list[list[bytes]]] = {}  # in host memory: of each layer the cells of a block
 
     def num_slots(self, layer: int) -> int:
         """See `KvStore.num_slots`."""
@@ -106,6 +107,17 @@ class FakeKv:
         size = self.block_size
         for cells in self._cells:
             cells[target * size : (target + 1) * size] = cells[source * size : (source + 1) * size]
+
+    def save(self, block: int, slot: int) -> None:
+        """Copies a whole block to host memory."""
+        size = self.block_size
+        self._slots[slot] = [cells[block * size : (block + 1) * size] for cells in self._cells]
+
+    def restore(self, slot: int, block: int) -> None:
+        """Copies a whole block back. Raises KeyError if nothing was saved there."""
+        size = self.block_size
+        for cells, saved in zip(self._cells, self._slots[slot], strict=True):
+            cells[block * size : (block + 1) * size] = saved
 
     def history(self, blocks: Sequence[int], num_tokens: int) -> bytes:
         """Returns the history of the first num_tokens tokens. Raises RuntimeError if they are not one sequence's, in
@@ -183,6 +195,12 @@ class FakeExecutor(Executor):
         for sequence_id in plan.dropped:  # also unknown ids: imports that ended before their first step
             for known in (self._tables, self._sampling, self._num_computed, self._sampled):
                 known.pop(sequence_id, None)
+        if len(slots := {slot for _, slot in plan.saved}) < len(plan.saved):
+            raise RuntimeError(f"of {len(plan.saved)} blocks only {len(slots)} have a slot")
+        for block, slot in plan.saved:
+            self.kv.save(block, slot)
+        for slot, block in plan.restored:
+            self.kv.restore(slot, block)
         sources = {source for source, _ in plan.copies}
         for source, target in plan.copies:
             if target in sources:
@@ -195,7 +213,8 @@ class FakeExecutor(Executor):
             if tokens := self._run(step, history, samples):
                 sampled[step.sequence_id] = tokens
                 samples.tokens.extend(tokens)
-        self._sampled = sampled
+        if plan.sequences:
+            self._sampled = sampled
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         return samples

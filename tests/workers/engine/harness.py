@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
+from tandem.tests.workers.spans import span
 from tandem.workers.engine.block_pool import BlockState
 from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
@@ -25,7 +26,7 @@ from tandem.workers.engine.events import (
 from tandem.workers.engine.ngram import Drafter
 from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
 from tandem.workers.engine.sequence import Sequence as EngineSequence
-from tandem.workers.engine.sequence import SequenceSpec, State
+from tandem.workers.engine.sequence import SequenceSpec, State, Task
 from tandem.workers.kv_cache.layout import KvSpan
 
 VOCAB_SIZE = 16
@@ -36,7 +37,9 @@ SeqEvent = Admitted | Progress | NewTokens | PrefillFinished | Suspended | Preem
 
 def engine_config(**config: Any) -> EngineConfig:
     """An engine's configuration from the fields of EngineConfig and of Budgets together."""
-    own = {name: config.pop(name) for name in ("num_blocks", "block_size", "overlap") if name in config}
+    own = {
+        name: config.pop(name) for name in ("num_blocks", "num_host_blocks", "block_size", "overlap") if name in config
+    }
     return EngineConfig(**own, budgets=Budgets(**config))
 
 
@@ -47,6 +50,7 @@ class RecordingExecutor(FakeExecutor):
         super().__init__(num_blocks, block_size, vocab_size=VOCAB_SIZE)
         self.plans: list[StepPlan] = []
         self.failing: dict[int, str] = {}
+        self.restoring: set[int] = set()  # blocks that launched steps restore once they begin
 
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         self.plans.append(plan)
@@ -67,7 +71,7 @@ class RecordingExecutor(FakeExecutor):
 
 class LateExecutor(RecordingExecutor):
     """The slowest of devices: a step begins when its tokens are collected. Writes of KV cache from outside come
-    after the steps launched before them, and reads do not wait for anything."""
+    after the steps launched before them, and reads only after what these restore."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
@@ -77,7 +81,14 @@ class LateExecutor(RecordingExecutor):
     def launch(self, plan: StepPlan, on_layers: OnLayers | None = None) -> Callable[[], Samples]:
         done: list[Callable[[], Samples]] = []
         self.plans.append(plan)
-        self._queue.append(lambda: done.append(FakeExecutor.launch(self, plan)))
+        blocks = {block for _, block in plan.restored}
+        self.restoring |= blocks
+
+        def compute() -> None:
+            done.append(FakeExecutor.launch(self, plan))
+            self.restoring -= blocks
+
+        self._queue.append(compute)
 
         def collect() -> Samples:
             while not done:
@@ -101,6 +112,11 @@ class OrderedKv(FakeKv):
     def write(self, blocks: Sequence[int], span: KvSpan, data: memoryview) -> None:
         self._executor.catch_up()
         super().write(blocks, span, data)
+
+    def read(self, blocks: Sequence[int], span: KvSpan) -> memoryview:
+        if self._executor.restoring:
+            self._executor.catch_up()
+        return super().read(blocks, span)
 
 
 class Guesser(Drafter):
@@ -150,9 +166,16 @@ class Worker:
             events.extend(emitted)
             for event in emitted:
                 if isinstance(event, Admitted):
-                    self._check_cached(event)
+                    if self.config.num_host_blocks == 0:
+                        self._check_cached(event)
+                    if self.specs[event.id].task is Task.DECODE:
+                        self._overwrite(event)
 
         self.engine.step(take)
+        if self.config.num_host_blocks:  # part of it comes with the step
+            for event in events:
+                if isinstance(event, Admitted):
+                    self._check_cached(event)
         budgets = self.config.budgets
         for plan in self.executor.plans[num_plans:]:
             decodes = [step for step in plan.sequences if step.start > 0 and step.num_samples]
@@ -171,7 +194,8 @@ class Worker:
         for change in changes:
             self._follow(change)
         self.check()
-        assert self.cached == set(self.engine.requests.pool._block_of), "the events differ from the cache"
+        pool = self.engine.requests.pool
+        assert self.cached == {*pool._block_of, *pool.host.hashes}, "the events differ from the cache"
         return [event for event in events if not isinstance(event, CacheChanged)]
 
     def _follow(self, change: CacheChanged) -> None:
@@ -220,13 +244,23 @@ class Worker:
         be read when it is reported."""
         spec = self.specs[event.id]
         prefix = spec.tokens[: event.num_cached]
-        found = self.executor.kv.history(event.blocks, event.num_cached)
-        assert found == functools.reduce(_extend, prefix, b""), "KV of another prefix"
-        assert event.num_cached % self.config.block_size == 0
+        cached = event.blocks[: event.num_cached // self.config.block_size]
+        known = next((i for i, block in enumerate(cached) if block in self.executor.restoring), len(cached))
+        num_readable = known * self.config.block_size
+        found = self.executor.kv.history(event.blocks, num_readable)
+        assert found == functools.reduce(_extend, prefix[:num_readable], b""), "KV of another prefix"
+        assert event.num_cached % self.config.block_size == event.num_restored % self.config.block_size == 0
         assert len(event.blocks) == -(-len(spec.tokens) // self.config.block_size)
         others = [s for s in self.specs.values() if s.salt == spec.salt and s is not spec]  # which may overtake it
         if not any(s.beam for s in others):  # they try anything
             assert not prefix or any(history[: len(prefix)] == prefix for s in others for history in _histories(s))
+
+    def _overwrite(self, event: Admitted) -> None:
+        """Begins an import at once, as a transfer in another thread may."""
+        num_tokens = len(self.specs[event.id].tokens) - event.num_cached
+        if num_tokens:
+            part = span(self.executor.kv, event.num_cached, num_tokens)
+            self.executor.kv.write(event.blocks, part, memoryview(bytes(part.size(self.executor.kv.layout))))
 
 
 def _histories(spec: SequenceSpec) -> list[tuple[int, ...]]:

@@ -19,7 +19,8 @@ from tandem.tests.workers.engine.harness import engine_config
 from tandem.tests.workers.engine.pair import Pair, Request
 from tandem.workers.engine.config import EngineConfig, SpeculativeConfig
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted
-from tandem.workers.engine.sequence import BeamSearch, FinishReason
+from tandem.workers.engine.plan import StepPlan
+from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
 ACTIONS = ["submit", "prefill", "decode", "pull", "cancel", "choice", "lose"]
@@ -47,6 +48,7 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
     return engine_config(
         num_blocks=draw(st.integers(least, 3 * least)),
+        num_host_blocks=draw(st.integers(0, 2 * least)),
         block_size=block_size,
         chunk_tokens=draw(st.integers(1, 12)),
         mixed_chunk_tokens=draw(st.integers(1, 12)),
@@ -141,7 +143,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
         walk(random.Random(seed), seen, overlap)
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
     want = {"Preempted", "import", "Progress", "cached", "lost lease", *cancels}
-    want |= {"draft accepted", "draft refused"}
+    want |= {"restored", "restored by an import", "saved before an import", "draft accepted", "draft refused"}
     want |= {"fork", "beams", "copies", "cancel choice waiting", "cancel choice importing", "cancel choice running"}
     want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
     assert want <= set(seen), seen
@@ -160,7 +162,7 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
             pair.submit(requests[-1])
         elif action in ("prefill", "decode"):
             target = pair.prefill if action == "prefill" else pair.decode
-            before = target.in_flight
+            before, num_plans = target.in_flight, len(target.executor.plans)
             events = pair.step(target)
             seen.update(type(event).__name__ for event in events)
             if events and target.executor.plans:
@@ -173,6 +175,11 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
                     seen["draft accepted"] += len(event.token_ids) > 1
                     seen["draft refused"] += len(event.token_ids) <= event.num_draft_tokens
             seen["cached"] += sum(isinstance(event, Admitted) and event.num_cached > 0 for event in events)
+            seen["restored"] += sum(isinstance(event, Admitted) and event.num_restored > 0 for event in events)
+            admitted = [event for event in events if isinstance(event, Admitted) and event.num_restored]
+            seen["restored by an import"] += sum(target.specs[each.id].task is Task.DECODE for each in admitted)
+            alone = [plan for plan in target.executor.plans[num_plans:] if plan.saved and plan == saves(plan)]
+            seen["saved before an import"] += len(alone)
         elif action == "pull" and importing:
             request = rng.choice(importing)
             pair.pull(request, rng.randint(1, 8))
@@ -195,6 +202,10 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
     seen["beams"] += sum(request.beam is not None for request in requests)
 
 
+def saves(plan: StepPlan) -> StepPlan:
+    return StepPlan(sequences=(), dropped=(), saved=plan.saved)
+
+
 def random_request(rng: random.Random) -> Request:
     return Request(
         prompt=tuple(rng.choices([1, 2], k=rng.randint(1, MAX_PROMPT))),
@@ -213,6 +224,7 @@ def random_config(rng: random.Random, overlap: bool) -> EngineConfig:
     least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
     return engine_config(
         num_blocks=rng.randint(least, 3 * least),
+        num_host_blocks=rng.choice([0, rng.randint(1, 3 * least)]),
         block_size=block_size,
         chunk_tokens=rng.randint(1, 12),
         mixed_chunk_tokens=rng.randint(1, 12),

@@ -376,6 +376,7 @@ def configs(draw: st.DrawFn, overlap: bool) -> EngineConfig:
     least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
     return engine_config(
         num_blocks=draw(st.integers(least, 3 * least)),
+        num_host_blocks=draw(st.integers(0, 2 * least)),
         block_size=block_size,
         chunk_tokens=draw(st.integers(1, 12)),
         max_sequences=draw(st.integers(1, 8)),
@@ -446,6 +447,7 @@ def walk_config(rng: random.Random, overlap: bool) -> EngineConfig:
     least = -(-(MAX_PROMPT + MAX_TOKENS - 1) // block_size)
     return engine_config(
         num_blocks=rng.randint(least, 2 * least),
+        num_host_blocks=rng.choice([0, rng.randint(1, 3 * least)]),
         block_size=block_size,
         chunk_tokens=rng.randint(1, 12),
         max_sequences=rng.randint(2, 8),
