@@ -13,6 +13,7 @@ from tandem.tests.tiny import FAMILIES, ROUTED, make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
 from tandem.tests.workers.model.test_exact import NUM_TOKENS, cut, logits_by_position
 from tandem.tests.workers.model.test_generation import ALL_KINDS, generate
+from tandem.tests.workers.model.test_host_blocks import check_blocks_come_back
 from tandem.tests.workers.spans import span
 from tandem.workers.bench import __main__
 from tandem.workers.engine.config import Budgets, EngineConfig
@@ -204,3 +205,8 @@ def test_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--shape tiny --random-weights --device cuda --batches 1,3,16 --prompts 40,600 --context 300"
     assert __main__.main(arguments.split()) == 0
     assert "roofline" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_come_back_from_host_memory(dtype: str) -> None:
+    check_blocks_come_back("cuda", dtype)

@@ -24,7 +24,7 @@ class HostBlocks:
         parts = torch.split(memory.view(num_slots, -1), sizes, dim=1)  # of each group, [num_slots, bytes]
         # Of each group: in the KV cache [num_layers, 2, num_blocks, ...], here [num_slots, num_layers, 2, ...].
         self._groups = [
-            (tensor.view(torch.uint8), part.unflatten(1, (*shape[:2], *shape[3:])))
+            (tensor.view(torch.uint8), part.view(num_slots, *shape[:2], *shape[3:]))
             for tensor, part, shape in zip(kv.tensors, parts, shapes, strict=True)
         ]
 

@@ -153,6 +153,7 @@ def load(
     *,
     dtype: str = "float32",
     num_blocks: int = 128,
+    num_host_blocks: int = 0,
     block_size: int = 16,
     device: str = "cpu",
     batch_invariant: bool = False,
@@ -167,6 +168,7 @@ def load(
         cache_dtype=cache_dtype,
         device=device,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         block_size=block_size,
         batch_invariant=batch_invariant,
     )
