@@ -72,6 +72,8 @@ def test_flags_alone_are_enough() -> None:
             "model: m\nkv_cache_dtype: int8\ndevice: cuda",
             "kv_cache_dtype: int8 has kernels on cpu only, on cuda it must be auto",
         ),
+        ("model: m\ndecode: {kv_host_gb: -1}", "decode.kv_host_gb: must be greater than or equal to 0, got -1"),
+        ("model: m\nprefix_caching: false\nprefill: {kv_host_gb: 1}", "prefill.kv_host_gb: needs prefix_caching"),
         ("model: m\nkv_cache_dtype: fp8", "kv_cache_dtype: must be 'auto' or 'int8', got 'fp8'"),
         ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram', got 'eagle'"),
         (

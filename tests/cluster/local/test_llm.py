@@ -248,6 +248,8 @@ def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[
         ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
         ({"speculative_config": {"method": "eagle"}}, "speculative_config.method: must be 'ngram'"),
         ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
+        ({"kv_host_gb": -1.0}, "kv_host_gb: must be"),
+        ({"kv_host_gb": 1.0, "enable_prefix_caching": False}, "kv_host_gb: needs prefix_caching"),
     ],
 )
 def test_a_wrong_argument_is_named(folder: Path, arguments: dict[str, Any], words: str) -> None:
@@ -293,6 +295,20 @@ def test_more_prompts_than_blocks_for_them_end_with_the_same_tokens(llm: LLM, fo
         found = small.generate(PROMPTS * 2, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
         wait_idle(small)
     assert ids_of(found) == expected
+
+
+def test_what_leaves_the_cache_comes_back_from_host_memory(llm: LLM, folder: Path) -> None:
+    prompts, once = [f"{number} {'dog ' * 50}" for number in range(12)], SamplingParams(temperature=0, max_tokens=4)
+    expected = [ids_of(llm.generate(prompt, once)) for prompt in prompts]
+    with LLM(
+        str(folder), max_num_seqs=2, max_model_len=400, **SMALL | {"kv_cache_gb": 0.001}, kv_host_gb=0.01
+    ) as small:
+        for _ in range(2):
+            assert [ids_of(small.generate(prompt, once)) for prompt in prompts] == expected
+        wait_idle(small)
+        status = small._loop.run(small._engine.status())
+    assert status.info.load.total_blocks * 16 < sum(map(len, prompts)) / 2
+    assert status.num_restored_tokens > 12 * 16
 
 
 def test_ranks_are_processes_that_end_with_it(folder: Path, llm: LLM) -> None:

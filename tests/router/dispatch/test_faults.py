@@ -20,6 +20,7 @@ from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, exp
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.engine.sequence import SequenceSpec, Task
+from tandem.workers.tp.rank import Rank
 from tandem.workers.transfer import frames
 from tandem.workers.transfer.connector import KvConnector
 from tandem.workers.transfer.frames import Commit, Data, TransferError, TransferKey, decode, encode
@@ -265,9 +266,13 @@ async def test_without_another_worker_the_request_fails_in_the_end() -> None:
         await running.dispatcher.close()
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
 @pytest.mark.parametrize("prefill", [0, 1])
-async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None:
-    async with fleet(prefill, 1, rank=lambda role: fake_rank(num_blocks=14), growth_tokens=16) as running:
+async def test_preempted_requests_get_exactly_their_tokens(prefill: int, num_host_blocks: int) -> None:
+    def rank(role: str) -> Rank:
+        return replace(fake_rank(num_blocks=14), num_host_blocks=num_host_blocks)
+
+    async with fleet(prefill, 1, rank=rank, growth_tokens=16) as running:
 
         async def one(number: int) -> int:
             prompt = range(number, number + 30)
@@ -276,6 +281,8 @@ async def test_preempted_requests_get_exactly_their_tokens(prefill: int) -> None
             return timeline.attempts
 
         assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
+        restored = sum(status.num_restored_tokens for status in await running.statuses())
+        assert (restored > 0) == (num_host_blocks > 0)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

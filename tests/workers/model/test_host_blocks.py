@@ -1,7 +1,8 @@
 """KV cache that comes back from host memory, on real models: the same bytes, the same tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_conversations_go_on_with_the_same_tokens(
 ) -> None:
     if dtype == "bfloat16" and not is_exact:
         pytest.skip("tokens depend on the batch without kernels of ours")
-    sizes = {"hidden_size": 256, "head_dim": 32} if cache_dtype == "int8" else {}
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 32} if cache_dtype == "int8" else {}
     folder = make_tiny_model(tmp_path / "tiny", family, **sizes)
     roomy = load(folder, dtype=dtype, cache_dtype=cache_dtype)
     expected, num_cached, num_restored = converse(roomy, kind, 128, 0, overlap)
@@ -119,7 +120,7 @@ def test_conversations_go_on_with_the_same_tokens(
 
 
 async def answers(
-    folder: Path, tp: dict[str, Sequence[int]], prompts: Sequence[Sequence[int]], **config: int
+    folder: Path, tp: Mapping[str, Sequence[int]], prompts: Sequence[Sequence[int]], **config: int
 ) -> tuple[list[list[int]], list[int]]:
     """Returns the answers to prompts, each asked twice in turns, and how many tokens each worker restored."""
     async with split_fleet(folder, tp, **config) as fleet:
