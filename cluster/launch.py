@@ -27,12 +27,11 @@ from ray.serve.schema import ApplicationStatusOverview
 
 from ..proto.errors import TandemError, Unavailable
 from ..router.client.client import Client
-from .config import STOP_MARGIN_SECONDS, TandemConfig, check_interface
+from .config import STOP_MARGIN_SECONDS, NodeOffer, TandemConfig, check_interface
 from .directory import close_directory
 from .environment import own_ray_token
 from .identity_file import kept_identity
 from .members import Continuity
-from .nodes import NodeOffer
 from .ranks import ray_dashboard_url
 from .redeploy import SuccessorWatch, applications_of, is_replaced, retire, running_application, take_over
 from .serve_app import build_app, count_routers

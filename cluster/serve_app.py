@@ -22,15 +22,16 @@ from ..proto.identity import PeerIdentity
 from .app import Router, WorkerPool
 from .config import (
     STOP_MARGIN_SECONDS,
+    NodeOffer,
     PoolConfig,
     PoolRole,
     RouterConfig,
     TandemConfig,
     load_config,
+    ranks_per_node,
 )
 from .local.environment import compute_environment
 from .members import Continuity
-from .nodes import NodeOffer, ranks_per_node
 from .redeploy import first_continuity
 from .scaling.config import ScalingConfig
 from .scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, keep

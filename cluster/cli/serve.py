@@ -47,7 +47,7 @@ def serve(
     quantization: Annotated[str | None, typer.Option(help="Of the weights at loading: int8 or int4.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = None,
     kv_host_gb: Annotated[
-        float | None, typer.Option(help="GiB of host memory of each rank for KV cache that leaves the device; 0: none.")
+        float | None, typer.Option(help="GiB of host memory of each rank, for what leaves it.")
     ] = None,
     speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,

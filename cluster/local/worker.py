@@ -12,6 +12,7 @@ from ..config import PoolRole, TandemConfig
 # Niceness on CPUs. A prefill step may wait for other processes on its cores; a decode step may not, nor may the threads
 # that communicate.
 _PREFILL_NICE: Final = 10
+_GIB: Final = 1024**3
 
 
 def rank_threads(num_threads: int | None, ranks_per_node: int, num_cpus: float) -> int:
@@ -38,8 +39,8 @@ def worker_config(
         batch_invariant=config.numerics == "exact",
         model_impl=config.model_impl,
         block_size=pool.block_size,
-        kv_cache_bytes=pool.kv_cache_bytes,
-        kv_host_bytes=pool.kv_host_bytes,
+        kv_cache_bytes=int(pool.kv_cache_gb * _GIB),
+        kv_host_bytes=int(pool.kv_host_gb * _GIB),
         context_tokens=config.context_tokens,
         num_threads=num_threads,
         transports=config.transports,

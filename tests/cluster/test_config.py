@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tandem.cluster.config import check_interface, load_config
-from tandem.cluster.nodes import NodeOffer, ranks_per_node
+from tandem.cluster.config import NodeOffer, check_interface, load_config, ranks_per_node
 from tandem.cluster.text_files import MAX_FILE_BYTES
 from tandem.proto.errors import InvalidArgument
 
@@ -32,7 +31,7 @@ decode: {kv_cache_gb: 0.5}
     assert (config.model, config.dtype) == ("/models/a", "float32")
     assert (config.router.grpc_port, config.router.http_port) == (0, 0)
     assert (config.prefill.replicas, config.prefill.block_size, config.prefill.resources) == (3, 32, {"p": 1.0})
-    assert (config.decode.block_size, config.decode.kv_cache_bytes) == (16, 2**29)
+    assert (config.decode.block_size, config.decode.kv_cache_gb) == (16, 0.5)
 
 
 @pytest.mark.parametrize(

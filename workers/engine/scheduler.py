@@ -99,6 +99,10 @@ class Scheduler:
             is_urgent |= prompt.spec.continues
             if prompt.spec.continues and not self._is_next_continuing(prompts):
                 break
+        return self._plan(steps, copies, is_urgent), events
+
+    def _plan(self, steps: list[SequenceStep], copies: list[tuple[int, int]], is_urgent: bool) -> StepPlan:
+        """Returns the plan of these steps, with all that is to happen before them."""
         saved, restored = self.pool.host.take_copies()
         plan = StepPlan(
             sequences=tuple(steps),
@@ -111,7 +115,7 @@ class Scheduler:
         )
         self._requests.dropped.clear()
         self.pool.release([source for source, _ in copies])  # not before admission: an import is written at once
-        return plan, events
+        return plan
 
     def _start_committed(self) -> list[Event]:
         """Applies the first tokens of committed imports; reports only those that finish their choice, since the

@@ -28,8 +28,7 @@ from .attention.torch_backend import TorchAttentionBackend
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .device import DTYPES, copy_to_device, enter_device, to_host
-from .host_blocks import HostBlocks
-from .kv_store import PagedKv
+from .kv_store import HostBlocks, PagedKv
 from .loader import build_model, checkpoint_reader, load_weights
 from .models.family import CausalLM
 from .parallel import Group, TensorParallel

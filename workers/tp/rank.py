@@ -105,13 +105,8 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     model = checkpoint.config
     tp = group.size if group else 1
     token_bytes = kv_bytes_per_token(model, tp, config.dtype, config.kv_cache_dtype)
-    num_blocks, num_host_blocks = (
-        size // (config.block_size * token_bytes) for size in (config.kv_cache_bytes, config.kv_host_bytes)
-    )
-    if num_blocks < 1:
-        raise ValueError(f"kv_cache_bytes: {config.kv_cache_bytes} holds no block of {config.block_size} tokens")
-    if config.kv_host_bytes and num_host_blocks < 1:
-        raise ValueError(f"kv_host_bytes: {config.kv_host_bytes} holds no block of {config.block_size} tokens")
+    num_blocks = _count_blocks(config, "kv_cache_bytes", token_bytes)
+    num_host_blocks = _count_blocks(config, "kv_host_bytes", token_bytes) if config.kv_host_bytes else 0
     runner = ModelRunner.load(
         checkpoint,
         dtype=config.dtype,
@@ -142,6 +137,14 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         num_graph_replays=runner.num_graph_replays,
         load_adapter=adapter_loader(runner, config.adapter_folders, config.max_lora_rank),
     )
+
+
+def _count_blocks(config: RankConfig, setting: str, token_bytes: int) -> int:
+    """Returns how many blocks fit into a setting's bytes. Raises ValueError if none does."""
+    size: int = getattr(config, setting)
+    if size < config.block_size * token_bytes:
+        raise ValueError(f"{setting}: {size} holds no block of {config.block_size} tokens")
+    return size // (config.block_size * token_bytes)
 
 
 def enter_engine_thread(config: RankConfig) -> None:

@@ -307,7 +307,7 @@ def test_what_leaves_the_cache_comes_back_from_host_memory(llm: LLM, folder: Pat
             assert [ids_of(small.generate(prompt, once)) for prompt in prompts] == expected
         wait_idle(small)
         status = small._loop.run(small._engine.status())
-    assert status.info.load.total_blocks * 16 < sum(map(len, prompts)) / 2
+    assert status.info.load.total_blocks < 12 * 16  # each has more blocks
     assert status.num_restored_tokens > 12 * 16
 
 
