@@ -46,9 +46,7 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     quantization: Annotated[str | None, typer.Option(help="Of the weights at loading: int8 or int4.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = None,
-    kv_host_gb: Annotated[
-        float | None, typer.Option(help="GiB of host memory of each rank, for what leaves it.")
-    ] = None,
+    kv_host_gb: Annotated[float | None, typer.Option(help="GiB of host memory a rank, for what leaves it.")] = None,
     speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
