@@ -141,6 +141,8 @@ PLAN_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "sequences": st.lists((KNOWN | NEW).map(lambda step: SequenceStep(**step)), max_size=5).map(tuple),
     "dropped": st.lists(st.integers(0, 2**63 - 1)).map(tuple),
     "copies": st.lists(st.tuples(IDS, IDS)).map(tuple),
+    "saved": st.lists(st.tuples(IDS, IDS)).map(tuple),
+    "restored": st.lists(st.tuples(IDS, IDS)).map(tuple),
     "unloaded": st.lists(IDS).map(tuple),
     "is_urgent": st.booleans(),
 }
