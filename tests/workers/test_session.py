@@ -221,16 +221,16 @@ async def test_a_closed_session_sends_unfinished_outputs(monkeypatch: pytest.Mon
 
 
 async def test_no_turn_of_the_loop_is_long_for_a_long_prompt() -> None:
-    """In its processor's time, since other tests may run; all at once they take a tenth of a second."""
+    """As a part of all of them, in its processor's time: neither depends on the machine and on what else runs."""
     top = tuple((number, -0.5) for number in range(20))
     scores = tuple(SampledLogprobs(logprob=-1.0, top=top) for _ in range(32_768))
     token = NewTokens(id=1, first_index=0, token_ids=(7,), finish=None, prefill_seconds=0.1, prompt_logprobs=scores)
-    session, longest, began = RouterSession(), 0.0, time.thread_time()
+    session, times = RouterSession(), [time.thread_time()]
     session.put_tokens(("a", 1), 0, token)
     while session._unfinished:
         await asyncio.sleep(0)
-        longest, began = max(longest, time.thread_time() - began), time.thread_time()
-    longest = max(longest, time.thread_time() - began)
-    assert longest < 0.03
+        times.append(time.thread_time())
+    turns = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert max(turns) < sum(turns) / 3
     (output,) = (await taken(session)).outputs
     assert len(output.tokens.prompt_logprobs) == 32_768

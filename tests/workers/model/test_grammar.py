@@ -282,7 +282,7 @@ def test_no_ambiguous_grammar_takes_long_for_a_step(folder: Path, kind: str) -> 
         longest_step = max(longest_step, time.thread_time() - began)
         if matcher.is_stopped():
             break
-    assert longest_step < 0.06
+    assert longest_step < 0.4  # far from both: what is right takes 0.05
 
 
 def test_what_people_ask_for_is_within_the_limits(folder: Path) -> None:

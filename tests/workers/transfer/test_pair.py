@@ -188,7 +188,7 @@ async def test_a_lost_or_silent_joiner_is_noticed(how: signal.Signals, verb: str
         for call in (pair.send(bytearray(b"x")), pair.receive(1), pair.accept()):
             with pytest.raises(TransferError):
                 await call
-        assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < TIMEOUT / 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -232,7 +232,7 @@ async def test_close_ends_what_waits_and_can_be_said_twice() -> None:
         other.close()
         with pytest.raises(TransferError, match="closed"):
             await waiting
-        assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < TIMEOUT / 2
         pair.close()
         with pytest.raises(TransferError, match="closed"):
             await pair.send(bytearray(b"x"))
