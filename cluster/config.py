@@ -5,7 +5,6 @@ Does not import Ray: the deployments (`app.py`) and the launcher (`launch.py`) r
 
 import difflib
 import ipaddress
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Self, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, Strict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..proto.errors import InvalidArgument
 from ..proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, STALL_SECONDS
 from ..router.adapters import MAX_ADAPTERS, AdapterName, LoraConfig
-from ..router.auth.tls import TlsFiles
+from ..router.auth.config import SECTION, AbsolutePath, AuthConfig, TlsConfig
 from ..router.frontend.chat_formats import ReasoningParserName, ToolCallParserName
 from ..router.scheduling.admission import QUEUE_SECONDS_HELP
 from ..workers.engine.config import SpeculativeConfig, default_chunk_tokens
@@ -45,7 +44,6 @@ _Name = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-zA-Z0-9._-]+)$")]
 _Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/ ]+)$")]
 HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
-AbsolutePath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(os.path.abspath)]
 PoolRole = Literal["prefill", "decode"]
 Quantization = Literal["int8", "int4"]
 KvCacheDtype = Literal["auto", "int8"]
@@ -54,47 +52,12 @@ Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(ma
 _LabelKey = Annotated[str, Field(max_length=317, pattern=r"^([a-z0-9.-]+/)?[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
 _LabelValue = Annotated[str, Field(max_length=63, pattern=r"^[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
 Labels = Annotated[dict[_LabelKey, _LabelValue], Field(max_length=32)]
-_SECTION: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class AuthConfig(BaseModel):
-    """Configures who may call the routers. Without keys everyone may, but on loopback only unless it says otherwise."""
-
-    model_config = _SECTION
-
-    keys_file: AbsolutePath | None = None  # as `tandem key` makes it; at this path on every node of a router
-    allow_anonymous: bool = False  # serve without keys on any interface
-    # Whether callers without a key share cached prefixes with all others; if not, only within one connection: whether a
-    # prompt is cached says that another has sent it. None: on loopback.
-    share_anonymous_prefixes: bool | None = None
-
-    @model_validator(mode="after")
-    def _needs_keys_or_not(self) -> Self:
-        if self.keys_file is not None and self.allow_anonymous:
-            raise ValueError("auth.allow_anonymous: does not go with auth.keys_file")
-        return self
-
-
-class TlsConfig(BaseModel):
-    """Configures TLS at the API servers: files in PEM, at these paths on every node of a router. They may be replaced
-    while the service runs."""
-
-    model_config = _SECTION
-
-    certificate: AbsolutePath  # with its chain
-    key: AbsolutePath
-    client_ca: AbsolutePath | None = None  # only clients with a certificate of it are served
-
-    @property
-    def files(self) -> TlsFiles:
-        client_ca = None if self.client_ca is None else Path(self.client_ca)
-        return TlsFiles(certificate=Path(self.certificate), key=Path(self.key), client_ca=client_ca)
 
 
 class PeerTlsConfig(BaseModel):
     """Configures TLS between routers, workers and ranks."""
 
-    model_config = _SECTION
+    model_config = SECTION
 
     # cluster: certificates that are made when the service is launched; files: those named here. None: plaintext if all
     # nodes are loopback, else cluster.
@@ -118,7 +81,7 @@ class PeerTlsConfig(BaseModel):
 class TracingConfig(BaseModel):
     """Configures where spans of requests go, over OTLP; needs the extra `otel`."""
 
-    model_config = _SECTION
+    model_config = SECTION
 
     endpoint: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^/ ]+")] | None = None  # with /v1/traces
     sample_ratio: float = Field(default=1.0, ge=0, le=1)  # of requests whose caller has not decided
@@ -127,7 +90,7 @@ class TracingConfig(BaseModel):
 class RouterConfig(BaseModel):
     """Configures the routers: how many, the ports of their API servers, the bounds of the queue, where they may run."""
 
-    model_config = _SECTION
+    model_config = SECTION
 
     replicas: int | None = Field(default=None, ge=1, le=256)  # None: 1 on a local Ray, one a node on a cluster
     # The interface that the API servers bind. None: as all servers. Clients and the directory are told the address that
@@ -170,7 +133,7 @@ class RouterConfig(BaseModel):
 class PoolConfig(BaseModel):
     """Configures one pool of workers: how many, how each is split, its budgets, and where it may run."""
 
-    model_config = _SECTION
+    model_config = SECTION
 
     replicas: int = Field(default=1, ge=0, le=256)  # with `autoscaling` the fewest
     autoscaling: ScalingConfig | None = None  # None: always `replicas` workers
@@ -181,6 +144,9 @@ class PoolConfig(BaseModel):
     block_size: int = Field(default=16, ge=1, le=1024)  # tokens
     kv_cache_gb: float = Field(default=1.0, ge=0.001, le=4096)  # GiB of each rank's memory; its heads of every token
     kv_host_gb: float = Field(default=0.0, ge=0, le=4096)  # GiB of each rank's host memory, for what leaves that cache
+    # A folder on every node of the pool, and GiB of its disk for each worker, which keep KV cache beyond a restart.
+    kv_disk: AbsolutePath | None = None
+    kv_disk_gb: float = Field(default=0.0, ge=0, le=1_048_576)
     # Of prompts, computed in one step. None is 2048, on CPUs 512, with one thread 128.
     chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     # The same beside sequences that decode: all of them wait for it. None is 512, on CPUs 32.
@@ -203,7 +169,7 @@ class PoolConfig(BaseModel):
 class TandemConfig(BaseModel):
     """Configures a whole service. `name` keeps two services apart on one Ray cluster."""
 
-    model_config = _SECTION
+    model_config = SECTION
 
     model: str = Field(min_length=1, max_length=4096)  # a demo model's name, a local folder or a hub id
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
@@ -263,8 +229,13 @@ class TandemConfig(BaseModel):
         if self.served_name in self.adapters:
             raise ValueError(f"adapters.{self.served_name}: is the name of the model")
         for role, pool in self.pools.items():
-            if pool.kv_host_gb and not self.prefix_caching:
-                raise ValueError(f"{role}.kv_host_gb: needs prefix_caching")
+            for setting in ("kv_host_gb", "kv_disk"):
+                if getattr(pool, setting) and not self.prefix_caching:
+                    raise ValueError(f"{role}.{setting}: needs prefix_caching")
+            if (pool.kv_disk is None) != (pool.kv_disk_gb == 0):
+                raise ValueError(f"{role}.kv_disk: goes with kv_disk_gb above 0, and that with it")
+            if pool.kv_disk is not None and pool.tp > 1:
+                raise ValueError(f"{role}.kv_disk: needs tp 1, got {pool.tp}; a group of ranks keeps none on disk")
             if pool.autoscaling is not None:
                 pool.autoscaling.check(role, pool.replicas)
         return self

@@ -22,6 +22,7 @@ from ..router.api.console.feed import ConsoleFeed
 from ..router.api.servers import ApiServers
 from ..router.api.service import GenerationService
 from ..router.auth.authenticator import Authenticator
+from ..router.auth.config import AuthConfig
 from ..router.auth.keys import load_keys
 from ..router.auth.tls import ServerTls
 from ..router.auth.watch import FileWatch
@@ -33,7 +34,7 @@ from ..router.request import LoraAdapter
 from ..router.scheduling.admission import Admission
 from ..router.scheduling.registry import WorkerRegistry
 from ..workers.model.config import read_context_tokens
-from .config import AuthConfig, RouterConfig, TandemConfig, check_interface, is_loopback
+from .config import RouterConfig, TandemConfig, check_interface, is_loopback
 from .scaling.reports import router_report
 from .status import load_on_workers
 from .store.adapters import configured_adapters, named_adapter

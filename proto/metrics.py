@@ -189,7 +189,7 @@ RESTORED = _counter(
     "tandem_kv_restored_tokens_total",
     "Prompt tokens whose KV cache had left the device, and came back from a lower tier.",
     worker=True,
-    tier=("host",),
+    tier=("host", "disk"),
 )
 KV_FAILURES = _counter(
     "tandem_kv_transfer_failures_total",

@@ -12,7 +12,7 @@ from tandem.workers.worker import WorkerConfig
 def worker_config(model: str = "", **values: Any) -> WorkerConfig:
     """A WorkerConfig from the fields of WorkerConfig, Budgets and RankConfig together."""
     budgets = {field.name: values.pop(field.name) for field in fields(Budgets) if field.name in values}
-    own = {name: values.pop(name) for name in ("lease_seconds", "hang_seconds", "canary_seconds") if name in values}
+    own = {each.name: values.pop(each.name) for each in fields(WorkerConfig) if each.name in values}
     return WorkerConfig(
         rank=RankConfig(model=model, **({"identity": IDENTITY} | values)), budgets=Budgets(**budgets), **own
     )

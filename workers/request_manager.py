@@ -18,6 +18,8 @@ from ..proto import worker_pb2
 from ..proto.errors import InvalidArgument
 from ..proto.hashing import hash_prompt
 from ..proto.metrics import NULL_METRICS, RECOMPUTED, RESTORED, SUSPENDS, Metrics
+from .cache_reports import CacheReports
+from .disk_tier import DiskTier
 from .engine.engine import Engine
 from .engine.events import (
     Admitted,
@@ -33,9 +35,9 @@ from .engine.events import (
 from .engine.plan import FirstTokens
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
+from .grammars import GrammarCompiler
 from .session import RouterSession, WorkerRequest
 from .submit import WorkerLimits, parse_submit
-from .threads import in_thread
 from .tp.adapters import AdapterCache
 from .tp.kv_group import KvGroup
 from .transfer.frames import TransferError
@@ -57,20 +59,20 @@ class RequestManager:
     thread: EngineThread
     kv: KvGroup
     limits: WorkerLimits
-    load_grammar: Callable[[str], object] | None
+    grammars: GrammarCompiler | None
     adapters: AdapterCache
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
     failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
+    reports: CacheReports = field(default_factory=CacheReports)
+    disk: DiskTier | None = None
     metrics: Metrics = NULL_METRICS
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
     num_recomputed_tokens: int = field(init=False, default=0)  # of requests with tokens from elsewhere
-    sessions: set[RouterSession] = field(init=False, default_factory=set)
     _requests: set[WorkerRequest] = field(init=False, default_factory=set)
     # Request and choice, by sequence id.
     _sequences: dict[int, tuple[WorkerRequest, int]] = field(init=False, default_factory=dict)
     _next_id: int = field(init=False, default=0)
-    _compiling: dict[str, asyncio.Future[object]] = field(init=False, default_factory=dict)  # by grammar
     _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __len__(self) -> int:
@@ -79,7 +81,7 @@ class RequestManager:
     def leave(self) -> None:
         """Refuses new requests from now on, and has every session report so at once."""
         self.is_leaving = True
-        for session in self.sessions:
+        for session in self.reports.sessions:
             session.wake()
 
     async def wait_idle(self, seconds: float) -> None:
@@ -100,12 +102,8 @@ class RequestManager:
         # Before any command is read: the router then knows of a worker that dies in its first step that it had lived.
         await send(worker_pb2.SessionResponse(load=self.load()))
         session = RouterSession()
-        self.sessions.add(session)
-
-        def report_cache(engine: Engine) -> None:  # in the engine's thread: later changes reach the loop after it
-            self.thread.call_in_loop(partial(session.start_cache_reports, engine.cached_hashes()))
-
-        self.thread.post(report_cache)
+        self.reports.sessions.add(session)
+        self.reports.start(session)
         reader = asyncio.create_task(self._read(session, commands))
         reported, next_load = (-1, False), 0.0
         try:
@@ -117,7 +115,7 @@ class RequestManager:
                 await send(message)
         finally:
             reader.cancel()
-            self.sessions.discard(session)
+            self.reports.sessions.discard(session)
             for request in list(session.requests.values()):
                 self.end(request)
             (error,) = await asyncio.gather(reader, return_exceptions=True)
@@ -161,7 +159,7 @@ class RequestManager:
         if spec.task is Task.DECODE:
             request.fetch = self.kv.fetch(spec.id, submit.kv, hash_prompt(spec.tokens, spec.salt))
             request.fetch.add_done_callback(partial(self._fetched, request))
-        if request.adapter or (spec.sampling.grammar and self.load_grammar is not None):
+        if request.adapter or (spec.sampling.grammar and self.grammars is not None):
             request.preparing = asyncio.create_task(self._prepare(request, submitted))
             request.preparing.add_done_callback(self._check_task)
         else:
@@ -221,7 +219,7 @@ class RequestManager:
         kind = worker_pb2.FAILURE_KIND_WORKER if failed else worker_pb2.FAILURE_KIND_GONE
         for request in list(self._requests):
             self._refuse(request, kind, "the engine has failed" if failed else _LEAVING)
-        for session in self.sessions:
+        for session in self.reports.sessions:
             session.close()
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -229,8 +227,7 @@ class RequestManager:
         try:
             for event in events:
                 if isinstance(event, CacheChanged):
-                    for session in self.sessions:
-                        session.change_cache(event.stored, event.evicted)
+                    self.reports.change("memory", event.stored, event.evicted)
                     continue
                 request, choice = self._sequences.get(event.id, (None, 0))
                 if request is None:
@@ -240,6 +237,9 @@ class RequestManager:
                         request.session.put_tokens(request.key, choice, event)
                         if event.finish is not None:
                             self._end_choice(request, choice)
+                    case Admitted() if event.importing and self.disk is not None:
+                        loading = self.kv.load(event.id, self.disk.load(event))
+                        loading.add_done_callback(partial(self._loaded, request, event))
                     case Admitted():
                         request.session.put(request.key, admitted=self._admitted(request, event))
                     case Progress():
@@ -331,9 +331,9 @@ class RequestManager:
                 if request.adapter:
                     number = await self.load_adapter(request.adapter)
                     request.spec = replace(request.spec, adapter=number)
-                if request.spec.sampling.grammar and self.load_grammar is not None:
+                if request.spec.sampling.grammar and self.grammars is not None:
                     missing = "grammar: is not compiled"
-                    request.grammar = await self._compile(request.spec.sampling.grammar, self.load_grammar)
+                    request.grammar = await self.grammars.compile(request.spec.sampling.grammar)
         except TimeoutError:
             message = f"{missing} after {_PREPARE_SECONDS:g} seconds"
             self._refuse(request, worker_pb2.FAILURE_KIND_INVALID, message)
@@ -349,16 +349,6 @@ class RequestManager:
         queue.Full."""
         in_use = {request.adapter.fingerprint for request in self._requests if request.adapter}
         return await self.adapters.load(adapter, in_use)
-
-    async def _compile(self, text: str, load_grammar: Callable[[str], object]) -> object:
-        """Compiles a grammar, once for all requests with it at the time. Raises InvalidArgument."""
-        if text not in self._compiling:
-            self._compiling[text] = in_thread(partial(load_grammar, text), "tandem-grammar")
-            self._compiling[text].add_done_callback(lambda _: self._compiling.pop(text))
-        try:
-            return await asyncio.shield(self._compiling[text])
-        except ValueError as error:
-            raise InvalidArgument(str(error), "grammar") from error
 
     def _check_task(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -380,6 +370,19 @@ class RequestManager:
             if request in self._requests:
                 request.session.put(request.key, kv_received=received)
                 self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
+
+    def _loaded(self, request: WorkerRequest, event: Admitted, task: "asyncio.Task[int]") -> None:
+        """Starts a sequence with what has come from the disk."""
+        if task.cancelled() or request not in self._requests:
+            return
+        if error := task.exception():  # a defect: what the disk does is no failure
+            self.failed(error)
+            return
+        num_tokens = task.result()
+        self.metrics.add(RESTORED, num_tokens, tier="disk")
+        admitted = replace(event, num_cached=event.num_cached + num_tokens)
+        request.session.put(request.key, admitted=self._admitted(request, admitted))
+        self.thread.post(lambda engine: engine.commit_prefix(event.id, num_tokens))
 
     def _check_first_tokens(self, spec: SequenceSpec, first: FirstTokens) -> None:
         """Raises TransferError unless the engine can continue with `first`."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Full
 from typing import Self
 
@@ -20,6 +21,8 @@ from ..proto.channel import PeerServer
 from ..proto.errors import InvalidArgument
 from ..proto.metrics import NULL_METRICS, UNBALANCED, Metrics
 from ..proto.shared_result import SharedResult
+from .cache_reports import CacheReports
+from .disk_tier import DiskTier
 from .engine.block_pool import BlockState
 from .engine.config import Budgets
 from .engine.engine import Engine
@@ -27,6 +30,7 @@ from .engine.plan import SamplingParams
 from .engine.sequence import SequenceSpec, Task
 from .engine_thread import EngineThread
 from .figures import WorkerFigures
+from .grammars import GrammarCompiler
 from .malloc import keep_freed_memory
 from .model.device import enter_device
 from .request_manager import RequestManager
@@ -59,6 +63,8 @@ class WorkerConfig:
 
     rank: RankConfig
     budgets: Budgets = field(default_factory=Budgets)
+    kv_disk: str | None = None  # the folder of KV cache on disk
+    kv_disk_bytes: int = 0
     lease_seconds: float = 30.0  # how long a finished prefill's KV cache is kept without a reader
     hang_seconds: float = 10.0  # without progress of the engine, after which it is taken to hang
     canary_seconds: float = 30.0  # without work, after which a health check has the engine make a step
@@ -89,7 +95,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._canary_seconds = config.canary_seconds
         self._metrics = metrics
         self._progress, steps = Watchdog(), new_step_log()
-        self._engine = Engine(WatchedExecutor(rank.executor, self._progress, steps), rank.engine_config(config.budgets))
+        self._disk: DiskTier | None = None
+        if config.kv_disk is not None:
+            self._disk = DiskTier.open(config.kv_disk, role, rank.kv, config.kv_disk_bytes)
+        watched = WatchedExecutor(rank.executor, self._progress, steps)
+        self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
         self._thread = EngineThread(self._engine, self._fail, self._progress)
         sender = KvSender(
@@ -125,7 +135,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
                 max_sequences=config.budgets.max_sequences,
                 eos_ids=rank.eos_ids,
             ),
-            load_grammar=rank.load_grammar,
+            grammars=GrammarCompiler(rank.load_grammar) if rank.load_grammar else None,
             adapters=AdapterCache(
                 rank.load_adapter,
                 self._coordinator.clients,
@@ -135,8 +145,19 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             kv_handle=self._kv_handle,
             load=self.load,
             failed=self._fail,
+            reports=self._cache_reports(),
+            disk=self._disk,
             metrics=self._metrics,
         )
+
+    def _cache_reports(self) -> CacheReports:
+        disk, thread = self._disk, self._thread
+        if disk is None:
+            return CacheReports()
+        reports = CacheReports(lambda stored: disk.keep(stored, thread))
+        disk.on_change = partial(reports.change, "disk")
+        disk.report()
+        return reports
 
     @classmethod
     async def start(
@@ -217,6 +238,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._endpoint.disconnect()
         await self._server.stop(max(deadline - time.monotonic(), _GOODBYE_SECONDS))
         try:
+            if self._disk is not None:
+                await self._disk.close()
             await self._thread.stop(_COMMAND_SECONDS)
             await self._coordinator.stop_ranks()
         finally:
@@ -309,7 +332,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         integrity_ok = await self._integrity.get()
         return worker_pb2.GetStatusResponse(
             info=self.info(),
-            num_sessions=len(self._requests.sessions),
+            num_sessions=len(self._requests.reports.sessions),
             num_leases=self._kv.num_leases,
             num_transfers=self._kv.num_transfers,
             num_requests=len(self._requests),

@@ -47,6 +47,8 @@ def serve(
     quantization: Annotated[str | None, typer.Option(help="Of the weights at loading: int8 or int4.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = None,
     kv_host_gb: Annotated[float | None, typer.Option(help="GiB of host memory a rank, for what leaves it.")] = None,
+    kv_disk: Annotated[Path | None, typer.Option(help="A folder that keeps KV cache beyond a restart.")] = None,
+    kv_disk_gb: Annotated[float | None, typer.Option(help="GiB of its disk for each worker.")] = None,
     speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
@@ -89,8 +91,9 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
     tp = values.pop("tp")
     for pool in ("prefill", "decode"):
         values[f"{pool}_tp"] = tp if values[f"{pool}_tp"] is None else values[f"{pool}_tp"]
-    kv_host_gb = values.pop("kv_host_gb")
-    values |= {f"{pool}.kv_host_gb": kv_host_gb for pool in ("prefill", "decode")}
+    values["kv_disk"] = None if values["kv_disk"] is None else str(values["kv_disk"])
+    for name in ("kv_host_gb", "kv_disk", "kv_disk_gb"):
+        values |= dict.fromkeys((f"prefill.{name}", f"decode.{name}"), values.pop(name))
     if values["api_keys"] is not None:
         values["api_keys"] = str(values["api_keys"])
     return {_KEYS.get(flag, flag): value for flag, value in values.items()}

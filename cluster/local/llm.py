@@ -51,8 +51,8 @@ _KEYS: Final = {
     **{"tensor_parallel_size": "decode.tp", "max_model_len": "context_tokens", "max_num_seqs": "decode.max_sequences"},
     **{"enable_prefix_caching": "prefix_caching", "kv_cache_gb": "decode.kv_cache_gb"},
     **{"kv_host_gb": "decode.kv_host_gb", "block_size": "decode.block_size", "num_threads": "decode.num_threads"},
+    **{"kv_disk": "decode.kv_disk", "kv_disk_gb": "decode.kv_disk_gb", "speculative_config": "speculative"},
     **{"max_loras": "lora.max_loras", "max_lora_rank": "lora.max_lora_rank"},
-    "speculative_config": "speculative",
 }
 """The keys of the configuration that are not called as the arguments are."""
 
@@ -85,6 +85,8 @@ class LLM:
         max_num_seqs: int = 64,
         kv_cache_gb: float = 1.0,
         kv_host_gb: float = 0.0,
+        kv_disk: str | None = None,
+        kv_disk_gb: float = 0.0,
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
@@ -100,23 +102,18 @@ class LLM:
         they are loaded: int8 or int4; None takes them as they are. `kv_cache_dtype`: auto takes `dtype`, or int8.
         `speculative_config`: as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 5}. `max_model_len`: the
         longest prompt plus completion; None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each
-        process. `kv_host_gb`: the same, of host memory for what leaves it. `num_threads`: of each process; None shares
-        the cores. `numerics`: fast or exact, as in the configuration of a service. `generation_config`: auto takes what
-        parameters leave out from the model's generation_config.json, or none. `served_model_name`: what the requests of
-        a batch may call the model. `max_loras`: adapters held at once.
+        process. `kv_host_gb`: the same, of host memory for what leaves it. `kv_disk`: a folder that keeps it beyond the
+        process, in `kv_disk_gb`. `num_threads`: of each process; None shares the cores. `numerics`: fast or exact, as
+        in the configuration of a service. `generation_config`: auto takes what parameters leave out from the model's
+        file, or none. `served_model_name`: what the requests of a batch may call the model. `max_loras`: held at once.
 
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
-        given: dict[str, object] = {"model": model, "dtype": dtype, "device": device, "numerics": numerics}
-        given |= {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-        given |= {"generation_config": generation_config}
-        given |= {"speculative_config": None if speculative_config is None else dict(speculative_config)}
-        given |= {"tensor_parallel_size": tensor_parallel_size, "max_model_len": max_model_len}
-        given |= {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "block_size": block_size}
-        given |= {"kv_host_gb": kv_host_gb, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
-        given |= {"enable_prefix_caching": enable_prefix_caching, "served_model_name": served_model_name}
+        given: dict[str, object] = {name: value for name, value in locals().items() if name != "self"}
+        if speculative_config is not None:
+            given["speculative_config"] = dict(speculative_config)
         with _naming_arguments():
-            self._loop, engine = _start(_configure(given | {"num_threads": num_threads}))
+            self._loop, engine = _start(_configure(given))
         self._running: LocalEngine | None = engine
         self._stop = weakref.finalize(self, _stop_collected, self._loop, engine)
 

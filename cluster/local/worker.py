@@ -60,5 +60,10 @@ def worker_config(
         speculative=config.speculative,
     )
     return WorkerConfig(
-        rank=rank, budgets=budgets, lease_seconds=config.lease_seconds, hang_seconds=config.hang_seconds
+        rank=rank,
+        budgets=budgets,
+        kv_disk=pool.kv_disk,
+        kv_disk_bytes=int(pool.kv_disk_gb * _GIB),
+        lease_seconds=config.lease_seconds,
+        hang_seconds=config.hang_seconds,
     )

@@ -10,9 +10,10 @@ import httpx
 import psutil
 import pytest
 
-from tandem.cluster.config import AuthConfig, TandemConfig, load_config
+from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.runtime import RouterRuntime
 from tandem.proto.errors import InvalidArgument, Unavailable
+from tandem.router.auth.config import AuthConfig
 from tandem.router.auth.keys import create_key
 from tandem.router.client.client import AsyncClient
 from tandem.router.client.wire import ClientTls

@@ -23,9 +23,9 @@ def known(session: RawSession) -> set[bytes]:
 async def cached(worker: Worker) -> set[bytes]:
     """What is cached, once no request is left to change it."""
     await idle(worker)
-    hashes = worker._engine.cached_hashes()
-    assert len(hashes) == len(set(hashes)) == worker.load().cached_blocks
-    return set(hashes)
+    hashes = set(worker._engine.requests.pool._block_of)
+    assert len(hashes) == worker.load().cached_blocks
+    return hashes
 
 
 async def follow(session: RawSession, hashes: set[bytes]) -> None:

@@ -155,11 +155,6 @@ class BlockPool:
         self._evicted.clear()
         return stored, evicted
 
-    def reported_hashes(self) -> list[bytes]:
-        """Returns the hashes that were in the cache at the last call of `take_changes`."""
-        cached = [*self._block_of, *(digest for digest in self.host.hashes if digest not in self._block_of)]
-        return [digest for digest in cached if digest not in self._stored] + list(self._evicted)
-
     def check_integrity(self) -> None:
         """Raises RuntimeError unless free + cached + owned + leased + reserved == total and every index agrees."""
         for block, state in enumerate(self._state):

@@ -5,7 +5,7 @@ Knows nothing of tokenization, text, networks or where its plans are carried out
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import Full
@@ -14,7 +14,7 @@ from typing import Final
 from .block_pool import BlockState
 from .config import EngineConfig
 from .events import Admitted, CacheChanged, Event, Progress
-from .plan import Constrained, Executor, FirstTokens, Samples, StepPlan
+from .plan import Constrained, Executor, FirstTokens, PrefixSource, Samples, StepPlan
 from .request_table import RequestTable
 from .scheduler import Scheduler
 from .sequence import SequenceSpec, State, Task
@@ -33,11 +33,18 @@ class Engine:
     before it has finished the last.
     """
 
-    def __init__(self, executor: Executor, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds."""
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        source: PrefixSource | None = None,
+    ) -> None:
+        """`clock` returns seconds. Prefixes that `source` knows are imported, see `commit_prefix`."""
         self.config = config
         self.requests = RequestTable(config, clock)
-        self.scheduler = Scheduler(self.requests, self._prepare_masks)
+        self.scheduler = Scheduler(self.requests, self._prepare_masks, self._count_importable)
+        self._source = source
         self.step_seconds = 0.0  # moving mean of the steps with decodes; read from any thread
         self._prompt_tokens = self._prompt_seconds = 0.0  # moving means of the steps with prompts
         # Of the last steps with nothing but decodes, without the time for masks.
@@ -103,13 +110,38 @@ class Engine:
         sequence = self.requests.sequences.get(sequence_id)
         if sequence is None:
             return
-        if sequence.state is not State.IMPORTING:
+        if sequence.state is not State.IMPORTING or sequence.importing:
             raise RuntimeError(f"sequence {sequence_id}: commit while {sequence.state.value}")
         sequence.spec.check_first_tokens(first_tokens)
         self.requests.start(sequence)
         sequence.num_scheduled = sequence.num_computed = sequence.num_tokens
         self.requests.publish(sequence)
         self.requests.committed.append((sequence, first_tokens))
+
+    def commit_prefix(self, sequence_id: int, num_tokens: int) -> None:
+        """Starts a sequence that was admitted with `importing`: so many more tokens, in the first of these blocks, are
+        there and verified; the rest of the prompt is computed.
+
+        Ignores unknown ids, since a cancel may come first. Raises RuntimeError unless the sequence is importing, and
+        ValueError unless so many tokens are some of these blocks."""
+        sequence = self.requests.sequences.get(sequence_id)
+        if sequence is None:
+            return
+        if sequence.state is not State.IMPORTING or not sequence.importing:
+            raise RuntimeError(f"sequence {sequence_id}: commit of a prefix while {sequence.state.value}")
+        num_blocks, rest = divmod(num_tokens, self.config.block_size)
+        if rest or not 0 <= num_blocks <= len(sequence.importing):
+            raise ValueError(f"num_tokens: {num_tokens} are not some of {len(sequence.importing)} blocks")
+        self.requests.commit_prefix(sequence, num_tokens)
+
+    def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
+        """Leases the blocks of those hashes that are in the KV cache, to be copied elsewhere; returns the blocks, each
+        with its hash. The caller has to call `unlease_cached` with them."""
+        return self.requests.lease_cached(digests)
+
+    def unlease_cached(self, blocks: list[int]) -> None:
+        """Ends leases of `lease_cached`."""
+        self.requests.unlease_cached(blocks)
 
     def hurry(self) -> None:
         """Has the step under way end soon, see `Executor.hurry`."""
@@ -157,6 +189,11 @@ class Engine:
         thread."""
         num_tokens = self._prompt_tokens
         return self._prompt_seconds / num_tokens if num_tokens else 0.0
+
+    def _count_importable(self, chain: Sequence[bytes]) -> int:
+        if self._source is None or not chain:
+            return 0
+        return self._source.count(chain, self.prompt_token_seconds * self.config.block_size)
 
     def _is_import(self, event: Admitted) -> bool:
         return self.requests.sequences[event.id].state is State.IMPORTING
@@ -210,11 +247,6 @@ class Engine:
     def blocks(self) -> dict[BlockState, int]:
         """Returns how many blocks are in each state; the counts add up to the pool's size."""
         return {state: self.requests.pool.count(state) for state in BlockState}
-
-    def cached_hashes(self) -> list[bytes]:
-        """Returns the hashes of all blocks in the prefix cache as of the last step; later `CacheChanged` events are
-        relative to them."""
-        return self.requests.pool.reported_hashes()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every block is held by exactly the sequences whose tables name it."""

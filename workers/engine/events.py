@@ -8,13 +8,15 @@ from .sequence import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """Reports that a sequence has its blocks. A DECODE sequence now waits for its KV cache."""
+    """Reports that a sequence has its blocks. A DECODE sequence now waits for its KV cache, one with `importing` for
+    what its worker keeps of it elsewhere, see `Engine.commit_prefix`."""
 
     id: int
     queue_seconds: float
     num_cached: int  # prompt tokens found in the prefix cache
     num_restored: int = 0  # those of them that come from host memory, with the next step
     blocks: tuple[int, ...]  # the block table of the whole prompt
+    importing: tuple[bytes, ...] = ()  # hashes of the blocks after the cached ones that are to be filled from elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

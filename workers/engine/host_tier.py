@@ -32,10 +32,6 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    @property
-    def hashes(self) -> Iterable[bytes]:
-        return self._slot_of.keys()
-
     def match(self, chain: Iterable[bytes]) -> list[bytes]:
         """Returns the longest prefix of `chain` that is here. `pin` it before any other call."""
         found = []

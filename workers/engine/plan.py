@@ -154,6 +154,15 @@ class Constrained:
     num_prompt: int  # of these
 
 
+class PrefixSource(Protocol):
+    """Knows blocks of the prefix cache that are neither in the KV cache nor in host memory, such as on disk."""
+
+    def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
+        """Returns how many blocks, from the first on, are to be imported: they are known, and predicted to be here
+        before they would be computed, in so many seconds each; 0 if that is unknown. Called in the engine's thread."""
+        ...
+
+
 OnLayers = Callable[[int], None]
 """Called while a step runs with the number of layers that have the KV cache of all the step's tokens."""
 

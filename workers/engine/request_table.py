@@ -4,7 +4,7 @@ Every change of a sequence's state or blocks goes through here, so that the coun
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .block_pool import BlockPool, BlockState
 from .config import EngineConfig
@@ -28,6 +28,7 @@ class RequestTable:
         self.unloading: set[int] = set()  # adapters that leave with the first plan after their last sequence
         self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they will fork into
         self.num_leased = 0
+        self.copied: list[int] = []  # blocks that are being copied elsewhere, see `Engine.lease_cached`
         self.num_draft_tokens = self.num_accepted_tokens = 0  # since the start
         self.num_restored_tokens = 0  # since the start
 
@@ -77,7 +78,7 @@ class RequestTable:
         sequence.admitted = self.clock()
         self.waiting.remove(sequence)
         self.num_holding += sequence.num_slots
-        if sequence.spec.task is Task.DECODE:
+        if sequence.spec.task is Task.DECODE or sequence.importing:
             sequence.move(State.IMPORTING)
         else:
             self.start(sequence)
@@ -93,6 +94,28 @@ class RequestTable:
         self.pool.claim(sequence.reserved[:count])
         sequence.blocks += sequence.reserved[:count]
         del sequence.reserved[:count]
+
+    def commit_prefix(self, sequence: Sequence, num_tokens: int) -> None:
+        """Starts an importing sequence that has the KV cache of num_tokens more than at its admission."""
+        self.start(sequence)
+        sequence.num_scheduled = sequence.num_computed = sequence.num_cached = sequence.num_cached + num_tokens
+        self.num_restored_tokens += num_tokens
+        self.publish(sequence)
+
+    def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
+        """See `Engine.lease_cached`."""
+        found = [(block, digest) for digest in digests for block in self.pool.match([digest])]
+        blocks = [block for block, _ in found]
+        self.pool.share(blocks)
+        self.pool.lease(blocks)
+        self.copied += blocks
+        return found
+
+    def unlease_cached(self, blocks: list[int]) -> None:
+        """Ends leases of `lease_cached`."""
+        self.pool.unlease(blocks)
+        for block in blocks:
+            self.copied.remove(block)
 
     def take_unloaded(self) -> tuple[int, ...]:
         """Returns the adapters to unload that no sequence uses any more."""
@@ -212,6 +235,8 @@ class RequestTable:
             reserved += sequence.reserved
             for block in sequence.held_blocks:
                 holders[block][sequence.state is State.LEASED] += 1
+        for block in self.copied:
+            holders[block][1] += 1
         for block, (owners, leases) in enumerate(holders):
             if (owners, leases) != self.pool.holders(block):
                 raise RuntimeError(

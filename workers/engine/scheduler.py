@@ -38,9 +38,16 @@ class Scheduler:
     many sequences; so the next step of it is planned when that one is updated.
     """
 
-    def __init__(self, requests: RequestTable, prepare_masks: Callable[[Items[Constrained]], Collection[int]]) -> None:
-        """`prepare_masks` returns which of some sequences under grammars may take part in a step."""
+    def __init__(
+        self,
+        requests: RequestTable,
+        prepare_masks: Callable[[Items[Constrained]], Collection[int]],
+        count_importable: Callable[[Items[bytes]], int],
+    ) -> None:
+        """`prepare_masks` returns which of some sequences under grammars may take part in a step, `count_importable`
+        how many blocks of a chain, from the first on, are to be imported."""
         self._prepare_masks = prepare_masks
+        self._count_importable = count_importable
         self.pool = requests.pool
         self._requests = requests
         self._config = requests.config
@@ -183,25 +190,34 @@ class Scheduler:
         return needed <= self.pool.num_available - self.pool.num_evictable(shared)
 
     def _admit(self, sequence: Sequence) -> Admitted:
-        self._requests.admit(sequence, *self._match(sequence))
+        shared, restored = self._match(sequence)
+        if sequence.spec.task is not Task.DECODE:
+            chain = self._cacheable(sequence)[len(shared) + len(restored) :]
+            sequence.importing = tuple(chain[: self._count_importable(chain)])
+        self._requests.admit(sequence, shared, restored)
         return Admitted(
             id=sequence.spec.id,
             queue_seconds=sequence.admitted - sequence.submitted,
             num_cached=sequence.num_cached,
             num_restored=sequence.num_restored,
+            importing=sequence.importing,
             blocks=tuple((sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks]),
         )
 
     def _match(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
         """Returns the blocks of the prompt's longest cached prefix, and the hashes of those after them that are in host
         memory."""
-        if not self._budgets.prefix_caching or sequence.needs_every_position:
-            return [], []
-        # A prompt that is computed here needs at least its last token computed, for the logits.
-        last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)
-        chain = sequence.chain[: last // self._config.block_size]
+        chain = self._cacheable(sequence)
         shared = self.pool.match(chain)
         return shared, self.pool.host.match(chain[len(shared) :])
+
+    def _cacheable(self, sequence: Sequence) -> list[bytes]:
+        """Returns the hashes of the blocks of a prompt that need not be computed if they are found."""
+        if not self._budgets.prefix_caching or sequence.needs_every_position:
+            return []
+        # A prompt that is computed here needs at least its last token computed, for the logits.
+        last = sequence.num_tokens - (sequence.spec.task is not Task.DECODE)
+        return sequence.chain[: last // self._config.block_size]
 
     def _grow(self, sequence: Sequence) -> list[Event]:
         """Gives a sequence one more block; reports the sequences preempted for it, maybe the sequence itself."""

@@ -27,13 +27,13 @@ class State(enum.Enum):
     """Names the state of a sequence.
 
         WAITING ──admit──> RUNNING ──first token of a PREFILL, or suspend──> LEASED ──> FINISHED
-           └──admit a DECODE──> IMPORTING ──commit──> RUNNING
+           └──admit what imports──> IMPORTING ──commit──> RUNNING
 
     Every state may go to FINISHED at once (end, cancel, failure); nothing leaves FINISHED.
     """
 
     WAITING = "waiting"  # in the queue; holds nothing
-    IMPORTING = "importing"  # holds blocks of a cached prefix and reserved ones that the transfer is filling
+    IMPORTING = "importing"  # holds blocks of a cached prefix and reserved ones that are being filled from elsewhere
     RUNNING = "running"  # in the batch
     LEASED = "leased"  # its blocks wait for a remote reader
     FINISHED = "finished"  # holds nothing
@@ -145,6 +145,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV was computed by a collected step, cached or imported
     num_cached: int = 0  # prompt tokens that the prefix cache held at admission
     num_restored: int = 0  # those of them that it held in host memory only
+    importing: tuple[bytes, ...] = ()  # hashes of the blocks after those that are to be imported, but for a DECODE
     blocks: list[int] = field(default_factory=list)  # the block table: shared ones and own ones
     reserved: list[int] = field(default_factory=list)  # for the import and for growth, in the order of use
     num_sent_blocks: int = 0  # how many of `blocks` the ranks know

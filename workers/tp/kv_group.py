@@ -5,7 +5,7 @@ class without clients and obey rank 0's commands.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ...proto import worker_pb2
@@ -25,7 +25,7 @@ class KvGroup:
         self._clients = clients
         self._commanded: set[int] = set()  # sequences that the clients offer or fetch
         self._targets: dict[int, asyncio.Future[FetchTarget]] = {}
-        self._fetches: dict[int, asyncio.Task[FetchResult]] = {}
+        self._fetches: dict[int, asyncio.Task[FetchResult] | asyncio.Task[int]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
 
     @property
@@ -77,6 +77,11 @@ class KvGroup:
         task = self._fetches[sequence_id] = asyncio.create_task(self._fetch(handle, prefix_hash, target, parts))
         return task
 
+    def load(self, sequence_id: int, loading: Coroutine[Any, Any, int]) -> "asyncio.Task[int]":
+        """Runs what fills blocks of a sequence from elsewhere on this host; `stop` tells when it writes no more."""
+        task = self._fetches[sequence_id] = asyncio.create_task(loading)
+        return task
+
     def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:
         """Sets the blocks for a fetch and the number of tokens that the prefix cache holds already."""
         if sequence_id in self._targets:
@@ -88,7 +93,7 @@ class KvGroup:
         a cancel alone does not ensure. Never calls it if a rank is lost."""
         self._endpoint.sender.withdraw(sequence_id)
         self._targets.pop(sequence_id, None)
-        pending: list[asyncio.Future[FetchResult] | asyncio.Future[None]] = []
+        pending: list[asyncio.Future[FetchResult] | asyncio.Future[int] | asyncio.Future[None]] = []
         fetch = self._fetches.pop(sequence_id, None)
         if fetch is not None and not fetch.done():
             fetch.cancel()
@@ -129,7 +134,8 @@ class KvGroup:
 
 
 async def _call_after(
-    pending: "Sequence[asyncio.Future[FetchResult] | asyncio.Future[None]]", then: Callable[[], None]
+    pending: "Sequence[asyncio.Future[FetchResult] | asyncio.Future[int] | asyncio.Future[None]]",
+    then: Callable[[], None],
 ) -> None:
     results = await asyncio.gather(*pending, return_exceptions=True)
     if not any(isinstance(result, RankLost) for result in results):

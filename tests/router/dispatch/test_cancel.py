@@ -112,7 +112,7 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
             for worker in running.workers:
                 counts += [
                     len(worker._requests),
-                    len(worker._requests.sessions),
+                    len(worker._requests.reports.sessions),
                     len(worker._endpoint._channels),
                     worker._endpoint.sender.num_offers,
                 ]

@@ -1,6 +1,7 @@
 """An engine on a fake executor that checks itself after every step."""
 
 import functools
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from tandem.workers.engine.events import (
     Suspended,
 )
 from tandem.workers.engine.ngram import Drafter
-from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, Samples, StepPlan
+from tandem.workers.engine.plan import PENDING_TOKEN, OnLayers, PrefixSource, Samples, StepPlan
 from tandem.workers.engine.sequence import Sequence as EngineSequence
 from tandem.workers.engine.sequence import SequenceSpec, State, Task
 from tandem.workers.kv_cache.layout import KvSpan
@@ -137,13 +138,27 @@ class Guesser(Drafter):
         pass
 
 
+class FakeDisk(PrefixSource):
+    """Keeps the bytes of blocks by their hashes, and wants all of them imported."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+
+    def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
+        return sum(1 for _ in itertools.takewhile(self.blocks.__contains__, chain))
+
+
 class Worker:
     """An engine that checks itself after every step."""
 
-    def __init__(self, config: EngineConfig, *, late: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, late: bool = False, has_disk: bool = False) -> None:
         self.config = config
         self.executor = (LateExecutor if late else RecordingExecutor)(config.num_blocks, config.block_size)
-        self.engine = Engine(self.executor, config)
+        self.disk = FakeDisk() if has_disk else None
+        self.engine = Engine(self.executor, config, source=self.disk)
+        self.importing: dict[int, Admitted] = {}  # prefixes from the disk, by sequence
+        self._copies: list[tuple[int, bytes]] = []  # leased blocks that the disk will have
+        self._whole = span(self.executor.kv, 0, config.block_size)
         self.specs: dict[int, SequenceSpec] = {}
         self.cached: set[bytes] = set()  # as the events say
 
@@ -170,6 +185,11 @@ class Worker:
                         self._check_cached(event)
                     if self.specs[event.id].task is Task.DECODE:
                         self._overwrite(event)
+                    elif event.importing:
+                        self.importing[event.id] = event
+                        first = event.num_cached // self.config.block_size
+                        for block in event.blocks[first : first + len(event.importing)]:
+                            self._clear(block)
 
         self.engine.step(take)
         if self.config.num_host_blocks:  # part of it comes with the step
@@ -193,9 +213,11 @@ class Worker:
         assert len(changes) <= 1
         for change in changes:
             self._follow(change)
+            if self.disk is not None and not self._copies:
+                self._copies = self.engine.lease_cached(change.stored[:2])
         self.check()
         pool = self.engine.requests.pool
-        assert self.cached == {*pool._block_of, *pool.host.hashes}, "the events differ from the cache"
+        assert self.cached == {*pool._block_of, *pool.host._slot_of}, "the events differ from the cache"
         return [event for event in events if not isinstance(event, CacheChanged)]
 
     def _follow(self, change: CacheChanged) -> None:
@@ -204,6 +226,28 @@ class Worker:
         assert evicted <= self.cached
         assert (len(stored), len(evicted)) == (len(change.stored), len(change.evicted))
         self.cached = (self.cached | stored) - evicted
+
+    def finish_copies(self) -> None:
+        """Copies to disk what has been leased for it."""
+        for block, digest in self._copies:
+            assert self.disk is not None
+            self.disk.blocks[digest] = bytes(self.executor.kv.read([block], self._whole))
+        self.engine.unlease_cached([block for block, _ in self._copies])
+        self._copies = []
+        self.check()
+
+    def finish_import(self, number: int, num_blocks: int) -> bool:
+        """Fills so many blocks of a sequence from the disk and starts it; False if it has ended."""
+        event = self.importing.pop(number)
+        if number not in self.sequences:
+            return False
+        for digest, place in zip(event.importing[:num_blocks], range(num_blocks), strict=True):
+            assert self.disk is not None
+            block = event.blocks[event.num_cached // self.config.block_size + place]
+            self.executor.kv.write([block], self._whole, memoryview(self.disk.blocks[digest]))
+        self.engine.commit_prefix(number, num_blocks * self.config.block_size)
+        self.check()
+        return True
 
     @property
     def in_flight(self) -> set[int]:
@@ -215,10 +259,6 @@ class Worker:
         self.engine.check_integrity()
         assert sum(self.engine.blocks().values()) == self.config.num_blocks
         assert self.engine.requests.num_holding <= self.config.budgets.max_sequences
-        reported = self.engine.cached_hashes()
-        assert (len(reported), set(reported)) == (len(self.cached), self.cached), (
-            "a new session would get another cache"
-        )
         salt_of: dict[int, bytes] = {}
         for number, sequence in self.sequences.items():
             assert number == sequence.spec.id
@@ -233,7 +273,7 @@ class Worker:
 
     def check_idle(self) -> None:
         """Nothing is held, and every block is free or cached."""
-        self.check()
+        self.finish_copies()
         blocks = self.engine.blocks()
         assert blocks[BlockState.FREE] + blocks[BlockState.CACHED] == self.config.num_blocks, blocks
         requests = self.engine.requests
@@ -254,6 +294,11 @@ class Worker:
         others = [s for s in self.specs.values() if s.salt == spec.salt and s is not spec]  # which may overtake it
         if not any(s.beam for s in others):  # they try anything
             assert not prefix or any(history[: len(prefix)] == prefix for s in others for history in _histories(s))
+
+    def _clear(self, block: int) -> None:
+        """Begins an import from disk at once."""
+        zeros = bytes(self._whole.size(self.executor.kv.layout))
+        self.executor.kv.write([block], self._whole, memoryview(zeros))
 
     def _overwrite(self, event: Admitted) -> None:
         """Begins an import at once, as a transfer in another thread may."""

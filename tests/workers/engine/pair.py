@@ -79,8 +79,10 @@ def best_hypotheses(
 class Pair:
     """Routes requests through a prefill and a decode worker as a router would."""
 
-    def __init__(self, prefill: EngineConfig, decode: EngineConfig, *, late: bool = False) -> None:
-        self.prefill, self.decode = Worker(prefill, late=late), Worker(decode, late=late)
+    def __init__(
+        self, prefill: EngineConfig, decode: EngineConfig, *, late: bool = False, has_disk: bool = False
+    ) -> None:
+        self.prefill, self.decode = (Worker(each, late=late, has_disk=has_disk) for each in (prefill, decode))
         self.active: list[Request] = []
         self._next_id = 0
 
@@ -155,6 +157,9 @@ class Pair:
             if not self.active:
                 break
             for worker in (self.prefill, self.decode):
+                worker.finish_copies()
+                for number, event in list(worker.importing.items()):
+                    worker.finish_import(number, len(event.importing))
                 if worker.engine.has_work:
                     self.step(worker)
             for request in list(self.active):

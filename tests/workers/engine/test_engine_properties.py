@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,7 +24,7 @@ from tandem.workers.engine.plan import StepPlan
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
-ACTIONS = ["submit", "prefill", "decode", "pull", "cancel", "choice", "lose"]
+ACTIONS = ["submit", "prefill", "decode", "pull", "cancel", "choice", "lose", "write", "read"]
 BEAMS = st.builds(
     BeamSearch, num_best=st.just(1), length_penalty=st.sampled_from([1.0, 0.0, -1.0]), early_stopping=st.booleans()
 )
@@ -63,9 +64,9 @@ def configs(draw: st.DrawFn) -> EngineConfig:
 class EngineMachine(RuleBasedStateMachine):
     """Requests whole and split over two engines. The checks of tokens, indices, ends and budgets are the harness's."""
 
-    @initialize(prefill=configs(), decode=configs(), late=st.booleans())
-    def start(self, prefill: EngineConfig, decode: EngineConfig, late: bool) -> None:
-        self.pair = Pair(prefill, decode, late=late)
+    @initialize(prefill=configs(), decode=configs(), late=st.booleans(), has_disk=st.booleans())
+    def start(self, prefill: EngineConfig, decode: EngineConfig, late: bool, has_disk: bool) -> None:
+        self.pair = Pair(prefill, decode, late=late, has_disk=has_disk)
         self.requests: list[Request] = []
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
@@ -89,6 +90,19 @@ class EngineMachine(RuleBasedStateMachine):
     def pull(self, max_tokens: int) -> None:
         for request in list(self.pair.active):
             self.pair.pull(request, max_tokens)
+
+    @rule()
+    def write_to_disk(self) -> None:
+        self.pair.prefill.finish_copies()
+        self.pair.decode.finish_copies()
+
+    @precondition(lambda self: self.pair.prefill.importing or self.pair.decode.importing)
+    @rule(data=st.data())
+    def read_from_disk(self, data: st.DataObject) -> None:
+        """All of a prefix, part of it or nothing."""
+        for worker in (self.pair.prefill, self.pair.decode):
+            for number, event in list(worker.importing.items()):
+                worker.finish_import(number, data.draw(st.integers(0, len(event.importing))))
 
     @precondition(lambda self: self.pair.active)
     @rule(data=st.data())
@@ -144,6 +158,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
     want = {"Preempted", "import", "Progress", "cached", "lost lease", *cancels}
     want |= {"restored", "restored by an import", "saved before an import", "draft accepted", "draft refused"}
+    want |= {"read", "read in part", "failed reading", "cancelled reading"}
     want |= {"fork", "beams", "copies", "cancel choice waiting", "cancel choice importing", "cancel choice running"}
     want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
     assert want <= set(seen), seen
@@ -152,10 +167,11 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
 
 def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
     """One service's life of 300 actions, then its end; counts into `seen` what happened."""
-    pair = Pair(random_config(rng, overlap), random_config(rng, overlap), late=rng.random() < 0.5)
+    late, has_disk = rng.random() < 0.5, rng.random() < 0.7
+    pair = Pair(random_config(rng, overlap), random_config(rng, overlap), late=late, has_disk=has_disk)
     requests: list[Request] = []
     for _ in range(300):
-        action = rng.choices(ACTIONS, [3, 6, 8, 6, 1, 1, 1])[0]
+        action = rng.choices(ACTIONS, [3, 6, 8, 6, 1, 1, 1, 3, 3])[0]
         importing = [r for r in pair.active if r.num_pulled is not None]
         if action == "submit" and len(pair.active) < 12:
             requests.append(random_request(rng))
@@ -193,6 +209,11 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
             request = rng.choice([r for r in pair.active if r.choices])
             seen.update(f"cancel choice {state.value}" for state in pair.states(request))
             pair.cancel_choice(request, rng.randrange(len(request.choices)))
+        elif action == "write":
+            pair.prefill.finish_copies()
+            pair.decode.finish_copies()
+        elif action == "read":
+            seen.update(read_from_disk(pair, rng))
         elif action == "lose" and importing:
             seen["lost lease"] += 1
             pair.lose_lease(rng.choice(importing))
@@ -200,6 +221,19 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool) -> None:
     assert_all_ended(requests)
     seen["fork"] += sum(request.n > 1 and request.beam is None for request in requests)
     seen["beams"] += sum(request.beam is not None for request in requests)
+
+
+def read_from_disk(pair: Pair, rng: random.Random) -> Iterator[str]:
+    """Ends the imports from disk, well or not; yields what happened."""
+    for worker in (pair.prefill, pair.decode):
+        for number, event in list(worker.importing.items()):
+            num_blocks = rng.randint(0, len(event.importing))
+            if not worker.finish_import(number, num_blocks):
+                yield "cancelled reading"
+            elif num_blocks == len(event.importing):
+                yield "read"
+            else:
+                yield "read in part" if num_blocks else "failed reading"
 
 
 def saves(plan: StepPlan) -> StepPlan:

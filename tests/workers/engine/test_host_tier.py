@@ -70,12 +70,11 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def take_changes(self) -> None:
-        assert set(self.pool.reported_hashes()) == self.reported
         stored, evicted = self.pool.take_changes()
         assert not set(stored) & self.reported
         assert set(evicted) <= self.reported
         self.reported = (self.reported | set(stored)) - set(evicted)
-        assert self.reported == {*self.pool._block_of, *self.pool.host.hashes}
+        assert self.reported == {*self.pool._block_of, *self.pool.host._slot_of}
 
     @invariant()
     def integrity_holds(self) -> None:

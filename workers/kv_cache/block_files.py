@@ -1,0 +1,205 @@
+"""Keeps blocks of KV cache as files of one folder, of bounded size, for a later process to find.
+
+Knows hashes and bytes; nothing of engines, sequences or tensors.
+"""
+
+import fcntl
+import os
+import re
+import stat
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+from crc32c import crc32c
+
+# Magic with the version, crc32c of all that follows, what kind of blocks it is, hash; then the block's bytes.
+_HEADER: Final = struct.Struct(">4sI16s16s")
+_MAGIC: Final = b"TKV1"
+_NAME: Final = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})\.kv")
+_TEMPORARY: Final = "writing.tmp"
+_PAGE: Final = 4096  # of the disk; a file takes whole ones
+_MAX_FOLDERS: Final = 1_024
+
+
+class BlockFiles:
+    """Keeps each block in a file that is named after its kind and its hash; the least recently used leaves first.
+
+    The files and the one that is being written never exceed the bound, whenever the process is killed: room is made
+    before it is written. A file appears whole, by its last name; one that is damaged nevertheless is noticed by its
+    length or checksum, and removed. What other kinds of blocks have left counts, too, and leaves as the oldest.
+
+    Thread-safe, with one thread that writes."""
+
+    def __init__(self, folder: int, *, kind: bytes, block_bytes: int, max_bytes: int) -> None:
+        """`folder` is the descriptor of a locked folder; its files are adopted. See `open`."""
+        self.max_bytes = max_bytes
+        self._folder = folder
+        self._kind = kind
+        self._size = _HEADER.size + block_bytes
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, int] = OrderedDict()  # sizes; next to leave first
+        self._num_bytes = 0
+        self._changed: dict[bytes, None] = {}  # since `take_changes`; a set in order
+        self._adopt()
+
+    @classmethod
+    def open(cls, parent: Path, role: str, *, kind: bytes, block_bytes: int, max_bytes: int) -> Self:
+        """Opens the first of the folders ROLE-0, ROLE-1, ... in `parent` that no other process has open; makes it at
+        need. `kind` are 16 bytes, different for blocks that are not to be mixed up.
+
+        Raises ValueError, with one line for the user, if max_bytes holds no block or the folder cannot be used."""
+        if max_bytes < (least := _on_disk(_HEADER.size + block_bytes)):
+            raise ValueError(f"kv_disk_gb: {max_bytes} bytes hold no block, which takes {least}")
+        try:
+            folder = _open_folder(parent, role)
+            try:
+                return cls(folder, kind=kind, block_bytes=block_bytes, max_bytes=max_bytes)
+            except BaseException:
+                os.close(folder)
+                raise
+        except OSError as error:
+            raise ValueError(f"kv_disk: {error.filename or parent}: {error.strerror}") from error
+
+    def __contains__(self, digest: bytes) -> bool:
+        return self._name(digest) in self._files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of disk that the files take, and the one that is being written."""
+        return self._num_bytes
+
+    def close(self) -> None:
+        """Lets another process have the folder."""
+        os.close(self._folder)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Returns the hashes that have come and gone since the last call; of all that were adopted in the first."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        return [digest for digest in changed if digest in self], [digest for digest in changed if digest not in self]
+
+    def write(self, digest: bytes, parts: Sequence[memoryview]) -> None:
+        """Writes a block, which `parts` are together, unless it is here. Raises OSError if the disk refuses it."""
+        name = self._name(digest)
+        size = _on_disk(self._size)
+        with self._lock:
+            if name in self._files:
+                return
+            while self._num_bytes + size > self.max_bytes:
+                self._remove(next(iter(self._files)))
+            self._num_bytes += size
+        try:
+            descriptor = os.open(
+                _TEMPORARY,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+                mode=0o600,
+                dir_fd=self._folder,
+            )
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self._header(digest, parts))
+                for part in parts:
+                    file.write(part)
+            os.rename(_TEMPORARY, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(_TEMPORARY, dir_fd=self._folder)
+            with self._lock:
+                self._num_bytes -= size
+            raise
+        with self._lock:
+            self._files[name] = size
+            self._changed[digest] = None
+
+    def read(self, digest: bytes) -> memoryview | None:
+        """Returns the bytes of a block and makes it the last to leave; None if it is not here, or damaged, or cannot be
+        read: then it leaves."""
+        name = self._name(digest)
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: it might be a pipe
+            with os.fdopen(os.open(name, flags, dir_fd=self._folder), "rb") as file:
+                data = memoryview(file.read(self._size + 1))
+                os.utime(file.fileno())
+        except OSError:
+            data = memoryview(b"")
+        payload = data[_HEADER.size :]
+        is_whole = len(data) == self._size and data[: _HEADER.size] == self._header(digest, [payload])
+        with self._lock:
+            if is_whole and name in self._files:
+                self._files.move_to_end(name)
+            elif name in self._files:
+                self._remove(name)
+        return payload if is_whole else None
+
+    def _header(self, digest: bytes, parts: Sequence[memoryview]) -> bytes:
+        checksum = crc32c(self._kind + digest)
+        for part in parts:
+            checksum = crc32c(part, checksum)
+        return _HEADER.pack(_MAGIC, checksum, self._kind, digest)
+
+    def _name(self, digest: bytes) -> str:
+        return f"{self._kind.hex()}-{digest.hex()}.kv"
+
+    def _adopt(self) -> None:
+        """Takes in the files of an earlier process, removes what it was writing and what exceeds the bound, and leaves
+        alone what it has not made."""
+        found: list[tuple[int, str, int]] = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name == _TEMPORARY:
+                    os.unlink(_TEMPORARY, dir_fd=self._folder)
+                elif _NAME.fullmatch(entry.name):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, entry.name, _on_disk(status.st_size)))
+        kind = self._kind.hex()
+        for _, name, size in sorted(found, key=lambda file: (file[1].startswith(kind), *file)):
+            self._files[name] = size
+            self._num_bytes += size
+        while self._num_bytes > self.max_bytes:
+            self._remove(next(iter(self._files)))
+        self._changed = {digest: None for name in self._files if (digest := self._digest(name))}
+
+    def _remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder)
+        self._num_bytes -= self._files.pop(name)
+        if digest := self._digest(name):
+            self._changed[digest] = None
+
+    def _digest(self, name: str) -> bytes | None:
+        """Returns the hash of a file of this kind, None of another."""
+        kind, digest = bytes.fromhex(name[:32]), bytes.fromhex(name[33:65])
+        return digest if kind == self._kind else None
+
+
+def _on_disk(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _open_folder(parent: Path, role: str) -> int:
+    """Returns the descriptor of a folder that is locked as long as it is open. Raises OSError."""
+    os.makedirs(parent, mode=0o700, exist_ok=True)
+    for number in range(_MAX_FOLDERS):
+        path = str(parent / f"{role}-{number}")
+        with suppress(FileExistsError):
+            os.mkdir(path, mode=0o700)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(folder)
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise OSError(0, "is another user's, or others may write to it", path)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return folder
+        except BlockingIOError:
+            os.close(folder)
+        except BaseException:
+            os.close(folder)
+            raise
+    raise OSError(0, f"has {_MAX_FOLDERS} folders that are in use", str(parent))
