@@ -63,7 +63,7 @@ SHARING_PATHS: Final = (
     *("workers/bench", "workers/engine/test_beam.py", "workers/model", "workers/tp"),
     *(
         f"workers/test_{name}.py"
-        for name in ("adapters", "cache_reports", "choices", "damaged_messages", "drain", "kv_handle")
+        for name in ("adapters", "cache_reports", "choices", "damaged_messages", "disk_tier", "drain", "kv_handle")
     ),
     *(f"workers/test_{name}.py" for name in ("figures", "peer_tls", "session", "strangers", "suspend", "worker")),
     "workers/test_speculative.py",

@@ -30,7 +30,6 @@ class Measured:
     """An LLM, and the seconds to the first token of its returning turns."""
 
     name: str
-    name: str
     llm: LLM
     seconds: list[float] = field(default_factory=list)
 

@@ -151,10 +151,10 @@ class FakeDisk(PrefixSource):
 class Worker:
     """An engine that checks itself after every step."""
 
-    def __init__(self, config: EngineConfig, *, late: bool = False, has_disk: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, late: bool = False, disk: FakeDisk | None = None) -> None:
         self.config = config
         self.executor = (LateExecutor if late else RecordingExecutor)(config.num_blocks, config.block_size)
-        self.disk = FakeDisk() if has_disk else None
+        self.disk = disk
         self.engine = Engine(self.executor, config, source=self.disk)
         self.importing: dict[int, Admitted] = {}  # prefixes from the disk, by sequence
         self._copies: list[tuple[int, bytes]] = []  # leased blocks that the disk will have
@@ -213,8 +213,8 @@ class Worker:
         assert len(changes) <= 1
         for change in changes:
             self._follow(change)
-            if self.disk is not None and not self._copies:
-                self._copies = self.engine.lease_cached(change.stored[:2])
+            if self.disk is not None and len(self._copies) < 3:
+                self._copies += self.engine.lease_cached(change.stored[:3])
         self.check()
         pool = self.engine.requests.pool
         assert self.cached == {*pool._block_of, *pool.host._slot_of}, "the events differ from the cache"

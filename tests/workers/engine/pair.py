@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.tests.workers.engine.fake import expected_logprobs, expected_tokens
-from tandem.tests.workers.engine.harness import VOCAB_SIZE, SeqEvent, Worker
+from tandem.tests.workers.engine.harness import VOCAB_SIZE, FakeDisk, SeqEvent, Worker
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.beam import Beams
 from tandem.workers.engine.config import EngineConfig
@@ -80,9 +80,9 @@ class Pair:
     """Routes requests through a prefill and a decode worker as a router would."""
 
     def __init__(
-        self, prefill: EngineConfig, decode: EngineConfig, *, late: bool = False, has_disk: bool = False
+        self, prefill: EngineConfig, decode: EngineConfig, *, late: bool = False, disk: FakeDisk | None = None
     ) -> None:
-        self.prefill, self.decode = (Worker(each, late=late, has_disk=has_disk) for each in (prefill, decode))
+        self.prefill, self.decode = (Worker(each, late=late, disk=disk) for each in (prefill, decode))
         self.active: list[Request] = []
         self._next_id = 0
 
