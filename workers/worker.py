@@ -95,9 +95,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._canary_seconds = config.canary_seconds
         self._metrics = metrics
         self._progress, steps = Watchdog(), new_step_log()
-        self._disk: DiskTier | None = None
-        if config.kv_disk is not None:
-            self._disk = DiskTier.open(config.kv_disk, role, rank.kv, config.kv_disk_bytes)
+        self._disk = DiskTier.open(config.kv_disk, role, rank.kv, config.kv_disk_bytes) if config.kv_disk else None
         watched = WatchedExecutor(rank.executor, self._progress, steps)
         self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)

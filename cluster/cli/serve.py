@@ -52,10 +52,7 @@ def serve(
     speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
-    generation_config: Annotated[
-        str | None,
-        typer.Option(help="auto takes defaults of requests from the model's generation_config.json, or none."),
-    ] = None,
+    generation_config: Annotated[str | None, typer.Option(help="auto takes the model's own defaults, or none.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name under which the model is served.")] = None,
     name: Annotated[str | None, typer.Option(help="The service's name; keeps two apart on one cluster.")] = None,
     host: Annotated[str | None, typer.Option(help="The interface that all servers bind.")] = None,

@@ -110,8 +110,7 @@ class LLM:
         Raises InvalidArgument for a wrong argument, CheckpointError for a wrong folder, NotFound or Unavailable for one
         that cannot be had."""
         given: dict[str, object] = {name: value for name, value in locals().items() if name != "self"}
-        if speculative_config is not None:
-            given["speculative_config"] = dict(speculative_config)
+        given["speculative_config"] = dict(speculative_config) if speculative_config is not None else None
         with _naming_arguments():
             self._loop, engine = _start(_configure(given))
         self._running: LocalEngine | None = engine

@@ -73,6 +73,16 @@ def test_flags_alone_are_enough() -> None:
         ),
         ("model: m\ndecode: {kv_host_gb: -1}", "decode.kv_host_gb: must be greater than or equal to 0, got -1"),
         ("model: m\nprefix_caching: false\nprefill: {kv_host_gb: 1}", "prefill.kv_host_gb: needs prefix_caching"),
+        (
+            "model: m\nprefix_caching: false\ndecode: {kv_disk: /x, kv_disk_gb: 1}",
+            "decode.kv_disk: needs prefix_caching",
+        ),
+        ("model: m\ndecode: {kv_disk: /x}", "decode.kv_disk: goes with kv_disk_gb above 0, and that with it"),
+        ("model: m\nprefill: {kv_disk_gb: 1}", "prefill.kv_disk: goes with kv_disk_gb above 0, and that with it"),
+        (
+            "model: m\ndecode: {kv_disk: /x, kv_disk_gb: 1, tp: 2}",
+            "decode.kv_disk: needs tp 1, got 2; a group of ranks keeps none on disk",
+        ),
         ("model: m\nkv_cache_dtype: fp8", "kv_cache_dtype: must be 'auto' or 'int8', got 'fp8'"),
         ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram', got 'eagle'"),
         (

@@ -249,6 +249,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[
         ({"speculative_config": {"method": "eagle"}}, "speculative_config.method: must be 'ngram'"),
         ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
         ({"kv_host_gb": -1.0}, "kv_host_gb: must be"),
+        ({"kv_disk": "/x"}, "kv_disk: goes with kv_disk_gb above 0"),
         ({"kv_host_gb": 1.0, "enable_prefix_caching": False}, "kv_host_gb: needs prefix_caching"),
     ],
 )
@@ -310,6 +311,26 @@ def test_what_leaves_the_cache_comes_back_from_host_memory(llm: LLM, folder: Pat
     num_blocks = sum(len(llm.generate(prompt, once)[0].prompt_token_ids) // 16 for prompt in prompts)
     assert status.info.load.total_blocks < num_blocks
     assert status.num_restored_tokens > 16 * 16
+
+
+def test_what_was_computed_comes_back_from_disk_after_a_restart(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    prompts, once = [f"{number} {'cat ' * 150}" for number in range(4)], SamplingParams(temperature=0, max_tokens=4)
+    expected = [ids_of(llm.generate(prompt, once)) for prompt in prompts]
+    disk: dict[str, Any] = {"kv_disk": str(tmp_path / "kv"), "kv_disk_gb": 0.01}
+    num_restored = []
+    for _ in range(2):
+        with LLM(str(folder), max_num_seqs=2, max_model_len=400, **SMALL, **disk) as one:
+            assert [ids_of(one.generate(prompt, once)) for prompt in prompts] == expected
+            wait_idle(one)
+            num_restored.append(one._loop.run(one._engine.status()).num_restored_tokens)
+    assert num_restored[0] == 0
+    assert num_restored[1] > 4 * 16
+
+
+def test_a_disk_that_cannot_be_used_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match=r"kv_disk: .*file"):
+        LLM(str(folder), **SMALL, kv_disk=str(tmp_path / "file"), kv_disk_gb=1.0)
 
 
 def test_ranks_are_processes_that_end_with_it(folder: Path, llm: LLM) -> None:

@@ -5,7 +5,9 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 from queue import Full
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from tandem.tests.fleet import VOCAB, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.token_request import token_request
 from tandem.tests.workers.engine.fake import FakeExecutor, expected_choices, expected_tokens
+from tandem.workers.disk_tier import DiskTier
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.plan import FirstTokens
 from tandem.workers.engine.sequence import SequenceSpec, Task
@@ -266,13 +269,19 @@ async def test_without_another_worker_the_request_fails_in_the_end() -> None:
         await running.dispatcher.close()
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 40])
+@pytest.mark.parametrize(("num_host_blocks", "has_disk"), [(0, False), (40, False), (0, True), (5, True)])
 @pytest.mark.parametrize("prefill", [0, 1])
-async def test_preempted_requests_get_exactly_their_tokens(prefill: int, num_host_blocks: int) -> None:
+async def test_preempted_requests_get_exactly_their_tokens(
+    prefill: int, num_host_blocks: int, has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the fake model has computed in no time is read nevertheless."""
+    monkeypatch.setattr(DiskTier, "_measure", lambda tier, bytes_per_second: None)
+    disk: dict[str, Any] = {"kv_disk": str(tmp_path), "kv_disk_bytes": 2**20} if has_disk else {}
+
     def rank(role: str) -> Rank:
         return replace(fake_rank(num_blocks=14), num_host_blocks=num_host_blocks)
 
-    async with fleet(prefill, 1, rank=rank, growth_tokens=16) as running:
+    async with fleet(prefill, 1, rank=rank, growth_tokens=16, **disk) as running:
 
         async def one(number: int) -> int:
             prompt = range(number, number + 30)
@@ -282,7 +291,7 @@ async def test_preempted_requests_get_exactly_their_tokens(prefill: int, num_hos
 
         assert sum(await asyncio.gather(*(one(number) for number in range(10)))) > 10
         restored = sum(status.num_restored_tokens for status in await running.statuses())
-        assert (restored > 0) == (num_host_blocks > 0)
+        assert (restored > 0) == (num_host_blocks > 0 or has_disk)
 
 
 @pytest.mark.parametrize("prefill", [0, 1])
