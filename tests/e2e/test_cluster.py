@@ -100,7 +100,7 @@ async def test_a_stranger_at_the_port_of_a_running_worker_gets_nothing(service: 
     wait_until_idle(service.status_url)
 
 
-async def test_clients_that_go_away_free_their_blocks_within_a_second(service: Any) -> None:
+async def test_clients_that_go_away_free_their_blocks_soon(service: Any) -> None:
     from tandem.router.client.client import AsyncClient
 
     async def leave_early(client: AsyncClient, number: int) -> None:
@@ -112,4 +112,4 @@ async def test_clients_that_go_away_free_their_blocks_within_a_second(service: A
 
     async with AsyncClient(service.grpc_address) as client:
         await asyncio.gather(*(leave_early(client, number) for number in range(8)))
-    wait_until_idle(service.status_url, seconds=1)
+    wait_until_idle(service.status_url, seconds=2)

@@ -193,7 +193,8 @@ def _config(plan: Plan, folder: Path) -> TandemConfig:
     overrides |= {f"{name}.resources": {name: 1.0} for name in NODES}
     overrides |= {f"{pool}.num_threads": 1 for pool in ("prefill", "decode")}  # the nodes share this machine's cores
     overrides |= {f"{name}.replicas": 2 for name in NODES}
-    overrides |= {f"{pool}.kv_cache_gb": 0.25 for pool in ("prefill", "decode")}
+    # About 20,000 tokens, soon full: routers remember what each worker has cached, and grow until it is.
+    overrides |= {f"{pool}.kv_cache_gb": 0.25 if plan.demo_model else 0.02 for pool in ("prefill", "decode")}
     overrides |= {"router.grpc_port": 43_051, "router.http_port": 43_080}
     overrides |= {f"{pool}.tp": plan.tp for pool in ("prefill", "decode")}  # unequal splits round differently
     return load_config(None, overrides)
