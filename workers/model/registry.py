@@ -82,7 +82,7 @@ def find_model(architecture: str, model_impl: str = "auto") -> ModelFamily:
     of its own. Raises CheckpointError if there is none and `model_impl` is "tandem"."""
     family: ModelFamily | None = MODELS.get(architecture) or _plugin("tandem.models", architecture)
     if model_impl == "transformers" or (family is None and model_impl == "auto"):
-        from .generic.causal_lm import TRANSFORMERS  # with transformers, which takes seconds
+        from .generic.family import TRANSFORMERS  # with transformers, which takes a second
 
         return TRANSFORMERS
     if family is None:

@@ -1,6 +1,6 @@
 """Makes a transformers decoder a `CausalLM`: a flat batch as one row, our attention, weights that our loader reads."""
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from ..attention.backend import StepAttention
 from ..config import Fields, ModelConfig, context_tokens
 from ..footprint import check_config_split
 from ..layers.linear import BuildOptions
-from ..models.family import CausalLM, ModelFamily
+from ..models.family import CausalLM
 from ..models.parsing import parse_dtype
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
@@ -143,8 +143,6 @@ class TransformersForCausalLM(CausalLM):
 
 def parse_transformers_config(fields: Fields) -> ModelConfig:
     """See `ModelFamily.parse_config`."""
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "quantised weights run only through the families of Tandem's own")
     model, layers = build_on_meta(fields, torch.float32)
     config = model.config
     try:
@@ -168,6 +166,3 @@ def parse_transformers_config(fields: Fields) -> ModelConfig:
         transformers=dict(fields.items()),
         has_tp_plan=has_plan,
     )
-
-
-TRANSFORMERS: Final = ModelFamily(parse_transformers_config, TransformersForCausalLM)
