@@ -4,13 +4,15 @@ from dataclasses import fields
 from typing import Any
 
 from tandem.tests.peers import IDENTITY
-from tandem.workers.engine.config import Budgets
+from tandem.workers.engine.config import Budgets, SpeculativeConfig
 from tandem.workers.tp.rank import RankConfig
 from tandem.workers.worker import WorkerConfig
 
 
 def worker_config(model: str = "", **values: Any) -> WorkerConfig:
-    """A WorkerConfig from the fields of WorkerConfig, Budgets and RankConfig together."""
+    """A WorkerConfig from the fields of WorkerConfig, Budgets and RankConfig together, as JSON may have them."""
+    if isinstance(values.get("speculative"), dict):
+        values["speculative"] = SpeculativeConfig(**values["speculative"])
     budgets = {field.name: values.pop(field.name) for field in fields(Budgets) if field.name in values}
     own = {each.name: values.pop(each.name) for each in fields(WorkerConfig) if each.name in values}
     return WorkerConfig(

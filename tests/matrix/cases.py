@@ -13,6 +13,7 @@ FAULTS: Final = ("kill", "stop", "cut", "drain", "full")
 POINTS: Final = ("queued", "prefill", "pull", "token", "last")
 SAMPLINGS: Final = ("greedy", "seed", "penalties", "grammar", "logprobs", "choices", "beam", "stop string")
 LAYOUTS: Final = ("1+1", "2+2", "0+2", "tp 2", "int8")
+OPTIONS: Final = ("ngram", "tiers")  # of 1+1 workers, which change no token
 
 PROMPT_LENGTH: Final = 42  # the KV of the last token but one begins a block: 42 + 22 = 4 * 16
 NUM_TOKENS: Final = 24
@@ -55,8 +56,18 @@ class Case:
 
 def whole_product() -> list[Case]:
     """Returns every case, each in one variant."""
-    product = itertools.product(FAULTS, POINTS, SAMPLINGS, LAYOUTS)
+    product = itertools.product(FAULTS, POINTS, SAMPLINGS, LAYOUTS + OPTIONS)
     return [Case(*values, variant=number % 2) for number, values in enumerate(product)]
+
+
+def with_options() -> list[Case]:
+    """Returns cases in which every fault, every point and most samplings meet every option."""
+    chosen = []
+    for number, option in enumerate(OPTIONS):
+        for index, fault in enumerate(FAULTS):
+            sampling = SAMPLINGS[(index + len(FAULTS) * number) % len(SAMPLINGS)]
+            chosen.append(Case(fault, POINTS[(index + 2) % len(POINTS)], sampling, option, variant=index % 2))
+    return chosen
 
 
 def pairwise() -> list[Case]:

@@ -28,8 +28,18 @@ LAYOUT_NODES: Final = {
     "0+2": ("d0", "d1"),
     "tp 2": ("p-split", "d-split"),
     "int8": ("p-int8", "d-int8"),
+    "ngram": ("p-ngram", "d-ngram"),
+    "tiers": ("p-tiers", "d-tiers"),
 }
 """The nodes of a layout; the first of each role gets the request. int8 is that of the KV cache."""
+
+_CONFIGS: Final[dict[str, dict[str, Any]]] = {
+    "int8": {"kv_cache_dtype": "int8"},
+    "ngram": {"speculative": {"prompt_lookup_min": 1}},
+    # Two or three requests fill the KV cache, and ten the host memory.
+    "tiers": {"kv_cache_bytes": 3 * 2**17, "kv_host_bytes": 2**20, "kv_disk_bytes": 2**22},
+}
+"""What the nodes have whose names end so."""
 
 IDLE_SECONDS: Final = 20.0
 
@@ -130,7 +140,9 @@ class Cluster:
         """Returns a node that runs, started if it does not, and that the router would place requests on."""
         if worker_id not in self.nodes:
             tp = 2 if worker_id.endswith("split") else 1
-            config = {"kv_cache_dtype": "int8"} if worker_id.endswith("int8") else {}
+            config = _CONFIGS.get(worker_id.partition("-")[2], {})
+            if "kv_disk_bytes" in config:
+                config = config | {"kv_disk": str(self.folder / f"disk-{worker_id}")}
             fields = {"tp": tp, "config": config} | fields
             self.nodes[worker_id] = await make_node(self.launcher, self.model, self.folder, worker_id, **fields)
         elif self.nodes[worker_id].is_spent:
@@ -161,7 +173,7 @@ class Cluster:
 
     async def expect(self, sampling: str, layout: str, num_tokens: int = NUM_TOKENS) -> Result:
         """Returns what a request has to give: what it gives without a fault."""
-        alike = layout if layout in ("tp 2", "int8") else "1+1"
+        alike = layout if layout in ("tp 2", "int8") else "1+1"  # an option changes no token
         key = sampling, alike, num_tokens
         if key not in self.expected:
             nodes = await self.layout(alike)

@@ -1,25 +1,26 @@
-"""Each pair of fault, point, sampling and layout at least once: no output is lost or altered, nothing is left."""
+"""Each pair of fault, point, sampling and layout at least once, and what else can be switched on:
+no output is lost or altered, nothing is left."""
 
 import itertools
 
 import psutil
 import pytest
 
-from tandem.tests.matrix.cases import FAULTS, LAYOUTS, POINTS, SAMPLINGS, Case, pairs_of, pairwise
+from tandem.tests.matrix.cases import FAULTS, LAYOUTS, POINTS, SAMPLINGS, Case, pairs_of, pairwise, with_options
 from tandem.tests.matrix.cluster import Cluster
 from tandem.tests.matrix.scenario import check
 
-CASES = pairwise()
+PAIRS = pairwise()
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_every_pair_is_covered() -> None:
-    covered = {pair for case in CASES for pair in pairs_of((case.fault, case.point, case.sampling, case.layout))}
+    covered = {pair for case in PAIRS for pair in pairs_of((case.fault, case.point, case.sampling, case.layout))}
     values = (FAULTS, POINTS, SAMPLINGS, LAYOUTS)
     assert len(covered) == sum(len(a) * len(b) for a, b in itertools.combinations(values, 2))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", PAIRS + with_options(), ids=str)
 async def test_a_fault_alters_nothing(cluster: Cluster, case: Case) -> None:
     await check(cluster, case)
 

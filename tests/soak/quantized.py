@@ -116,8 +116,8 @@ def serving(command: Sequence[str | Path], url: str) -> Iterator[None]:
         try:
             deadline = time.monotonic() + _START_SECONDS
             while True:
-                with suppress(OSError):
-                    urllib.request.urlopen(f"{url}/v1/models", timeout=2).read()
+                with suppress(OSError):  # as long as no worker is ready, too
+                    urllib.request.urlopen(_completion(url), timeout=10).read()
                     break
                 if server.poll() is not None or time.monotonic() > deadline:
                     printed.seek(0)
@@ -127,6 +127,13 @@ def serving(command: Sequence[str | Path], url: str) -> Iterator[None]:
         finally:
             server.terminate()
             server.wait(_START_SECONDS)
+
+
+def _completion(url: str) -> urllib.request.Request:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as models:
+        model = json.load(models)["data"][0]["id"]
+    body = json.dumps({"model": model, "prompt": "One", "max_tokens": 1}).encode()
+    return urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
 
 
 def bench(url: str, options: argparse.Namespace) -> dict[str, float]:
@@ -141,7 +148,7 @@ def bench(url: str, options: argparse.Namespace) -> dict[str, float]:
             load = ["--num-prompts", str(max(4, 2 * concurrency)), "--concurrency", str(concurrency)]
             load += ["--workload", "file", "--file", file.name, "--warmup", str(min(concurrency, 8))]
             command = [*_TANDEM, "bench", "--url", url, *load, "--json", "-"]
-            printed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True).stdout
+            printed = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
             (server,) = json.loads(printed)["servers"]
             figures[f"{concurrency} streams, tokens/s"] = server["median"]["output_throughput"]
             if concurrency == 1:
