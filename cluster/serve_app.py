@@ -35,7 +35,7 @@ from .members import Continuity
 from .redeploy import first_continuity
 from .scaling.config import ScalingConfig
 from .scaling.policy import DECODE_POOL, PREFILL_POOL, ROUTER, keep
-from .store.checked import checked_folder
+from .store.checked import checked_folder, with_draft_folder
 
 _REPORTS_PER_WINDOW: Final = 5
 _LEAST_CPUS: Final = 0.001  # Ray accepts no empty bundle
@@ -52,7 +52,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     config = load_config(None, args)
     if config.identity_file is None:
         raise InvalidArgument("missing; make one with `tandem key identity`", "identity_file")
-    folder = str(checked_folder(config))
+    folder, config = str(checked_folder(config)), with_draft_folder(config)
     return build_app(config, folder, _nodes(config), config.router.replicas or 1, first_continuity(config, folder))
 
 

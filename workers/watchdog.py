@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from .engine.plan import Constrained, Executor, OnLayers, Samples, StepPlan
+from .engine.plan import Constrained, DraftRequest, Executor, OnLayers, Samples, StepPlan
 
 _COUNTED_SECONDS: Final = 4.0  # at most, between two looks; twice the period of Serve's health checks
 _MAX_STEPS: Final = 4_096  # that are remembered until somebody takes them
@@ -85,3 +85,7 @@ class WatchedExecutor(Executor):
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
         """See `Executor.prepare_masks`."""
         return self._executor.prepare_masks(sequences, seconds)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        """See `Executor.propose`."""
+        return self._executor.propose(requests)

@@ -16,7 +16,7 @@ from rich.console import Console
 from ...router.auth.keys import load_keys
 from ..config import TandemConfig, load_config
 from ..environment import prepare_ray_environment
-from ..store.checked import checked_folder
+from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 
 _KEYS: Final = {
@@ -25,7 +25,6 @@ _KEYS: Final = {
     **{"grpc_port": "router.grpc_port", "http_port": "router.http_port", "ops_port": "router.ops_port"},
     "reflection": "router.reflection",
     **{"api_keys": "auth.keys_file", "allow_anonymous": "auth.allow_anonymous"},
-    "speculative": "speculative.method",
 }
 """The keys of the configuration that are not called as their flags are."""
 
@@ -49,7 +48,7 @@ def serve(
     kv_host_gb: Annotated[float | None, typer.Option(help="GiB of host memory a rank, for what leaves it.")] = None,
     kv_disk: Annotated[Path | None, typer.Option(help="A folder that keeps KV cache beyond a restart.")] = None,
     kv_disk_gb: Annotated[float | None, typer.Option(help="GiB of its disk for each worker.")] = None,
-    speculative: Annotated[str | None, typer.Option(help="ngram guesses tokens where a text repeats itself.")] = None,
+    speculative: Annotated[str | None, typer.Option(help="ngram or draft=MODEL: how tokens are guessed.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     context_tokens: Annotated[int | None, typer.Option(help="The longest prompt plus completion.")] = None,
     generation_config: Annotated[str | None, typer.Option(help="auto takes the model's own defaults, or none.")] = None,
@@ -78,7 +77,7 @@ def serve(
         load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
     if checked.router.tls is not None:
         checked.router.tls.files.load()
-    serve_in_foreground(checked, checked_folder(checked), address)
+    serve_in_foreground(with_draft_folder(checked), checked_folder(checked), address)
 
 
 def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
@@ -89,6 +88,9 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
     for pool in ("prefill", "decode"):
         values[f"{pool}_tp"] = tp if values[f"{pool}_tp"] is None else values[f"{pool}_tp"]
     values["kv_disk"] = None if values["kv_disk"] is None else str(values["kv_disk"])
+    method, given, model = (values.pop("speculative") or "").partition("=")
+    values["speculative.method"] = "draft_model" if method == "draft" else method or None
+    values["speculative.model"] = model if given else None
     for name in ("kv_host_gb", "kv_disk", "kv_disk_gb"):
         values |= dict.fromkeys((f"prefill.{name}", f"decode.{name}"), values.pop(name))
     if values["api_keys"] is not None:

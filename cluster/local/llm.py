@@ -313,13 +313,13 @@ def _configure(given: Mapping[str, object]) -> TandemConfig:
 
 
 def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
-    from ..store.checked import checked_folder
+    from ..store.checked import checked_folder, with_draft_folder
     from .engine import LocalEngine  # with torch, which takes a second
 
     folder = checked_folder(config)
     loop = LoopThread("tandem-llm")
     try:
-        return loop, loop.run(LocalEngine.start(config, folder))
+        return loop, loop.run(LocalEngine.start(with_draft_folder(config), folder))
     except ValueError as error:
         loop.stop()
         raise InvalidArgument(str(error)) from None

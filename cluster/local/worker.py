@@ -34,6 +34,7 @@ def worker_config(
         identity=identity,
         dtype=config.dtype,
         quantization=config.quantization,
+        draft_model=config.speculative.model if config.speculative and role == "decode" else None,
         kv_cache_dtype=config.kv_cache_dtype,
         device=config.device,
         batch_invariant=config.numerics == "exact",

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ...proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument, TandemError
 from ...workers.model.adapter_folder import read_adapter
 from ...workers.model.config import CheckpointError
-from ...workers.model.footprint import check_config_split
+from ...workers.model.footprint import check_config_split, check_draft
 from ..config import TandemConfig
 from .generation_defaults import generation_defaults
 from .store import resolve_model
@@ -28,7 +28,13 @@ def checked_folder(config: TandemConfig) -> Path:
         Tokenizer.load(folder).check_chat_template()
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+    draft = with_draft_folder(config).speculative
     wrong = []
+    if draft is not None and draft.model is not None:
+        try:
+            check_draft(open_checkpoint(Path(draft.model)).config, model)
+        except ValueError as error:
+            wrong.append(f"speculative.model: {error}")
     for role, pool in config.pools.items():
         try:
             check_config_split(model, pool.tp)
@@ -42,3 +48,16 @@ def checked_folder(config: TandemConfig) -> Path:
     if wrong:
         raise InvalidArgument("\n".join(wrong))
     return folder.resolve()
+
+
+def with_draft_folder(config: TandemConfig) -> TandemConfig:
+    """Returns the configuration with the folder of the draft model, if it has one, which is fetched if it has to be, in
+    the place of its name. Raises what `resolve_model` raises, its text naming the field."""
+    if config.speculative is None or config.speculative.model is None:
+        return config
+    try:
+        folder = resolve_model(config.speculative.model, dtype=config.dtype, progress=True).resolve()
+    except (TandemError, CheckpointError) as error:
+        raise type(error)(f"speculative.model: {str(error).removeprefix('model: ')}") from None
+    draft = config.speculative.model_copy(update={"model": str(folder)})
+    return config.model_copy(update={"speculative": draft})

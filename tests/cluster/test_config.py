@@ -84,7 +84,16 @@ def test_flags_alone_are_enough() -> None:
             "decode.kv_disk: needs tp 1, got 2; a group of ranks keeps none on disk",
         ),
         ("model: m\nkv_cache_dtype: fp8", "kv_cache_dtype: must be 'auto' or 'int8', got 'fp8'"),
-        ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram', got 'eagle'"),
+        ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram' or 'draft_model', got 'eagle'"),
+        (
+            "model: m\nspeculative: {method: draft_model}",
+            "speculative.model: goes with method draft_model, and that with it, got draft_model",
+        ),
+        (
+            "model: m\nspeculative: {method: ngram, model: m}",
+            "speculative.model: goes with method draft_model, and that with it, got ngram",
+        ),
+        ("model: m\nspeculative: {model: ''}", "speculative.model: must have at least 1 character, got ''"),
         (
             "model: m\nspeculative: {prompt_lookup_min: 6}",
             "speculative.prompt_lookup_min: must be at most prompt_lookup_max, 5, got 6",

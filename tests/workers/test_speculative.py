@@ -72,6 +72,20 @@ async def test_through_both_pools_and_by_several_ranks(
         assert NUM_TOKENS < last.num_accepted_tokens < last.num_draft_tokens
 
 
+@pytest.mark.parametrize("tp", [{"prefill": [1], "decode": [1]}, {"prefill": [1], "decode": [2]}])
+async def test_a_draft_model_beside_one_rank_and_beside_several(folder: Path, tp: dict[str, list[int]]) -> None:
+    """It computes the prompt itself, whose KV cache comes from the prefill worker."""
+    prompts = [[(17 * i + 5 * n) % 400 + 3 for i in range(length)] for n, length in enumerate([1, 16, 130])]
+    expected = model_tokens(folder, prompts, NUM_TOKENS)
+    config = SpeculativeConfig(model=str(folder))
+    async with split_fleet(folder, tp, speculative=config, draft_model=str(folder)) as running:
+        requests = [token_request(prompt, NUM_TOKENS, ignore_eos=True) for prompt in prompts]
+        made = await asyncio.gather(*map(running.generate, requests))
+        assert [tokens for tokens, _ in made] == expected
+        last = (await running.statuses())[-1]
+        assert NUM_TOKENS < last.num_accepted_tokens == last.num_draft_tokens
+
+
 async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophet]) -> None:
     """One decode worker suspends its streams while their drafts are verified."""
     rng = random.Random(0)

@@ -1,7 +1,7 @@
 """Holds the configuration of an engine."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,17 +16,30 @@ def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
 
 
 class SpeculativeConfig(BaseModel):
-    """Configures speculative decoding, with the names of vLLM: what follows the last n-gram elsewhere in a sequence is
-    guessed to follow now, and verified in one step. Changes no token."""
+    """Configures speculative decoding, with the names of vLLM: what follows the last n-gram elsewhere in a sequence, or
+    what a small draft model proposes, is guessed to follow now, and verified in one step. Changes no token. With a
+    `model` and no `method` it is draft_model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "draft_model"] = "ngram"
+    model: str | None = Field(default=None, min_length=1, max_length=4096)  # that drafts, named as the service's own
     num_speculative_tokens: int = Field(default=5, ge=1, le=64)  # of a sequence in one step, at most
     prompt_lookup_min: int = Field(default=3, ge=1, le=64)  # tokens of an n-gram
     prompt_lookup_max: int = Field(default=5, ge=1, le=64)
     # Decodes and guesses of one step; more would be bound by computing, and a guess cost what a token costs.
     max_step_tokens: int = Field(default=32, ge=2, le=65_536)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_method(cls, given: Any) -> Any:
+        return {"method": "draft_model"} | given if isinstance(given, dict) and given.get("model") else given
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> Self:
+        if (self.method == "draft_model") != bool(self.model):
+            raise ValueError(f"speculative.model: goes with method draft_model, and that with it, got {self.method}")
+        return self
 
     @model_validator(mode="after")
     def _has_lengths(self) -> Self:

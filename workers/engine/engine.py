@@ -43,7 +43,7 @@ class Engine:
         """`clock` returns seconds. Prefixes that `source` knows are imported, see `commit_prefix`."""
         self.config = config
         self.requests = RequestTable(config, clock)
-        self.scheduler = Scheduler(self.requests, self._prepare_masks, self._count_importable)
+        self.scheduler = Scheduler(self.requests, self._prepare_masks, self._count_importable, executor.propose)
         self._source = source
         self.step_seconds = 0.0  # moving mean of the steps with decodes; read from any thread
         self._prompt_tokens = self._prompt_seconds = 0.0  # moving means of the steps with prompts

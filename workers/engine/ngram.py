@@ -47,11 +47,17 @@ class Drafter:
         self._index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
         self._mean_accepted = _FIRST_MEAN  # tokens of a draft
 
+    def count(self, num_tokens: int, room: int) -> int:
+        """Returns how many tokens, at most `room`, are worth guessing after `num_tokens`, by whatever means."""
+        if self._mean_accepted < _LEAST_MEAN and num_tokens % _TRIAL_INTERVAL > 1:
+            return 0
+        return max(min(room, self._most, 1 + round(2 * self._mean_accepted)), 0)
+
     def draft(self, tokens: Sequence[int], room: int) -> tuple[int, ...]:
         """Returns at most `room` tokens that may follow `tokens`, which are those of the last call and others."""
-        count = min(room, self._most, 1 + round(2 * self._mean_accepted))
         at = self._index.find(tokens)
-        if at is None or count < 1 or (self._mean_accepted < _LEAST_MEAN and len(tokens) % _TRIAL_INTERVAL > 1):
+        count = self.count(len(tokens), room)
+        if at is None or count < 1:
             return ()
         period = len(tokens) - at  # a text that repeats itself at once is guessed to go on so
         return tuple(tokens[at + number % period] for number in range(count))

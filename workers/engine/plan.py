@@ -163,6 +163,17 @@ class PrefixSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """Holds a sequence whose next tokens a draft model is to propose."""
+
+    sequence_id: int
+    tokens: Sequence[int]  # all known ones; not to be kept, since they grow
+    blocks: Sequence[int]  # its block table, with room for the known tokens and `count` more
+    sampling: SamplingParams
+    count: int  # tokens to propose, at most; at least 1
+
+
 OnLayers = Callable[[int], None]
 """Called while a step runs with the number of layers that have the KV cache of all the step's tokens."""
 
@@ -182,6 +193,10 @@ class Executor(Protocol):
         """Works for about so long on the masks of what may follow in these sequences; returns the ids of those whose
         mask is ready, which may take part in the next step. Called again for the others, it gets to each."""
         return [each.sequence_id for each in sequences]
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        """Returns by a draft model what may follow in these sequences, by id; nothing without one."""
+        return {}
 
     def hurry(self) -> None:
         """Has the step under way, if it waits for other processes, wait no longer: a stream stands still until it has

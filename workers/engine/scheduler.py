@@ -11,7 +11,7 @@ from dataclasses import replace
 from . import fork
 from .events import Admitted, Event, NewTokens, Preempted, Suspended
 from .ngram import Drafter
-from .plan import PENDING_TOKEN, Constrained, SequenceStep, StepPlan
+from .plan import PENDING_TOKEN, Constrained, DraftRequest, SequenceStep, StepPlan
 from .request_table import RequestTable
 from .sequence import Sequence, SequenceSpec, State, Task
 from .update import advance_search, append_tokens
@@ -34,8 +34,8 @@ class Scheduler:
 
     Whoever is under a grammar that does not say yet what may follow sits steps out, so that it keeps nobody waiting.
 
-    With `speculative`, a sequence that repeats itself has the step verify a draft of its next tokens, unless there are
-    many sequences; so the next step of it is planned when that one is updated.
+    With `speculative`, a sequence that repeats itself, or any with a draft model, has the step verify a draft of its
+    next tokens, unless there are many sequences; so the next step of it is planned when that one is updated.
     """
 
     def __init__(
@@ -43,11 +43,14 @@ class Scheduler:
         requests: RequestTable,
         prepare_masks: Callable[[Items[Constrained]], Collection[int]],
         count_importable: Callable[[Items[bytes]], int],
+        propose: Callable[[Items[DraftRequest]], dict[int, tuple[int, ...]]],
     ) -> None:
         """`prepare_masks` returns which of some sequences under grammars may take part in a step, `count_importable`
-        how many blocks of a chain, from the first on, are to be imported."""
+        how many blocks of a chain, from the first on, are to be imported, `propose` what a draft model makes of some
+        sequences."""
         self._prepare_masks = prepare_masks
         self._count_importable = count_importable
+        self._propose = propose
         self.pool = requests.pool
         self._requests = requests
         self._config = requests.config
@@ -91,12 +94,8 @@ class Scheduler:
                 events += self._grow(sequence)
         copies: list[tuple[int, int]] = []
         decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
-        room = self._speculative.max_step_tokens - len(decodes) if self._speculative else 0
-        steps = []
-        for sequence in decodes:
-            draft = self._draft(sequence, room) if room > 0 else ()
-            room -= len(draft)
-            steps.append(self._step(sequence, 1, copies, draft))
+        drafts = self._draft(decodes)
+        steps = [self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ())) for sequence in decodes]
         budget = self._budgets.mixed_chunk_tokens if decodes else self._budgets.chunk_tokens
         prompts.sort(key=lambda sequence: sequence.spec.order)
         is_urgent = False
@@ -237,24 +236,50 @@ class Scheduler:
         is_pending = sequence.num_scheduled == sequence.num_tokens
         return is_pending and bool(self._guess(sequence, sequence.max_length - sequence.num_tokens - 1))
 
-    def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
-        """Drafts at most `room` tokens after the last one, whose step is next, and gives the sequence blocks for them;
-        preempts nobody."""
-        if sequence.num_scheduled == sequence.num_tokens:
-            return ()
-        draft = self._guess(sequence, min(room, sequence.max_length - sequence.num_tokens))
+    def _draft(self, decodes: Items[Sequence]) -> dict[int, tuple[int, ...]]:
+        """Drafts what follows the last tokens of sequences, whose steps are next, as far as there is room, and gives
+        the sequences blocks for it; preempts nobody. Returns drafts by id."""
+        if self._speculative is None:
+            return {}
+        room = self._speculative.max_step_tokens - len(decodes)
+        drafts: dict[int, tuple[int, ...]] = {}
+        requests = []
+        for sequence in decodes:
+            if room <= 0 or sequence.num_scheduled == sequence.num_tokens:
+                continue
+            guess = self._guess(sequence, min(room, sequence.max_length - sequence.num_tokens))
+            count = self._make_room(sequence, len(guess))
+            room -= count
+            if self._speculative.model is None:
+                drafts[sequence.spec.id] = guess[:count]
+            elif count:
+                request = DraftRequest(
+                    sequence_id=sequence.spec.id,
+                    tokens=sequence.tokens,
+                    blocks=sequence.blocks,
+                    sampling=sequence.spec.sampling,
+                    count=count,
+                )
+                requests.append(request)
+        return drafts | self._propose(requests) if requests else drafts
+
+    def _make_room(self, sequence: Sequence, count: int) -> int:
+        """Gives a sequence blocks for `count` tokens after those known; returns for how many there are."""
         num_free = len(sequence.blocks) * self._config.block_size - sequence.num_tokens
-        while num_free < len(draft) and (sequence.reserved or self.pool.num_available):
+        while num_free < count and (sequence.reserved or self.pool.num_available):
             if not sequence.reserved:
                 sequence.reserved += self.pool.reserve(1)
             self._requests.claim(sequence, 1)
             num_free += self._config.block_size
-        return draft[:num_free]
+        return min(count, num_free)
 
     def _guess(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        """Returns what may follow, at most `room` tokens; where a draft model is to say it, tokens of unknown ids."""
         if self._speculative is None or not sequence.may_draft:
             return ()
         sequence.drafter = sequence.drafter or Drafter(self._speculative)
+        if self._speculative.model is not None:
+            return (PENDING_TOKEN,) * sequence.drafter.count(sequence.num_tokens, room)
         return sequence.drafter.draft(sequence.tokens, room)
 
     def _step(

@@ -1,4 +1,5 @@
-"""Computes what one rank of a split model keeps in memory for KV cache. Pure arithmetic; imports no torch."""
+"""Computes what one rank of a split model keeps in memory for KV cache, and whether models go with ranks and with each
+other. Pure arithmetic; imports no torch."""
 
 from ..kv_cache.layout import head_bytes
 from ..kv_cache.sharding import check_split, kv_heads
@@ -15,6 +16,13 @@ def check_config_split(config: ModelConfig, tp: int) -> None:
             )
     if tp > 1 and not config.has_tp_plan:
         raise ValueError(f"tp: {tp}: transformers has no plan to split {config.architecture}, only 1 is possible")
+
+
+def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
+    """Raises ValueError, with one line for the user, if `draft` cannot propose tokens for `model`."""
+    if draft.vocab_size != model.vocab_size:
+        sizes = f"{draft.vocab_size} tokens in its vocabulary and the model {model.vocab_size}"
+        raise ValueError(f"the draft model has {sizes}; they must be the same")
 
 
 def kv_bytes_per_token(config: ModelConfig, tp: int, dtype: str, cache_dtype: str = "auto") -> int:

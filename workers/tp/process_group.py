@@ -16,7 +16,7 @@ import msgpack
 import torch
 from torch import distributed
 
-from ..engine.plan import Constrained, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
+from ..engine.plan import Constrained, DraftRequest, Executor, OnLayers, Samples, SamplingParams, SequenceStep, StepPlan
 from ..transfer.backend import join_store, listen_store, open_group
 
 EMPTY_PLAN: Final = StepPlan(sequences=(), dropped=())
@@ -164,6 +164,10 @@ class TpExecutor(Executor):
     def prepare_masks(self, sequences: Sequence[Constrained], seconds: float) -> Collection[int]:
         """See `Executor.prepare_masks`. The other ranks follow no grammars."""
         return self._executor.prepare_masks(sequences, seconds)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
+        """See `Executor.propose`. The draft model is whole on rank 0."""
+        return self._executor.propose(requests)
 
     def close(self) -> None:
         """Ends `rank_loop` on the other ranks. Raises RuntimeError if a rank is lost."""

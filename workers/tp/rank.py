@@ -13,14 +13,17 @@ from ...proto.metrics import NULL_METRICS, Metrics
 from ..engine.config import Budgets, EngineConfig
 from ..engine.plan import Executor
 from ..kv_cache.store import KvStore
+from ..model.checkpoint import Checkpoint
+from ..model.config import ModelConfig
 from ..model.device import enter_device
-from ..model.footprint import kv_bytes_per_token
+from ..model.footprint import check_draft, kv_bytes_per_token
 from ..model.kernels import cpu
 from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
 from ..threads import available_cores, let_others_first
 from ..transfer.connector import TransferContext
 from .adapters import LoadOnRank, adapter_loader
+from .draft_model import DraftingExecutor
 from .nice_executor import NiceExecutor, usual_niceness
 from .process_group import TpGroup
 
@@ -33,6 +36,7 @@ class RankConfig:
     identity: PeerIdentity  # of the service
     dtype: str = "bfloat16"
     quantization: str | None = None  # see `open_checkpoint`
+    draft_model: str | None = None  # folder of a second model that proposes tokens
     kv_cache_dtype: str = "auto"  # see `KvLayout`
     device: str = "cpu"
     batch_invariant: bool = False  # see `ModelRunner.load`
@@ -105,7 +109,8 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     model = checkpoint.config
     tp = group.size if group else 1
     token_bytes = kv_bytes_per_token(model, tp, config.dtype, config.kv_cache_dtype)
-    num_blocks = _count_blocks(config, "kv_cache_bytes", token_bytes)
+    draft, draft_bytes = _open_draft(config, model)
+    num_blocks = _count_blocks(config, "kv_cache_bytes", token_bytes + draft_bytes)
     num_host_blocks = _count_blocks(config, "kv_host_bytes", token_bytes) if config.kv_host_bytes else 0
     runner = ModelRunner.load(
         checkpoint,
@@ -119,12 +124,13 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         group=group,
         batch_invariant=config.batch_invariant,
     )
+    executor = _make_executor(runner, None if group and group.rank else draft, config)
     if group:
         group.connect()
     runner.warmup()
     context = min(config.context_tokens or model.max_position_embeddings, model.max_position_embeddings)
     return Rank(
-        executor=NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner,
+        executor=executor,
         kv=runner.kv,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
@@ -137,6 +143,31 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
         num_graph_replays=runner.num_graph_replays,
         load_adapter=adapter_loader(runner, config.adapter_folders, config.max_lora_rank),
     )
+
+
+def _make_executor(runner: ModelRunner, draft: Checkpoint | None, config: RankConfig) -> Executor:
+    """Returns what executes plans on a loaded model; loads the model that is to draft for it, if there is one."""
+    executor: Executor = NiceExecutor(runner, config.nice) if config.device == "cpu" and config.nice else runner
+    if draft is None:
+        return executor
+    proposer = ModelRunner.load(
+        draft, dtype=config.dtype, device=config.device, num_blocks=runner.kv.num_blocks, block_size=config.block_size
+    )
+    proposer.warmup()
+    return DraftingExecutor(executor, proposer)
+
+
+def _open_draft(config: RankConfig, model: ModelConfig) -> tuple[Checkpoint | None, int]:
+    """Opens the checkpoint of the model that drafts for `model`, if there is one; returns it, and the bytes of its KV
+    cache for each token. Raises ValueError for a bad folder and for a model of other tokens."""
+    if config.draft_model is None:
+        return None, 0
+    try:
+        draft = open_checkpoint(Path(config.draft_model))
+        check_draft(draft.config, model)
+    except ValueError as error:
+        raise ValueError(f"draft_model: {error}") from None
+    return draft, kv_bytes_per_token(draft.config, 1, config.dtype)
 
 
 def _count_blocks(config: RankConfig, setting: str, token_bytes: int) -> int:

@@ -13,6 +13,7 @@ import tandem
 from tandem.cluster.cli import main, serve
 from tandem.cluster.config import TandemConfig
 from tandem.proto.errors import InvalidArgument
+from tandem.tests.tiny import make_tiny_model
 
 Done = tuple[int, str, str]
 """Of a command: its exit code, and what it has written to stdout and stderr."""
@@ -169,3 +170,43 @@ def test_clients_say_in_one_line_that_nobody_answers(run: Callable[..., Done]) -
         assert (code, out) == (1, ""), args
         assert err.startswith("error: ")
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "method", "model"),
+    [
+        (None, "draft_model", "small"),
+        ("draft=other=model", "draft_model", "other=model"),
+    ],
+)
+def test_a_flag_names_the_draft_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str | None, method: str, model: str
+) -> None:
+    asked: list[TandemConfig] = []
+
+    def refuse(config: TandemConfig) -> TandemConfig:
+        asked.append(config)
+        raise InvalidArgument("enough")
+
+    monkeypatch.setattr(serve, "with_draft_folder", refuse)
+    file = tmp_path / "draft.yaml"
+    file.write_text("model: m\nspeculative: {model: small, num_speculative_tokens: 3}\n")
+    flags = ["--speculative", flag] if flag else []
+    CliRunner().invoke(main.app, ["serve", "--config", str(file), *flags])
+    found = asked[0].speculative
+    assert found is not None
+    assert (found.method, found.model, found.num_speculative_tokens) == (method, model, 3)
+
+
+def test_a_draft_model_that_cannot_be_used_is_refused_in_a_line(
+    run: Callable[..., Done], tiny_model: Path, tmp_path: Path
+) -> None:
+    other = make_tiny_model(tmp_path / "other", vocab_size=600)
+    sizes = "the draft model has 600 tokens in its vocabulary and the model 512"
+    for model, line in (
+        (str(other), f"speculative.model: {sizes}; they must be the same"),
+        (str(tmp_path), "speculative.model: config.json: not found"),
+        (f"{tmp_path}/none", f"speculative.model: there is no folder {tmp_path}/none"),
+        ("", "speculative.model: must have at least 1 character, got ''"),
+    ):
+        assert run("serve", str(tiny_model), "--speculative", f"draft={model}") == (2, "", f"error: {line}\n"), model

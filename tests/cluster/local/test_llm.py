@@ -158,11 +158,14 @@ async def test_every_way_to_sample_equals_the_service(llm: LLM, folder: Path) ->
                 assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
-def test_guessed_tokens_change_no_answer(llm: LLM, folder: Path) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_guessed_tokens_change_no_answer(llm: LLM, folder: Path, method: str) -> None:
     """Nor what stop strings, choices, log probabilities and grammars make of them."""
     ways: list[Options] = [{**Options(max_tokens=60), **way} for way in WAYS]
     expected = llm.generate([PROMPTS[2]] * len(ways), ways)
-    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    config: dict[str, Any] = {"method": method, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    if method == "draft_model":
+        config = {"method": method, "model": str(folder), "num_speculative_tokens": 4}
     with LLM(str(folder), max_num_seqs=8, speculative_config=config, **SMALL) as guessing:
         found = guessing.generate([PROMPTS[2]] * len(ways), ways)
         wait_idle(guessing)
@@ -246,7 +249,10 @@ def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: must be 'auto' or 'int8'"),
         ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype: int8 has kernels on cpu only"),
         ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
-        ({"speculative_config": {"method": "eagle"}}, "speculative_config.method: must be 'ngram'"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config.method: must be 'ngram' or 'draft_model'"),
+        ({"speculative_config": {"method": "draft_model"}}, "speculative_config.model: goes with method draft_model"),
+        ({"speculative_config": {"model": "x", "method": "ngram"}}, "speculative_config.model: goes with method"),
+        ({"speculative_config": {"model": "no model"}}, "speculative_config.model: 'no model' is no built-in model"),
         ({"kv_cache_gb": 1e9}, "kv_cache_gb: must be"),
         ({"kv_host_gb": -1.0}, "kv_host_gb: must be"),
         ({"kv_disk": "/x"}, "kv_disk: goes with kv_disk_gb above 0"),
