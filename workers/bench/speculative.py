@@ -1,7 +1,8 @@
 """`python -m tandem.workers.bench.speculative`: measures decoding with guessed tokens beside plain decoding.
 
-Two engines on one model generate the same texts in turns, one sequence at a time, so that whatever else the machine
-does affects both: an edit of code, most of which is in the prompt, and free text, of which nothing is.
+Two engines on one model, one of which guesses by n-grams or by a draft model, generate the same texts in turns, one
+sequence at a time, so that whatever else the machine does affects both: an edit of code, most of which is in the
+prompt, and free text, of which nothing is.
 """
 
 import argparse
@@ -18,12 +19,15 @@ from tokenizers import Tokenizer
 from ..engine.config import Budgets, EngineConfig, SpeculativeConfig
 from ..engine.engine import Engine
 from ..engine.events import NewTokens
-from ..engine.plan import SamplingParams
+from ..engine.plan import Executor, SamplingParams
 from ..engine.sequence import SequenceSpec, Task
 from ..malloc import keep_freed_memory
+from ..model.checkpoint import Checkpoint
 from ..model.config import CheckpointError
+from ..model.footprint import check_draft
 from ..model.loader import open_checkpoint
 from ..model.runner import ModelRunner
+from ..tp.draft_model import DraftingExecutor
 from .steps import BLOCK_SIZE
 
 _CODE: Final = '''class Account:
@@ -60,11 +64,12 @@ TEXTS: Final = {
 class TimedEngine:
     """Generates on a runner that another engine uses, too, when this one is idle."""
 
-    def __init__(self, runner: ModelRunner, num_blocks: int, speculative: SpeculativeConfig | None) -> None:
+    def __init__(
+        self, executor: Executor, num_blocks: int, speculative: SpeculativeConfig | None, *, overlap: bool
+    ) -> None:
         budgets = Budgets(prefix_caching=False, speculative=speculative)
-        overlap = runner.launches_ahead
         config = EngineConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, overlap=overlap, budgets=budgets)
-        self._engine = Engine(runner, config)
+        self._engine = Engine(executor, config)
         self.tokens: list[int] = []  # of the last text
         self.rates: list[float] = []  # tokens/s of each text, without the first token
 
@@ -95,14 +100,22 @@ def measure(options: argparse.Namespace) -> str:
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     prompts = {name: tokenizer.encode(text).ids for name, (text, _) in TEXTS.items()}
     num_blocks = -(-(max(map(len, prompts.values())) + options.tokens + BLOCK_SIZE) // BLOCK_SIZE)
-    runner = ModelRunner.load(
-        checkpoint, dtype=options.dtype, device=options.device, num_blocks=num_blocks, block_size=BLOCK_SIZE
+    runner = _load(checkpoint, options, num_blocks)
+    guesser: Executor = runner
+    if options.draft is not None:
+        draft = open_checkpoint(options.draft, quantization=options.draft_quantization)
+        check_draft(draft.config, checkpoint.config)
+        guesser = DraftingExecutor(runner, _load(draft, options, num_blocks))
+    speculative = SpeculativeConfig(
+        method="draft_model" if options.draft else "ngram",
+        model=str(options.draft) if options.draft else None,
+        num_speculative_tokens=options.num_speculative_tokens,
     )
-    runner.warmup()
-    speculative = SpeculativeConfig(num_speculative_tokens=options.num_speculative_tokens)
+    overlap = runner.launches_ahead
     lines = [f"one sequence, {options.tokens} tokens, {options.rounds} rounds in turns, medians"]
     for name, (_, sampling) in TEXTS.items():
-        plain, guessing = (TimedEngine(runner, num_blocks, config) for config in (None, speculative))
+        plain = TimedEngine(runner, num_blocks, None, overlap=overlap)
+        guessing = TimedEngine(guesser, num_blocks, speculative, overlap=overlap)
         for number in range(1 + options.rounds):
             for engine in (plain, guessing) if number % 2 else (guessing, plain):
                 engine.generate(prompts[name], sampling, options.tokens)
@@ -115,6 +128,14 @@ def measure(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def _load(checkpoint: Checkpoint, options: argparse.Namespace, num_blocks: int) -> ModelRunner:
+    runner = ModelRunner.load(
+        checkpoint, dtype=options.dtype, device=options.device, num_blocks=num_blocks, block_size=BLOCK_SIZE
+    )
+    runner.warmup()
+    return runner
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints. Returns 0, or 2 after one line on stderr if the model cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tandem.workers.bench.speculative", description=__doc__)
@@ -124,6 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--quantization", help="of plain weights, when they are loaded")
+    parser.add_argument("--draft", type=Path, metavar="FOLDER", help="a model that guesses, in place of n-grams")
+    parser.add_argument("--draft-quantization", help="of that model's weights, when they are loaded")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0 is torch's default")
     try:

@@ -9,9 +9,11 @@ from tandem.tests.tiny import make_tiny_model
 from tandem.workers.bench import speculative
 
 
-def test_both_texts_are_generated_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("draft", [False, True])
+def test_both_texts_are_generated_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str], draft: bool) -> None:
     make_tiny_model(tmp_path, hidden_size=256, head_dim=32)
-    assert speculative.main(["--model", str(tmp_path), "--tokens", "30", "--rounds", "2"]) == 0
+    arguments = ["--draft", str(tmp_path)] if draft else []
+    assert speculative.main(["--model", str(tmp_path), "--tokens", "30", "--rounds", "2", *arguments]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "one sequence, 30 tokens, 2 rounds in turns, medians"
     figures = r" +[0-9.]+ +[0-9.]+ tokens/s, ratio [0-9.]+, [0-9]+% of [0-9]+ guesses right, the same tokens"
