@@ -199,9 +199,10 @@ def test_a_flag_names_the_draft_model(
 
 
 def test_a_draft_model_that_cannot_be_used_is_refused_in_a_line(
-    run: Callable[..., Done], tiny_model: Path, tmp_path: Path
+    run: Callable[..., Done], tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = make_tiny_model(tmp_path / "other", vocab_size=600)
+    capsys.readouterr()  # the bar of what writes the model
     sizes = "the draft model has 600 tokens in its vocabulary and the model 512"
     for model, line in (
         (str(other), f"speculative.model: {sizes}; they must be the same"),
