@@ -89,3 +89,7 @@ class WatchedExecutor(Executor):
     def propose(self, requests: Sequence[DraftRequest]) -> dict[int, tuple[int, ...]]:
         """See `Executor.propose`."""
         return self._executor.propose(requests)
+
+    def hurry(self) -> None:
+        """See `Executor.hurry`."""
+        self._executor.hurry()
