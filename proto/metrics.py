@@ -187,9 +187,9 @@ SUSPENDS = _counter("tandem_suspends_total", "Choices that were suspended.", wor
 RECOMPUTED = _counter("tandem_recomputed_tokens_total", "Tokens computed again after an interruption.", worker=True)
 RESTORED = _counter(
     "tandem_kv_restored_tokens_total",
-    "Prompt tokens whose KV cache had left the device, and came back from a lower tier.",
+    "Prompt tokens whose KV cache was not on the device, and came from a lower tier or from another worker.",
     worker=True,
-    tier=("host", "disk"),
+    tier=("host", "disk", "remote"),
 )
 KV_FAILURES = _counter(
     "tandem_kv_transfer_failures_total",

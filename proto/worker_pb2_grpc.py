@@ -54,6 +54,11 @@ class WorkerStub:
                 request_serializer=worker__pb2.LoadAdapterRequest.SerializeToString,
                 response_deserializer=worker__pb2.LoadAdapterResponse.FromString,
                 _registered_method=True)
+        self.LeasePrefix = channel.stream_stream(
+                '/tandem.v1.Worker/LeasePrefix',
+                request_serializer=worker__pb2.LeasePrefixRequest.SerializeToString,
+                response_deserializer=worker__pb2.KvHandle.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -89,6 +94,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeasePrefix(self, request_iterator, context):
+        """Leases the longest prefix of the first message's blocks that is in the KV cache, for another worker to fetch, and
+        answers with its handle; num_tokens is 0 if there is none. The lease lasts as long as the stream, but no longer than
+        some seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +125,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.LoadAdapter,
                     request_deserializer=worker__pb2.LoadAdapterRequest.FromString,
                     response_serializer=worker__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'LeasePrefix': grpc.stream_stream_rpc_method_handler(
+                    servicer.LeasePrefix,
+                    request_deserializer=worker__pb2.LeasePrefixRequest.FromString,
+                    response_serializer=worker__pb2.KvHandle.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +240,33 @@ class Worker:
             '/tandem.v1.Worker/LoadAdapter',
             worker__pb2.LoadAdapterRequest.SerializeToString,
             worker__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeasePrefix(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.Worker/LeasePrefix',
+            worker__pb2.LeasePrefixRequest.SerializeToString,
+            worker__pb2.KvHandle.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Self
 
+from .cache_reports import CacheReports
 from .engine.events import Admitted
 from .engine_thread import EngineThread
 from .kv_cache.block_files import BlockFiles
@@ -164,6 +165,16 @@ class DiskTier:
         weight = _WEIGHT if self._bytes_per_second else 1.0
         self._bytes_per_second += (bytes_per_second - self._bytes_per_second) * weight
         self._measured = time.monotonic()
+
+
+def reports_of(disk: DiskTier | None, thread: EngineThread) -> CacheReports:
+    """Returns the reports of a worker's prefix cache; has what comes into it kept on the disk, if there is one."""
+    if disk is None:
+        return CacheReports()
+    reports = CacheReports(lambda stored: disk.keep(stored, thread))
+    disk.on_change = partial(reports.change, "disk")
+    disk.report()
+    return reports
 
 
 def block_spans(layout: KvLayout, block_size: int) -> list[KvSpan]:

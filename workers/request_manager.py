@@ -19,7 +19,6 @@ from ..proto.errors import InvalidArgument
 from ..proto.hashing import hash_prompt
 from ..proto.metrics import NULL_METRICS, RECOMPUTED, RESTORED, SUSPENDS, Metrics
 from .cache_reports import CacheReports
-from .disk_tier import DiskTier
 from .engine.engine import Engine
 from .engine.events import (
     Admitted,
@@ -33,11 +32,12 @@ from .engine.events import (
     Suspended,
 )
 from .engine.plan import FirstTokens
-from .engine.sequence import SequenceSpec, Task
+from .engine.sequence import Task
 from .engine_thread import EngineThread
 from .grammars import GrammarCompiler
+from .prefix_transfer import PrefixImporter
 from .session import RouterSession, WorkerRequest
-from .submit import WorkerLimits, parse_submit
+from .submit import WorkerLimits, check_first_tokens, parse_submit
 from .tp.adapters import AdapterCache
 from .tp.kv_group import KvGroup
 from .transfer.frames import TransferError
@@ -64,8 +64,8 @@ class RequestManager:
     kv_handle: Callable[[], worker_pb2.KvHandle]  # with this worker's epoch, layout and endpoints
     load: Callable[[], worker_pb2.WorkerLoad]
     failed: Callable[[BaseException], None]  # called for a defect, after which the worker cannot be used
-    reports: CacheReports = field(default_factory=CacheReports)
-    disk: DiskTier | None = None
+    reports: CacheReports
+    importer: PrefixImporter
     metrics: Metrics = NULL_METRICS
     is_leaving: bool = field(init=False, default=False)  # new requests are refused
     num_recomputed_tokens: int = field(init=False, default=0)  # of requests with tokens from elsewhere
@@ -151,6 +151,7 @@ class RequestManager:
         first, num_choices = submit.first_choice, spec.beam.num_best if spec.beam else spec.num_choices
         request = WorkerRequest(spec, session, key, set(range(first, first + num_choices)))
         request.adapter = submit.adapter if submit.HasField("adapter") else None
+        request.holder = submit.prefix_holder
         self._next_id += spec.num_choices
         self._requests.add(request)
         self._sequences |= {spec.id + number: (request, first + number) for number in range(spec.num_choices)}
@@ -237,8 +238,8 @@ class RequestManager:
                         request.session.put_tokens(request.key, choice, event)
                         if event.finish is not None:
                             self._end_choice(request, choice)
-                    case Admitted() if event.importing and self.disk is not None:
-                        loading = self.kv.load(event.id, self.disk.load(event))
+                    case Admitted() if event.importing:
+                        loading = self.kv.load(event.id, self.importer.load(event, request.spec, request.holder))
                         loading.add_done_callback(partial(self._loaded, request, event))
                     case Admitted():
                         request.session.put(request.key, admitted=self._admitted(request, event))
@@ -360,7 +361,7 @@ class RequestManager:
             return
         try:
             first_tokens, received = task.result()
-            self._check_first_tokens(request.spec, first_tokens)
+            check_first_tokens(request.spec, first_tokens, self.limits.vocab_size)
         except TransferError as error:
             logger.warning("KV fetch failed: %s", error)
             self._refuse(request, worker_pb2.FAILURE_KIND_TRANSFER, "KV transfer failed")
@@ -372,26 +373,21 @@ class RequestManager:
                 self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
 
     def _loaded(self, request: WorkerRequest, event: Admitted, task: "asyncio.Task[int]") -> None:
-        """Starts a sequence with what has come from the disk."""
+        """Starts a sequence with what has come, as soon as nothing writes to its blocks any more."""
         if task.cancelled() or request not in self._requests:
             return
-        if error := task.exception():  # a defect: what the disk does is no failure
+        if error := task.exception():  # a defect: what the disk or another worker does is no failure
             self.failed(error)
+        else:
+            self.kv.stop(event.id, partial(self._start, request, event, task.result()))
+
+    def _start(self, request: WorkerRequest, event: Admitted, num_tokens: int) -> None:
+        if request not in self._requests:
             return
-        num_tokens = task.result()
-        self.metrics.add(RESTORED, num_tokens, tier="disk")
+        self.metrics.add(RESTORED, num_tokens, tier="remote" if event.from_remote else "disk")
         admitted = replace(event, num_cached=event.num_cached + num_tokens)
         request.session.put(request.key, admitted=self._admitted(request, admitted))
         self.thread.post(lambda engine: engine.commit_prefix(event.id, num_tokens))
-
-    def _check_first_tokens(self, spec: SequenceSpec, first: FirstTokens) -> None:
-        """Raises TransferError unless the engine can continue with `first`."""
-        try:
-            spec.check_first_tokens(first)
-        except ValueError as error:
-            raise TransferError(str(error)) from error
-        if max(first.tokens) >= self.limits.vocab_size:
-            raise TransferError(f"first_tokens: each must be below {self.limits.vocab_size}")
 
     def _refuse(self, request: WorkerRequest, kind: "worker_pb2.FailureKind", message: str) -> None:
         """Ends a request with a failure, unless it has ended."""

@@ -39,6 +39,7 @@ class WorkerRequest:
     preparing: asyncio.Task[None] | None = None  # loads its adapter, compiles its grammar
     grammar: object = None  # a reference that keeps it compiled
     fetch: asyncio.Task[FetchResult] | None = None  # of its KV cache from another worker
+    holder: worker_pb2.PrefixHolder = field(default_factory=worker_pb2.PrefixHolder)  # of more of its prompt than here
     suspended: dict[int, int] = field(default_factory=dict)  # choices whose KV cache is on offer: their sequence ids
 
 

@@ -17,9 +17,9 @@ from ..proto.limits import (
     MAX_GRAMMAR_CHARACTERS,
 )
 from ..proto.parameters import ROWS, check_count, check_message, check_token_ids, parameters_of, value_of
-from .engine.plan import Pooling, SamplingParams
+from .engine.plan import FirstTokens, Pooling, SamplingParams
 from .engine.sequence import BeamSearch, SequenceSpec, Task
-from .transfer.frames import MAX_FIRST_TOKENS
+from .transfer.frames import MAX_FIRST_TOKENS, TransferError
 
 MAX_SUBMITTED_GRAMMAR_CHARACTERS: Final = 8 * MAX_GRAMMAR_CHARACTERS
 """The router wraps and escapes, with up to six characters for one, what the client sent."""
@@ -71,7 +71,18 @@ def parse_submit(submit: worker_pb2.Submit, sequence_id: int, limits: WorkerLimi
         stop_ids=stop_ids,
         priority=submit.priority,
         salt=adapter_salt(submit.cache_salt, submit.adapter.fingerprint),
+        num_remote=submit.prefix_holder.num_tokens if task is Task.PREFILL else 0,
     )
+
+
+def check_first_tokens(spec: SequenceSpec, first: FirstTokens, vocab_size: int) -> None:
+    """Raises TransferError unless the engine can continue with `first`, which another worker has sampled."""
+    try:
+        spec.check_first_tokens(first)
+    except ValueError as error:
+        raise TransferError(str(error)) from error
+    if max(first.tokens) >= vocab_size:
+        raise TransferError(f"first_tokens: each must be below {vocab_size}")
 
 
 def _check(is_valid: bool, field: str, bound: str) -> None:
@@ -90,6 +101,10 @@ def _check_prompt(submit: worker_pb2.Submit, task: Task, limits: WorkerLimits) -
     _check(submit.first_index < num_tokens, "first_index", "must be below the number of token_ids")
     most = submit.first_index + submit.max_tokens
     _check(submit.min_tokens <= most, "min_tokens", "must be at most first_index and max_tokens together")
+    if submit.HasField("prefix_holder"):
+        holder = submit.prefix_holder
+        is_known = holder.num_tokens <= num_tokens and holder.block_size >= 1
+        _check(is_known, "prefix_holder", f"must have a block_size and at most {num_tokens} tokens")
     check_count(len(submit.cache_salt), MAX_CACHE_SALT_BYTES, "bytes", "cache_salt")
     if submit.HasField("adapter"):
         is_named = len(submit.adapter.fingerprint) == FINGERPRINT_BYTES

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from queue import Full
 from typing import Self
 
@@ -21,8 +20,7 @@ from ..proto.channel import PeerServer
 from ..proto.errors import InvalidArgument
 from ..proto.metrics import NULL_METRICS, UNBALANCED, Metrics
 from ..proto.shared_result import SharedResult
-from .cache_reports import CacheReports
-from .disk_tier import DiskTier
+from .disk_tier import DiskTier, reports_of
 from .engine.block_pool import BlockState
 from .engine.config import Budgets
 from .engine.engine import Engine
@@ -33,6 +31,7 @@ from .figures import WorkerFigures
 from .grammars import GrammarCompiler
 from .malloc import keep_freed_memory
 from .model.device import enter_device
+from .prefix_transfer import PrefixImporter, PrefixLender
 from .request_manager import RequestManager
 from .submit import WorkerLimits
 from .tp.adapters import AdapterCache
@@ -111,6 +110,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._endpoint = KvEndpoint(sender, config.rank.identity)
         self._kv = KvGroup(self._endpoint, coordinator.clients)
         self._requests = self._request_manager(rank, config)
+        self._lender = PrefixLender(self._thread, self._kv, self._kv_handle, rank.block_size)
         self._figures = WorkerFigures(
             load=self.load,
             kv=self._kv,
@@ -143,19 +143,10 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             kv_handle=self._kv_handle,
             load=self.load,
             failed=self._fail,
-            reports=self._cache_reports(),
-            disk=self._disk,
+            reports=reports_of(self._disk, self._thread),
+            importer=PrefixImporter(self._kv, rank.block_size, self._disk),
             metrics=self._metrics,
         )
-
-    def _cache_reports(self) -> CacheReports:
-        disk, thread = self._disk, self._thread
-        if disk is None:
-            return CacheReports()
-        reports = CacheReports(lambda stored: disk.keep(stored, thread))
-        disk.on_change = partial(reports.change, "disk")
-        disk.report()
-        return reports
 
     @classmethod
     async def start(
@@ -367,6 +358,14 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         except InvalidArgument as error:
             return error.message
         return ""
+
+    async def LeasePrefix(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.LeasePrefixRequest],
+        context: grpc.aio.ServicerContext[worker_pb2.LeasePrefixRequest, worker_pb2.KvHandle],
+    ) -> None:
+        """Leases a cached prefix to another worker, see the proto."""
+        await self._lender.serve(request_iterator, context.write)
 
     async def Drain(
         self,

@@ -29,6 +29,9 @@ _NEAR: Final = 1.1
 _HORIZON: Final = 32
 """Decode steps over which the effect of a sequence on its neighbours is charged to its placement."""
 
+_LEAST_FETCHED_TOKENS: Final = 64
+"""Of a cached prefix: fewer take about as long to compute as none, and fetching them takes two round trips."""
+
 _DEFAULT_SEQUENCES: Final = 64
 """The sequences that a worker runs at once, if it has not reported how many."""
 
@@ -105,6 +108,18 @@ def place(
         if whole_seconds(needed, whole) < apart:
             return Placement(prefill=None, decode=whole.worker_id)
     return Placement(prefill=first.worker_id, decode=second.worker_id)
+
+
+def choose_holder(num_tokens: int, prefill: Candidate, others: Sequence[Candidate]) -> Candidate | None:
+    """Returns the one of `others` from which the prefill worker is to fetch the KV cache of first tokens of the prompt.
+    None if none has more of it cached, or only a few tokens, or what is predicted to be computed as fast."""
+    holder = max(others, key=lambda c: (c.matched_tokens, -c.num_requests), default=None)
+    if holder is None:
+        return None
+    fetched = min(holder.matched_tokens, num_tokens - 1) - prefill.matched_tokens
+    if fetched < _LEAST_FETCHED_TOKENS or _transfer_seconds(fetched, holder) >= fetched * prefill.prefill.each:
+        return None
+    return holder
 
 
 def prefill_seconds(num_tokens: int, candidate: Candidate) -> float:

@@ -11,7 +11,7 @@ from typing import Final
 from ...proto import worker_pb2
 from ..request import TokenRequest
 from .capacity import NO_CAPACITY, Capacity, PrefillWork, required_capacity, used_capacity
-from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Placement, place
+from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Placement, choose_holder, place
 from .prefix_index import Prefix, PrefixIndex
 from .rates import LinearCost, Rates
 from .worker_state import WorkerState
@@ -174,6 +174,29 @@ class WorkerRegistry:
             sources, decode = list(map(self._ahead, sources)), list(map(self._ahead, decode))
         return place(required_capacity(request), sources, decode, self._rng, local_prefill_tokens=local_tokens)
 
+    def find_holder(self, request: TokenRequest, prefill: str) -> worker_pb2.PrefixHolder | None:
+        """Returns the decode worker that has more of the prompt cached than the prefill worker, if that one is to fetch
+        it rather than to compute it. Call it before `dispatched`."""
+        worker = self._workers.get(prefill)
+        if worker is None:
+            return None
+        _, _, matched = self._last_look_up(request)
+        others = [
+            self._candidate(other, matched, NEUTRAL_STEP_SECONDS)
+            for worker_id in matched
+            if (other := self._workers[worker_id]).info.role == _DECODE
+            and other.takes_requests
+            and other.info.address
+            and other.info.layout == worker.info.layout
+        ]
+        chosen = choose_holder(len(request.prompt), self._candidate(worker, matched, NEUTRAL_STEP_SECONDS), others)
+        if chosen is None:
+            return None
+        info = self._workers[chosen.worker_id].info
+        return worker_pb2.PrefixHolder(
+            address=info.address, num_tokens=chosen.matched_tokens, block_size=info.block_size
+        )
+
     def dispatched(
         self,
         worker_id: str,
@@ -189,8 +212,7 @@ class WorkerRegistry:
         worker = self._workers.get(worker_id)
         decodes |= worker is None or worker.info.role == _DECODE
         if worker is not None:
-            found = self._looked_up
-            _, prefix, matched = found if found is not None and found[0] is request else self._look_up(request)
+            _, prefix, matched = self._last_look_up(request)
             cached_tokens = matched.get(worker_id, 0)
             used = used_capacity(request, num_tokens=num_tokens, cached_tokens=cached_tokens, decodes=decodes)
             worker.add(request.request_id, used, prefix, goes_ahead=goes_ahead)
@@ -307,6 +329,10 @@ class WorkerRegistry:
         prefix = Prefix(request.prompt, request.prefix_salt)
         self._looked_up = request, prefix, self._prefixes.match(prefix)
         return self._looked_up
+
+    def _last_look_up(self, request: TokenRequest) -> tuple[TokenRequest, Prefix, dict[str, int]]:
+        found = self._looked_up
+        return found if found is not None and found[0] is request else self._look_up(request)
 
     def _token_seconds(self, worker: WorkerState) -> float:
         """Returns the seconds of each prompt token while a worker has many, as it reports them."""

@@ -139,8 +139,14 @@ class Engine:
         with its hash. The caller has to call `unlease_cached` with them."""
         return self.requests.lease_cached(digests)
 
+    def lease_prefix(self, chain: Sequence[bytes]) -> list[int]:
+        """Leases the blocks of the longest prefix of a hash chain that is in the KV cache, to be copied elsewhere. What
+        the step in flight restores from host memory is there when that has ended. Leases none if less than half of
+        what sequences may take would be left to them. The caller has to call `unlease_cached` with the blocks."""
+        return self.requests.lease_prefix(chain)
+
     def unlease_cached(self, blocks: list[int]) -> None:
-        """Ends leases of `lease_cached`."""
+        """Ends leases of `lease_cached` or `lease_prefix`."""
         self.requests.unlease_cached(blocks)
 
     def hurry(self) -> None:

@@ -9,7 +9,7 @@ from .sequence import FinishReason
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """Reports that a sequence has its blocks. A DECODE sequence now waits for its KV cache, one with `importing` for
-    what its worker keeps of it elsewhere, see `Engine.commit_prefix`."""
+    what is kept of it elsewhere, see `Engine.commit_prefix`."""
 
     id: int
     queue_seconds: float
@@ -17,6 +17,7 @@ class Admitted:
     num_restored: int = 0  # those of them that come from host memory, with the next step
     blocks: tuple[int, ...]  # the block table of the whole prompt
     importing: tuple[bytes, ...] = ()  # hashes of the blocks after the cached ones that are to be filled from elsewhere
+    from_remote: bool = False  # from the worker of `SequenceSpec.num_remote`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

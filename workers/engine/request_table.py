@@ -4,6 +4,7 @@ Every change of a sequence's state or blocks goes through here, so that the coun
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from .block_pool import BlockPool, BlockState
@@ -28,7 +29,7 @@ class RequestTable:
         self.unloading: set[int] = set()  # adapters that leave with the first plan after their last sequence
         self.num_holding = 0  # sequences in IMPORTING or RUNNING, with those that they will fork into
         self.num_leased = 0
-        self.copied: list[int] = []  # blocks that are being copied elsewhere, see `Engine.lease_cached`
+        self.copied = Counter[int]()  # leases of blocks that are being copied elsewhere, see `lease_cached`
         self.num_draft_tokens = self.num_accepted_tokens = 0  # since the start
         self.num_restored_tokens = 0  # since the start
 
@@ -105,17 +106,27 @@ class RequestTable:
     def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
         """See `Engine.lease_cached`."""
         found = [(block, digest) for digest in digests for block in self.pool.match([digest])]
-        blocks = [block for block, _ in found]
-        self.pool.share(blocks)
-        self.pool.lease(blocks)
-        self.copied += blocks
+        self._lease_copied([block for block, _ in found])
         return found
 
+    def lease_prefix(self, chain: Iterable[bytes]) -> list[int]:
+        """See `Engine.lease_prefix`."""
+        blocks = self.pool.match(chain)
+        num_leased = self.pool.count(BlockState.LEASED)
+        if 2 * (num_leased + self.pool.num_evictable(blocks)) > num_leased + self.pool.num_available:
+            return []
+        self._lease_copied(blocks)
+        return blocks
+
+    def _lease_copied(self, blocks: list[int]) -> None:
+        self.pool.share(blocks)
+        self.pool.lease(blocks)
+        self.copied.update(blocks)
+
     def unlease_cached(self, blocks: list[int]) -> None:
-        """Ends leases of `lease_cached`."""
+        """Ends leases of `lease_cached` or `lease_prefix`."""
         self.pool.unlease(blocks)
-        for block in blocks:
-            self.copied.remove(block)
+        self.copied -= Counter(blocks)
 
     def take_unloaded(self) -> tuple[int, ...]:
         """Returns the adapters to unload that no sequence uses any more."""
@@ -235,8 +246,8 @@ class RequestTable:
             reserved += sequence.reserved
             for block in sequence.held_blocks:
                 holders[block][sequence.state is State.LEASED] += 1
-        for block in self.copied:
-            holders[block][1] += 1
+        for block, num_leases in self.copied.items():
+            holders[block][1] += num_leases
         for block, (owners, leases) in enumerate(holders):
             if (owners, leases) != self.pool.holders(block):
                 raise RuntimeError(

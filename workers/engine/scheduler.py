@@ -190,9 +190,14 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> Admitted:
         shared, restored = self._match(sequence)
+        from_remote = False
         if sequence.spec.task is not Task.DECODE:
-            chain = self._cacheable(sequence)[len(shared) + len(restored) :]
-            sequence.importing = tuple(chain[: self._count_importable(chain)])
+            num_found = len(shared) + len(restored)
+            chain = self._cacheable(sequence)[num_found:]
+            count = self._count_importable(chain)
+            num_remote = min(sequence.spec.num_remote // self._config.block_size - num_found, len(chain))
+            from_remote = num_remote > count
+            sequence.importing = tuple(chain[: max(num_remote, count)])
         self._requests.admit(sequence, shared, restored)
         return Admitted(
             id=sequence.spec.id,
@@ -200,6 +205,7 @@ class Scheduler:
             num_cached=sequence.num_cached,
             num_restored=sequence.num_restored,
             importing=sequence.importing,
+            from_remote=from_remote,
             blocks=tuple((sequence.blocks + sequence.reserved)[: sequence.num_prompt_blocks]),
         )
 

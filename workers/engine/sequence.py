@@ -80,6 +80,7 @@ class SequenceSpec:
     priority: int = 0
     salt: bytes = b""  # of its prefixes in the cache; another one for each adapter
     adapter: int = 0  # the number under which its adapter is loaded; 0 is none
+    num_remote: int = 0  # of the first tokens of a prompt that is computed here, those that another worker has cached
 
     @property
     def max_length(self) -> int:

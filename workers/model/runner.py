@@ -161,7 +161,8 @@ class ModelRunner(Executor):
         if self._host is not None:
             self._host.save(plan.saved)
             self._host.restore(plan.restored)
-        if plan.saved and not plan.sequences and self._group:  # a step that computes waits for all ranks in any case
+        is_copying = plan.saved or plan.restored
+        if is_copying and not plan.sequences and self._group:  # a step that computes waits for all ranks in any case
             self._group.all_reduce(torch.zeros(1, device=self._device))
         if plan.copies:
             self.kv.copy(plan.copies)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from ...proto import worker_pb2
+from ...proto.channel import PeerChannel
 from ..engine.plan import FirstTokens
 from ..transfer.endpoint import KvEndpoint
 from ..transfer.receiver import FetchResult, FetchTarget, merge
@@ -26,7 +27,7 @@ class KvGroup:
         self._commanded: set[int] = set()  # sequences that the clients offer or fetch
         self._targets: dict[int, asyncio.Future[FetchTarget]] = {}
         self._fetches: dict[int, asyncio.Task[FetchResult] | asyncio.Task[int]] = {}
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._stopping: dict[int, asyncio.Task[bool]] = {}
 
     @property
     def num_leases(self) -> int:
@@ -69,18 +70,27 @@ class KvGroup:
 
         The task raises TransferError if a part could not be fetched. After a failure or a cancel, `stop` tells when no
         rank writes any more."""
-        fetch = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash)
-        parts = [client.ask(sequence_id, fetch_kv=fetch) for client in self._clients]
-        if self._clients:
-            self._commanded.add(sequence_id)
-        target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
-        task = self._fetches[sequence_id] = asyncio.create_task(self._fetch(handle, prefix_hash, target, parts))
+        task = self._fetches[sequence_id] = asyncio.create_task(self._begin_fetch(sequence_id, handle, prefix_hash))
         return task
 
     def load(self, sequence_id: int, loading: Coroutine[Any, Any, int]) -> "asyncio.Task[int]":
-        """Runs what fills blocks of a sequence from elsewhere on this host; `stop` tells when it writes no more."""
+        """Runs what fills blocks of a sequence, from the disk or by `fetch_now`; `stop` tells when nothing writes any
+        more."""
         task = self._fetches[sequence_id] = asyncio.create_task(loading)
         return task
+
+    async def fetch_now(
+        self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes, target: FetchTarget
+    ) -> None:
+        """Fetches every rank's part of a KV cache to a target that is known, in what `load` runs. Raises TransferError
+        if a part could not be fetched; until `stop` the other ranks may then go on."""
+        fetching = self._begin_fetch(sequence_id, handle, prefix_hash)
+        self.set_target(sequence_id, *target)
+        await fetching
+
+    def channel(self, address: str) -> PeerChannel:
+        """Returns the channel to another worker, which stays open."""
+        return self._endpoint.receiver.connections.channel(address)
 
     def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:
         """Sets the blocks for a fetch and the number of tokens that the prefix cache holds already."""
@@ -93,7 +103,9 @@ class KvGroup:
         a cancel alone does not ensure. Never calls it if a rank is lost."""
         self._endpoint.sender.withdraw(sequence_id)
         self._targets.pop(sequence_id, None)
-        pending: list[asyncio.Future[FetchResult] | asyncio.Future[int] | asyncio.Future[None]] = []
+        pending: list[asyncio.Future[Any]] = []
+        if (stopping := self._stopping.get(sequence_id)) is not None:
+            pending.append(stopping)
         fetch = self._fetches.pop(sequence_id, None)
         if fetch is not None and not fetch.done():
             fetch.cancel()
@@ -104,15 +116,18 @@ class KvGroup:
         if not pending:
             then()
             return
-        task = asyncio.create_task(_call_after(pending, then))
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
+        task = self._stopping[sequence_id] = asyncio.create_task(_call_after(pending, then))
+        task.add_done_callback(lambda task: self._stopped(sequence_id, task))
+
+    def _stopped(self, sequence_id: int, task: asyncio.Task[bool]) -> None:
+        if self._stopping.get(sequence_id) is task:
+            del self._stopping[sequence_id]
 
     async def close(self) -> None:
         """Ends all transfers and connections to other workers; the clients have been closed."""
         for task in self._fetches.values():
             task.cancel()
-        await asyncio.gather(*self._fetches.values(), *self._stopping, return_exceptions=True)
+        await asyncio.gather(*self._fetches.values(), *self._stopping.values(), return_exceptions=True)
         await self._endpoint.close()
 
     def _command(self, sequence_id: int, **command: Any) -> None:
@@ -120,6 +135,17 @@ class KvGroup:
         if sequence_id in self._commanded:
             for client in self._clients:
                 client.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
+
+    def _begin_fetch(
+        self, sequence_id: int, handle: worker_pb2.KvHandle, prefix_hash: bytes
+    ) -> Coroutine[Any, Any, FetchResult]:
+        """Has the other ranks fetch their parts; returns what fetches this one's and waits for all."""
+        fetch = worker_pb2.KvTransfer(kv=handle, prefix_hash=prefix_hash)
+        parts = [client.ask(sequence_id, fetch_kv=fetch) for client in self._clients]
+        if self._clients:
+            self._commanded.add(sequence_id)
+        target = self._targets[sequence_id] = asyncio.get_running_loop().create_future()
+        return self._fetch(handle, prefix_hash, target, parts)
 
     async def _fetch(
         self,
@@ -133,10 +159,10 @@ class KvGroup:
         return first_tokens, merge([received, *others])
 
 
-async def _call_after(
-    pending: "Sequence[asyncio.Future[FetchResult] | asyncio.Future[int] | asyncio.Future[None]]",
-    then: Callable[[], None],
-) -> None:
+async def _call_after(pending: Sequence[asyncio.Future[Any]], then: Callable[[], None]) -> bool:
+    """Returns whether `then` was called."""
     results = await asyncio.gather(*pending, return_exceptions=True)
-    if not any(isinstance(result, RankLost) for result in results):
-        then()
+    if any(isinstance(result, RankLost) or result is False for result in results):
+        return False
+    then()
+    return True
