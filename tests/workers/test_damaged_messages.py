@@ -13,6 +13,7 @@ import pytest
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.channel import PeerChannel, PeerStream
+from tandem.proto.hashing import hash_chain
 from tandem.tests.damaged import LEAK, NUM_INPUTS, damaged
 from tandem.tests.fleet import VOCAB, fake_rank
 from tandem.tests.peers import IDENTITY, peer_channel
@@ -36,6 +37,10 @@ STREAMS: dict[str, list[bytes]] = {
         worker_pb2.SessionRequest(submit=submit(adapter=ADAPTER)).SerializeToString(),
         worker_pb2.SessionRequest(cancel={"request_id": "a", "attempt": 1}).SerializeToString(),
         worker_pb2.SessionRequest(suspend={"request_id": "a", "attempt": 1}).SerializeToString(),
+    ],
+    "/tandem.v1.Worker/LeasePrefix": [
+        worker_pb2.LeasePrefixRequest(hashes=hash_chain(PROMPT, 16)).SerializeToString(),
+        worker_pb2.LeasePrefixRequest(hashes=[b"?" * 16]).SerializeToString(),
     ],
     frames.PULL_METHOD: [
         frames.encode(KEY, frames.Open(layout=b"x", transports={"shared": {"a": 1}})),

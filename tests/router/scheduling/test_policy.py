@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tandem.router.scheduling.policy import (
     NEUTRAL_PREFILL,
     Candidate,
     Placement,
+    choose_holder,
     place,
     prefill_seconds,
     whole_seconds,
@@ -166,3 +168,31 @@ def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
     assert two - one == pytest.approx(0.1 + NEUTRAL_PREFILL.each)
     resting = idle("d", mixed_chunk_tokens=32, step_seconds=0.1)
     assert whole_seconds(needed(33), resting) == pytest.approx(NEUTRAL_PREFILL.seconds(33))
+
+
+@given(
+    st.integers(1, 4096),
+    candidates("p"),
+    candidates("d"),
+    st.builds(LinearCost, fixed=st.floats(0, 1), each=st.floats(0, 1e-6)),
+)
+def test_a_prefix_is_fetched_only_where_that_is_faster(
+    num_tokens: int, prefill: list[Candidate], decode: list[Candidate], transfer: LinearCost
+) -> None:
+    """From the one that has most, if what it has beyond the prefill worker is predicted to arrive before it would be
+    computed; the last token of a prompt is always computed."""
+    decode = [replace(one, transfer=transfer) for one in decode]
+    for first in prefill:
+        found = choose_holder(num_tokens, first, decode)
+        most = max((one.matched_tokens for one in decode), default=0)
+        missing = min(most, num_tokens - 1) - first.matched_tokens
+        is_faster = transfer.seconds(missing * KV_BYTES) < missing * first.prefill.each
+        assert (found is not None) == (missing >= 64 and is_faster)
+        assert found is None or found.matched_tokens == most
+
+
+def test_of_equal_holders_the_less_loaded_is_asked() -> None:
+    first = idle("p0", prefill=LinearCost(fixed=0.0, each=1.0))
+    decode = [idle(f"d{n}", matched_tokens=512, num_requests=(5, 1, 3)[n]) for n in range(3)]
+    assert choose_holder(1000, first, decode) == decode[1]
+    assert choose_holder(1000, first, []) is None

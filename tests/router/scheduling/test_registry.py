@@ -416,3 +416,56 @@ def test_free_capacity_is_that_of_workers_that_take_requests() -> None:
     assert free.prompt_tokens > 0  # without a prefill worker, decode workers compute prompts
     registry.update([info("d0", ROLE_DECODE, draining=True)])
     assert registry.free() is None
+
+
+def holders_of(tokens: list[int]) -> WorkerRegistry:
+    """A prefill worker that has 160 tokens of a prompt, and decode workers that have 320 or 480."""
+    registry = registry_of(1, 3)
+    listed = registry.workers()
+    for each in listed:
+        each.address = f"{each.worker_id}:1"
+    registry.update(listed)
+    for worker_id, num_tokens in {"p0": 160, "d0": 320, "d1": 480}.items():
+        report(registry, worker_id, stored=hash_chain(tokens[:num_tokens], 16))
+    return registry
+
+
+def test_a_prefill_worker_is_told_where_more_of_a_prompt_is_cached() -> None:
+    tokens = prompt(1, 500)
+    registry = holders_of(tokens)
+    asked = request(tokens, "a")
+    assert registry.place(asked) is not None
+    holder = registry.find_holder(asked, "p0")
+    assert holder == worker_pb2.PrefixHolder(address="d1:1", num_tokens=480, block_size=16)
+    assert registry.find_holder(asked, "gone") is None
+    salted = request(tokens, "b", cache_salt=b"another tenant")
+    assert registry.find_holder(salted, "p0") is None
+    assert registry.find_holder(request(tokens[:200], "c"), "p0") is None  # 40 more
+
+
+def test_no_prefix_is_fetched_from_a_worker_that_cannot_give_it() -> None:
+    """One that drains, that was lost, that has another model, or no address."""
+    tokens = prompt(1, 500)
+    registry = holders_of(tokens)
+    asked = request(tokens, "a")
+
+    def found() -> str:
+        registry.place(asked)
+        holder = registry.find_holder(asked, "p0")
+        return holder.address if holder else ""
+
+    assert found() == "d1:1"
+    report(registry, "d1", load=load(version=1, draining=True))
+    assert found() == "d0:1"
+    report(registry, "d1", load=load(version=2))
+    assert found() == "d1:1"
+    registry.session_lost("d1", 1)
+    assert found() == "d0:1"
+    for change in ({"layout": b"other"}, {"address": ""}):
+        listed = registry.workers()
+        for each in listed:
+            if each.worker_id == "d0":
+                each.MergeFrom(worker_pb2.WorkerInfo(**change))  # type: ignore[arg-type]
+                each.address = change.get("address", each.address)  # type: ignore[assignment]
+        registry.update(listed)
+        assert found() == ""

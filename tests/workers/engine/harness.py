@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tandem.proto.hashing import hash_chain
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, _extend, expected_tokens
 from tandem.tests.workers.spans import span
 from tandem.workers.engine.block_pool import BlockState
@@ -158,6 +159,7 @@ class Worker:
         self.engine = Engine(self.executor, config, source=self.disk)
         self.importing: dict[int, Admitted] = {}  # prefixes from the disk, by sequence
         self._copies: list[tuple[int, bytes]] = []  # leased blocks that the disk will have
+        self._lent: list[int] = []  # leased blocks of prefixes
         self._whole = span(self.executor.kv, 0, config.block_size)
         self.specs: dict[int, SequenceSpec] = {}
         self.cached: set[bytes] = set()  # as the events say
@@ -232,22 +234,45 @@ class Worker:
         for block, digest in self._copies:
             assert self.disk is not None
             self.disk.blocks[digest] = bytes(self.executor.kv.read([block], self._whole))
-        self.engine.unlease_cached([block for block, _ in self._copies])
-        self._copies = []
+        self.engine.unlease_cached([block for block, _ in self._copies] + self._lent)
+        self._copies, self._lent = [], []
         self.check()
+
+    def lend(self, tokens: Sequence[int], salt: bytes) -> int:
+        """Leases what is cached of a prefix until the copies are finished; returns how many blocks that is."""
+        blocks = self.engine.lease_prefix(hash_chain(tokens, self.config.block_size, salt))
+        self._lent += blocks
+        num_tokens = len(blocks) * self.config.block_size
+        if not any(block in self.executor.restoring for block in blocks):  # the step under way may restore some
+            found = self.executor.kv.history(tuple(blocks), num_tokens)
+            assert found == functools.reduce(_extend, tokens[:num_tokens], b""), "KV of another prefix"
+        pool = self.engine.requests.pool
+        assert not blocks or pool.count(BlockState.LEASED) <= pool.num_available, "too few are left to sequences"
+        self.check()
+        return len(blocks)
 
     def finish_import(self, number: int, num_blocks: int) -> bool:
         """Fills so many blocks of a sequence from the disk and starts it; False if it has ended."""
         event = self.importing.pop(number)
         if number not in self.sequences:
             return False
+        other = self._other_worker(event) if event.from_remote else {}
         for digest, place in zip(event.importing[:num_blocks], range(num_blocks), strict=True):
-            assert self.disk is not None
+            assert event.from_remote or self.disk is not None
+            data = other[digest] if self.disk is None or event.from_remote else self.disk.blocks[digest]
             block = event.blocks[event.num_cached // self.config.block_size + place]
-            self.executor.kv.write([block], self._whole, memoryview(self.disk.blocks[digest]))
+            self.executor.kv.write([block], self._whole, memoryview(data))
         self.engine.commit_prefix(number, num_blocks * self.config.block_size)
         self.check()
         return True
+
+    def _other_worker(self, event: Admitted) -> dict[bytes, bytes]:
+        """The blocks of a prompt as another worker has computed them."""
+        spec, size = self.specs[event.id], self.config.block_size
+        kv = FakeKv(len(event.blocks), size, self.executor.kv.layout)
+        kv.compute(range(len(event.blocks)), 0, spec.tokens, b"")
+        chain = hash_chain(spec.tokens, size, spec.salt)
+        return {digest: bytes(kv.read([block], self._whole)) for block, digest in enumerate(chain)}
 
     @property
     def in_flight(self) -> set[int]:

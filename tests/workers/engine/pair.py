@@ -27,6 +27,7 @@ class Request:
     seed: int = 0
     n: int = 1
     beam: BeamSearch | None = None  # of width n
+    num_remote: int = 0  # tokens, of which a third worker has those of the prompt
     choices: "list[Request]" = field(default_factory=list)  # if n > 1 or beams
     hypothesis: tuple[int, ...] = ()  # what a choice of a beam search must be
     tokens: list[int] = field(default_factory=list)
@@ -180,6 +181,7 @@ class Pair:
             beam=request.beam,
             stop_ids=request.stop_ids,
             salt=request.salt,
+            num_remote=min(request.num_remote, len(request.prompt)) if task is not Task.DECODE else 0,
         )
 
     def _send(self, worker: Worker, request: Request, task: Task) -> int:

@@ -24,7 +24,7 @@ from tandem.workers.engine.plan import StepPlan
 from tandem.workers.engine.sequence import BeamSearch, FinishReason, Task
 
 MAX_PROMPT, MAX_TOKENS = 6, 9
-ACTIONS = ["submit", "prefill", "decode", "pull", "cancel", "choice", "lose", "write", "read"]
+ACTIONS = ["submit", "prefill", "decode", "pull", "cancel", "choice", "lose", "write", "read", "lend"]
 BEAMS = st.builds(
     BeamSearch, num_best=st.just(1), length_penalty=st.sampled_from([1.0, 0.0, -1.0]), early_stopping=st.booleans()
 )
@@ -39,6 +39,7 @@ REQUESTS = st.builds(
     seed=st.sampled_from([0, 0, 5]),
     n=st.sampled_from([1, 1, 2, 3]),
     beam=st.none() | BEAMS,
+    num_remote=st.sampled_from([0, 0, MAX_PROMPT]),
 )
 
 
@@ -104,6 +105,13 @@ class EngineMachine(RuleBasedStateMachine):
             for number, event in list(worker.importing.items()):
                 worker.finish_import(number, data.draw(st.integers(0, len(event.importing))))
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        """To another worker, until what the disk reads is finished, too."""
+        request = data.draw(st.sampled_from(self.requests))
+        self.pair.decode.lend((*request.prompt, *request.tokens), request.salt)
+
     @precondition(lambda self: self.pair.active)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -159,7 +167,7 @@ def test_long_random_walks_meet_every_event(overlap: bool) -> None:
     cancels = {f"cancel {state}" for state in ("waiting", "importing", "running", "leased")}
     want = {"Preempted", "import", "Progress", "cached", "lost lease", *cancels}
     want |= {"restored", "restored by an import", "saved before an import", "draft accepted", "draft refused"}
-    want |= {"read", "read in part", "failed reading", "cancelled reading"}
+    want |= {"read", "read in part", "failed reading", "cancelled reading", "from another worker", "lent", "not lent"}
     want |= {"fork", "beams", "copies", "cancel choice waiting", "cancel choice importing", "cancel choice running"}
     want |= {"cancel in flight", "stop in flight", "preempted in flight"} if overlap else set()
     assert want <= set(seen), seen
@@ -171,7 +179,7 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool, disk: FakeDisk |
     pair = Pair(random_config(rng, overlap), random_config(rng, overlap), late=rng.random() < 0.5, disk=disk)
     requests: list[Request] = []
     for _ in range(300):
-        action = rng.choices(ACTIONS, [3, 6, 8, 6, 1, 1, 1, 8, 2])[0]
+        action = rng.choices(ACTIONS, [3, 6, 8, 6, 1, 1, 1, 8, 2, 1])[0]
         importing = [r for r in pair.active if r.num_pulled is not None]
         if action == "submit" and len(pair.active) < 12:
             requests.append(random_request(rng))
@@ -190,6 +198,7 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool, disk: FakeDisk |
                 if isinstance(event, NewTokens) and event.num_draft_tokens:
                     seen["draft accepted"] += len(event.token_ids) > 1
                     seen["draft refused"] += len(event.token_ids) <= event.num_draft_tokens
+            seen["from another worker"] += sum(isinstance(event, Admitted) and event.from_remote for event in events)
             seen["cached"] += sum(isinstance(event, Admitted) and event.num_cached > 0 for event in events)
             seen["restored"] += sum(isinstance(event, Admitted) and event.num_restored > 0 for event in events)
             admitted = [event for event in events if isinstance(event, Admitted) and event.num_restored]
@@ -214,6 +223,10 @@ def walk(rng: random.Random, seen: Counter[str], overlap: bool, disk: FakeDisk |
                 worker.finish_copies()
         elif action == "read":
             seen.update(read_from_disk(pair, rng))
+        elif action == "lend" and requests:
+            request = rng.choice(requests)
+            num_blocks = pair.decode.lend((*request.prompt, *request.tokens), request.salt)
+            seen["lent" if num_blocks else "not lent"] += 1
         elif action == "lose" and importing:
             seen["lost lease"] += 1
             pair.lose_lease(rng.choice(importing))
@@ -250,6 +263,7 @@ def random_request(rng: random.Random) -> Request:
         seed=rng.choice([0, 5]),
         n=(n := rng.choice([1, 1, 2, 3])),
         beam=BeamSearch(num_best=rng.randint(1, n)) if rng.random() < 0.2 else None,
+        num_remote=rng.choice([0, 0, 0, MAX_PROMPT]),
     )
 
 

@@ -1,0 +1,55 @@
+"""Blocks are free when no rank uses them any more, however often their transfers are stopped."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from tandem.proto import worker_pb2
+from tandem.workers.tp.kv_group import KvGroup
+from tandem.workers.tp.rank_client import RankClient, RankLost
+from tandem.workers.transfer.endpoint import KvEndpoint
+
+
+class Rank:
+    """Answers when the test says so. In the place of an endpoint, too: of rank 0, which has nothing to end."""
+
+    def __init__(self) -> None:
+        self.sender, self.commands = self, list[worker_pb2.RankControlRequest]()
+        self.stopped: list[asyncio.Future[None]] = []
+
+    def offer(self, *offered: object) -> None:
+        pass
+
+    def withdraw(self, sequence_id: int) -> None:
+        pass
+
+    def send(self, command: worker_pb2.RankControlRequest) -> None:
+        self.commands.append(command)
+
+    def ask(self, sequence_id: int, **command: Any) -> "asyncio.Future[None]":
+        assert command == {"stop_kv": True}
+        self.stopped.append(asyncio.get_running_loop().create_future())
+        return self.stopped[-1]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_second_stop_waits_for_the_first(lost: bool) -> None:
+    """A request may be cancelled while a failed fetch is being stopped."""
+    rank, called = Rank(), list[str]()
+    group = KvGroup(cast(KvEndpoint, rank), [cast(RankClient, rank)])
+    group.offer(1, b"t" * 16, (0,), 16, b"hash")
+    for name in ("first", "second", "third"):
+        group.stop(1, lambda name=name: called.append(name))  # type: ignore[misc]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not called
+    (stopped,) = rank.stopped
+    if lost:
+        stopped.set_exception(RankLost("lost"))
+    else:
+        stopped.set_result(None)
+    await asyncio.gather(*group._stopping.values())
+    assert called == ([] if lost else ["first", "second", "third"])
+    group.stop(2, lambda: called.append("other"))
+    assert called[-1:] == ["other"]
