@@ -21,6 +21,7 @@ _GROUP_SIZE: Final = 64  # of int4
 _WINDOW: Final = 2_048  # tokens
 _CHARACTERS: Final = 100_000  # of the text that is measured if none is named,
 _CALIBRATION_CHARACTERS: Final = 200_000  # and of the one that is read by gptq
+_DOCSTRING_CHARACTERS: Final = 500  # of a docstring of that, at least: short ones say the same again and again
 
 model_app = typer.Typer(help="Fetch and list the built-in models.", no_args_is_help=True)
 
@@ -107,7 +108,7 @@ def _python_docstrings() -> str:
     files = sorted([*library.glob("*.py"), *library.glob("*/*.py")])
     files = [file for file in files if file.parent.name not in ("site-packages", "dist-packages", "test", "pydoc_data")]
     found = (ast.get_docstring(ast.parse(file.read_bytes())) for file in files)
-    return "\n\n".join(filter(None, found))[:_CALIBRATION_CHARACTERS]
+    return "\n\n".join(text for text in found if text and len(text) >= _DOCSTRING_CHARACTERS)[:_CALIBRATION_CHARACTERS]
 
 
 def _python_reference() -> str:

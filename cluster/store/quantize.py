@@ -22,7 +22,7 @@ from ...workers.model.loader import linear_weights, open_checkpoint
 from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest
 
 BITS: Final = {"int8": 8, "int4": 4}
-_SEQUENCE_TOKENS: Final = 1024
+_SEQUENCE_TOKENS: Final = 2048
 _MAX_SEQUENCES: Final = 16
 _WORD_BITS: Final = 32  # that numbers are packed into
 _KEPT_SUFFIXES: Final = (".json", ".jinja", ".model", ".txt")

@@ -178,7 +178,7 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing(plain: Path, tmp_p
         InvalidArgument, match=r"--group-size: 64 does not divide the 96 inputs of model.layers.0.mlp.down"
     ):
         quantize_model(plain, out, QuantizationScheme(bits=4, group_size=64))
-    with pytest.raises(InvalidArgument, match="--calibration: has 1 tokens, fewer than 1024"):
+    with pytest.raises(InvalidArgument, match="--calibration: has 1 tokens, fewer than 2048"):
         quantize_model(plain, out, scheme, "a")
     with pytest.raises(CheckpointError, match=r"only plain weights .*, without experts"):
         quantize_model(make_tiny_model(tmp_path / "experts", "mixtral"), out, scheme)

@@ -465,7 +465,7 @@ def test_no_prefix_is_fetched_from_a_worker_that_cannot_give_it() -> None:
         listed = registry.workers()
         for each in listed:
             if each.worker_id == "d0":
-                each.MergeFrom(worker_pb2.WorkerInfo(**change))  # type: ignore[arg-type]
+                each.MergeFrom(worker_pb2.WorkerInfo(**change))
                 each.address = change.get("address", each.address)  # type: ignore[assignment]
         registry.update(listed)
         assert found() == ""
