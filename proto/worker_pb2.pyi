@@ -51,6 +51,12 @@ class LeasePrefixRequest(_message.Message):
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class LeasePrefixResponse(_message.Message):
+    __slots__ = ("kv",)
+    KV_FIELD_NUMBER: _ClassVar[int]
+    kv: KvHandle
+    def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
+
 class Adapter(_message.Message):
     __slots__ = ("folder", "fingerprint")
     FOLDER_FIELD_NUMBER: _ClassVar[int]

@@ -57,7 +57,7 @@ class WorkerStub:
         self.LeasePrefix = channel.stream_stream(
                 '/tandem.v1.Worker/LeasePrefix',
                 request_serializer=worker__pb2.LeasePrefixRequest.SerializeToString,
-                response_deserializer=worker__pb2.KvHandle.FromString,
+                response_deserializer=worker__pb2.LeasePrefixResponse.FromString,
                 _registered_method=True)
 
 
@@ -96,8 +96,7 @@ class WorkerServicer:
 
     def LeasePrefix(self, request_iterator, context):
         """Leases the longest prefix of the first message's blocks that is in the KV cache, for another worker to fetch, and
-        answers with its handle; num_tokens is 0 if there is none. The lease lasts as long as the stream, but no longer than
-        some seconds.
+        answers with its handle. The lease lasts as long as the stream, but no longer than some seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,7 +128,7 @@ def add_WorkerServicer_to_server(servicer, server):
             'LeasePrefix': grpc.stream_stream_rpc_method_handler(
                     servicer.LeasePrefix,
                     request_deserializer=worker__pb2.LeasePrefixRequest.FromString,
-                    response_serializer=worker__pb2.KvHandle.SerializeToString,
+                    response_serializer=worker__pb2.LeasePrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,7 +265,7 @@ class Worker:
             target,
             '/tandem.v1.Worker/LeasePrefix',
             worker__pb2.LeasePrefixRequest.SerializeToString,
-            worker__pb2.KvHandle.FromString,
+            worker__pb2.LeasePrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

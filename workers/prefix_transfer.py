@@ -49,7 +49,7 @@ class PrefixLender:
     async def serve(
         self,
         requests: AsyncIterator[worker_pb2.LeasePrefixRequest],
-        send: Callable[[worker_pb2.KvHandle], Awaitable[None]],
+        send: Callable[[worker_pb2.LeasePrefixResponse], Awaitable[None]],
     ) -> None:
         """Answers one LeasePrefix stream. However it ends, the lease ends with it."""
         number, blocks = next(self._ids), list[int]()
@@ -59,7 +59,7 @@ class PrefixLender:
                 await self._thread.call(lambda engine: blocks.extend(engine.lease_prefix(chain)), _FETCH_SECONDS)
                 # A step that was in flight, and may restore some of them from host memory, has ended before this.
                 await self._thread.call(lambda engine: None, _FETCH_SECONDS)
-                await send(self._offer(number, blocks, chain))
+                await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, blocks, chain)))
                 async for _ in requests:  # until the other side has the blocks, or gives up
                     pass
         except (TimeoutError, StopAsyncIteration, RuntimeError) as error:  # of an engine that has ended
@@ -105,12 +105,13 @@ class PrefixImporter:
         end = event.num_cached + len(event.importing) * self._block_size
         chain = hash_chain(spec.tokens[:end], holder.block_size, spec.salt)
         stub = worker_pb2_grpc.WorkerStub(self._kv.channel(holder.address))  # type: ignore[no-untyped-call]
-        call: PeerStream[worker_pb2.LeasePrefixRequest, worker_pb2.KvHandle] = stub.LeasePrefix()
+        call: PeerStream[worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse] = stub.LeasePrefix()
         try:
             await call.write(worker_pb2.LeasePrefixRequest(hashes=chain))
-            handle = await call.read()
-            if not isinstance(handle, worker_pb2.KvHandle):
+            response = await call.read()
+            if not isinstance(response, worker_pb2.LeasePrefixResponse):
                 raise TransferError("no lease")
+            handle = response.kv
             if handle.num_tokens <= event.num_cached:
                 return 0  # they have left its KV cache meanwhile
             num_blocks, rest = divmod(handle.num_tokens, holder.block_size)

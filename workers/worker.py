@@ -362,7 +362,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     async def LeasePrefix(
         self,
         request_iterator: AsyncIterator[worker_pb2.LeasePrefixRequest],
-        context: grpc.aio.ServicerContext[worker_pb2.LeasePrefixRequest, worker_pb2.KvHandle],
+        context: grpc.aio.ServicerContext[worker_pb2.LeasePrefixRequest, worker_pb2.LeasePrefixResponse],
     ) -> None:
         """Leases a cached prefix to another worker, see the proto."""
         await self._lender.serve(request_iterator, context.write)

@@ -193,15 +193,15 @@ async def test_a_fetch_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_lease_that_nobody_gives_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_transfer, "_LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(prefix_transfer, "_LEASE_SECONDS", 2.0)
     async with two(fake_rank(), fake_rank()) as both:
         prompt = await both.converse()
         async with peer_channel(both.workers[1].address) as channel:
             call = worker_stub(channel).LeasePrefix()
             await call.write(worker_pb2.LeasePrefixRequest(hashes=hash_chain(prompt, 16)))
-            handle = await call.read()
-            assert isinstance(handle, worker_pb2.KvHandle)
-            assert handle.num_tokens == 144
+            response = await call.read()
+            assert isinstance(response, worker_pb2.LeasePrefixResponse)
+            assert response.kv.num_tokens == 144
             await idle(both.workers[1])
 
 
