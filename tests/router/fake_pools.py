@@ -194,6 +194,10 @@ class FakePools:
         self.subscribers.append(on_free)
         return partial(self.subscribers.remove, on_free)
 
+    def find_holder(self, request: TokenRequest, prefill: str) -> worker_pb2.PrefixHolder | None:
+        assert not self.held[prefill, request.request_id], "it counts as dispatched already"
+        return None
+
     def dispatched(
         self,
         worker_id: str,
