@@ -135,8 +135,7 @@ class DiskTier:
         leased: list[tuple[int, bytes]] = []
         try:
             await thread.call(lambda engine: leased.extend(engine.lease_cached(digests)), _COMMAND_SECONDS)
-            # A step that was in flight, and may restore some of them from host memory, has ended before this.
-            await thread.call(lambda engine: None, _COMMAND_SECONDS)
+            await thread.settle(_COMMAND_SECONDS)
             for block, digest in leased:
                 if self._closing:
                     break

@@ -78,6 +78,11 @@ class EngineThread:
         finally:
             done.cancel()
 
+    async def settle(self, timeout: float) -> None:
+        """Waits until the step has ended that was in flight when the last command ran, and may still be filling blocks
+        which that command has found: those that it restores from host memory. Raises what `call` raises."""
+        await self.call(lambda engine: None, timeout)
+
     async def stop(self, timeout: float) -> None:
         """Ends the thread after its current step. Raises TimeoutError if the step does not end in time."""
         with self._wake:

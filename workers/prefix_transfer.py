@@ -57,8 +57,7 @@ class PrefixLender:
             async with asyncio.timeout(_LEASE_SECONDS):
                 chain = list((await anext(requests)).hashes)
                 await self._thread.call(lambda engine: blocks.extend(engine.lease_prefix(chain)), _FETCH_SECONDS)
-                # A step that was in flight, and may restore some of them from host memory, has ended before this.
-                await self._thread.call(lambda engine: None, _FETCH_SECONDS)
+                await self._thread.settle(_FETCH_SECONDS)
                 await send(worker_pb2.LeasePrefixResponse(kv=self._offer(number, blocks, chain)))
                 async for _ in requests:  # until the other side has the blocks, or gives up
                     pass
