@@ -46,7 +46,7 @@ HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
 PoolRole = Literal["prefill", "decode"]
 Quantization = Literal["int8", "int4"]
-KvCacheDtype = Literal["auto", "int8"]
+KvCacheDtype = Literal["auto", "int8", "fp8"]
 ModelImpl = Literal["auto", "tandem", "transformers"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]
 _LabelKey = Annotated[str, Field(max_length=317, pattern=r"^([a-z0-9.-]+/)?[a-zA-Z0-9]([\w.-]*[a-zA-Z0-9])?$")]
@@ -176,7 +176,7 @@ class TandemConfig(BaseModel):
     name: str = Field(default="tandem", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     quantization: Quantization | None = None  # of plain weights, when they are loaded
-    kv_cache_dtype: KvCacheDtype = "auto"  # auto: dtype; int8: with a scale for each token and KV head
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: dtype; others have a scale for each token and KV head
     device: Literal["cpu", "cuda"] = "cpu"
     # exact: a token's logits do not depend on batch and chunks, so that a stream which is computed again after a fault
     # goes on with the same tokens. CPUs always compute so where our kernels run; on GPUs it takes slower kernels.
@@ -225,7 +225,7 @@ class TandemConfig(BaseModel):
         if self.quantization is not None and self.device == "cuda" and self.numerics == "exact":
             raise ValueError("quantization: does not go with numerics exact on cuda, where it has no kernel for that")
         if self.kv_cache_dtype != "auto" and self.device == "cuda":
-            raise ValueError("kv_cache_dtype: int8 has kernels on cpu only, on cuda it must be auto")
+            raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype} has kernels on cpu only, on cuda it must be auto")
         if self.served_name in self.adapters:
             raise ValueError(f"adapters.{self.served_name}: is the name of the model")
         for role, pool in self.pools.items():

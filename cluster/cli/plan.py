@@ -67,7 +67,7 @@ def memory_command(
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto takes --dtype, or int8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")] = "auto",
     gpu_memory_gb: Annotated[float | None, typer.Option(help="GiB of memory of each rank's device.")] = None,
     utilization: Annotated[float, typer.Option(help="The part of it for weights and KV cache.")] = 0.9,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,

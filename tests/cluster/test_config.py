@@ -68,8 +68,8 @@ def test_flags_alone_are_enough() -> None:
             "quantization: does not go with numerics exact on cuda, where it has no kernel for that",
         ),
         (
-            "model: m\nkv_cache_dtype: int8\ndevice: cuda",
-            "kv_cache_dtype: int8 has kernels on cpu only, on cuda it must be auto",
+            "model: m\nkv_cache_dtype: fp8\ndevice: cuda",
+            "kv_cache_dtype: fp8 has kernels on cpu only, on cuda it must be auto",
         ),
         ("model: m\ndecode: {kv_host_gb: -1}", "decode.kv_host_gb: must be greater than or equal to 0, got -1"),
         ("model: m\nprefix_caching: false\nprefill: {kv_host_gb: 1}", "prefill.kv_host_gb: needs prefix_caching"),
@@ -83,7 +83,7 @@ def test_flags_alone_are_enough() -> None:
             "model: m\ndecode: {kv_disk: /x, kv_disk_gb: 1, tp: 2}",
             "decode.kv_disk: needs tp 1, got 2; a group of ranks keeps none on disk",
         ),
-        ("model: m\nkv_cache_dtype: fp8", "kv_cache_dtype: must be 'auto' or 'int8', got 'fp8'"),
+        ("model: m\nkv_cache_dtype: int4", "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int4'"),
         ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram' or 'draft_model', got 'eagle'"),
         (
             "model: m\nspeculative: {method: draft_model}",

@@ -28,13 +28,15 @@ LAYOUT_NODES: Final = {
     "0+2": ("d0", "d1"),
     "tp 2": ("p-split", "d-split"),
     "int8": ("p-int8", "d-int8"),
+    "fp8": ("p-fp8", "d-fp8"),
     "ngram": ("p-ngram", "d-ngram"),
     "tiers": ("p-tiers", "d-tiers"),
 }
-"""The nodes of a layout; the first of each role gets the request. int8 is that of the KV cache."""
+"""The nodes of a layout; the first of each role gets the request. int8 and fp8 are of the KV cache."""
 
 _CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "int8": {"kv_cache_dtype": "int8"},
+    "fp8": {"kv_cache_dtype": "fp8"},
     "ngram": {"speculative": {"prompt_lookup_min": 1}},
     # Two or three requests fill the KV cache, and ten the host memory.
     "tiers": {"kv_cache_bytes": 3 * 2**17, "kv_host_bytes": 2**20, "kv_disk_bytes": 2**22},
@@ -173,7 +175,7 @@ class Cluster:
 
     async def expect(self, sampling: str, layout: str, num_tokens: int = NUM_TOKENS) -> Result:
         """Returns what a request has to give: what it gives without a fault."""
-        alike = layout if layout in ("tp 2", "int8") else "1+1"  # an option changes no token
+        alike = layout if layout in ("tp 2", "int8", "fp8") else "1+1"  # the others change no token
         key = sampling, alike, num_tokens
         if key not in self.expected:
             nodes = await self.layout(alike)

@@ -128,7 +128,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(
     not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
 )
-@pytest.mark.parametrize(("prefix_caching", "kv_cache_dtype"), [(False, "auto"), (True, "auto"), (True, "int8")])
+@pytest.mark.parametrize(
+    ("prefix_caching", "kv_cache_dtype"), [(False, "auto"), (True, "auto"), (True, "int8"), (True, "fp8")]
+)
 async def test_a_moved_request_ends_as_it_would_have(folder: Path, prefix_caching: bool, kv_cache_dtype: str) -> None:
     config = {"dtype": "bfloat16", "prefix_caching": prefix_caching, "kv_cache_dtype": kv_cache_dtype}
     async with real_workers(folder, 1, 1, **config) as (_, sessions):

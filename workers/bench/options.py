@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from ..engine.config import default_chunk_tokens
+from ..kv_cache.layout import QUANTIZED
 from ..model.device import DTYPES
 from ..model.quant.integer import BITS
 from .floor import BUFFER_BYTES
@@ -19,7 +20,8 @@ SWEEP_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 SWEEP_CONTEXTS: Final = (128, 256, 512, 1024, 2048, 4096)
 SWEEP_CONTEXT_BATCH: Final = 8  # of the sequences whose context grows
 PROFILE_BATCH: Final = 32
-COMPARED: Final = ("int8-kv-cache", "model-impl", "adapter")
+COMPARED_CACHES: Final = {f"{dtype}-kv-cache": dtype for dtype in QUANTIZED}
+COMPARED: Final = (*COMPARED_CACHES, "model-impl", "adapter")
 
 _DESCRIPTION: Final = "How fast the engine runs on this device, beside what the device could do."
 _EPILOG: Final = """
@@ -29,7 +31,7 @@ floors are measured in the same run: the sum and the copy of a large tensor, and
 layer over 512 tokens. A decode step's floor is the longer of reading the weights and the KV cache once and of
 computing its products; its roofline share is that floor over its time. On a GPU --profile waits for the device
 between the parts, which makes the steps slower: take the step times from a run without it. --compare measures, in
-turns and on the same machine, a KV cache of int8, transformers' code in place of ours, or an adapter of --lora-rank,
+turns and on the same machine, a KV cache of 8 bits, transformers' code in place of ours, or an adapter of --lora-rank,
 used by all rows and loaded but unused, and states their time over that without.
 """
 
@@ -84,11 +86,11 @@ def parse(arguments: list[str] | None) -> EngineBenchOptions:
     options = EngineBenchOptions(**vars(parser.parse_args(arguments)))
     if options.model is None and not options.random_weights:
         parser.error(f"--shape {options.shape} has no weights: add --random-weights, or give --model")
-    is_int8 = options.kv_cache_dtype == "int8"
-    if (is_int8 or options.compare == "int8-kv-cache") and options.device.type != "cpu":
-        parser.error("a KV cache of int8 has kernels on cpu only")
-    if is_int8 and options.compare == "int8-kv-cache":
-        parser.error("--compare int8-kv-cache compares it with --kv-cache-dtype auto")
+    cache_dtypes = {options.kv_cache_dtype, COMPARED_CACHES.get(options.compare or "", "auto")} - {"auto"}
+    if cache_dtypes and options.device.type != "cpu":
+        parser.error(f"a KV cache of {min(cache_dtypes)} has kernels on cpu only")
+    if options.kv_cache_dtype != "auto" and options.compare in COMPARED_CACHES:
+        parser.error(f"--compare {options.compare} compares it with --kv-cache-dtype auto")
     if options.model_impl == "transformers" and options.compare == "model-impl":
         parser.error("--compare model-impl compares it with --model-impl tandem")
     if options.lora_rank is None and options.compare == "adapter":
@@ -110,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--quantization", choices=BITS, help="of plain weights, when they are loaded")
-    add("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
+    add("--kv-cache-dtype", choices=("auto", *QUANTIZED), default="auto")
     add("--compare", choices=COMPARED, help="in turns: its time, over that without")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")
     add("--context", type=_number(1, 1 << 20), default=256, metavar="TOKENS", help="before the first decoded token")

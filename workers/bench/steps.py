@@ -17,7 +17,7 @@ from ..engine.plan import Executor, FirstTokens, OnLayers, Samples, SamplingPara
 from ..engine.sequence import SequenceSpec, Task
 from ..kv_cache.layout import KvLayout
 from ..model.adapter import AdapterTable, random_adapter
-from ..model.attention.int8_cache import quantize
+from ..model.attention.quantized_cache import quantize
 from ..model.config import ModelConfig
 from ..model.device import DTYPES
 from ..model.kv_store import PagedKv
@@ -78,7 +78,7 @@ class BenchRunner(Executor):
                     part.copy_(first)
                 elif kv.is_quantized:
                     noise = torch.randn(*part.shape[:-1], config.layers[layer].head_dim, generator=generator)
-                    part.copy_(quantize(noise))
+                    part.copy_(quantize(noise, part.dtype))
                 else:
                     part.normal_(generator=generator)
         adapters = AdapterTable(model.lora, dtype=DTYPES[dtype], device=device, batch_invariant=batch_invariant)

@@ -8,13 +8,16 @@ from typing import Final
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the dtypes that models compute in."""
 
+QUANTIZED: Final = ("int8", "fp8")
+"""Cache dtypes of a byte for each number: -127 to 127, or E4M3 (arXiv 2209.05433)."""
+
 SCALE_BYTES: Final = 2
-"""In a cache of int8 the bfloat16 scale behind each head's vector: each number times it is what was rounded."""
+"""In a cache of these the bfloat16 scale behind each head's vector: each number times it is what was rounded."""
 
 
 def head_bytes(head_dim: int, dtype: str, cache_dtype: str = "auto") -> int:
     """Returns the bytes of a token's key, or value, of one KV head; see `KvLayout`."""
-    return head_dim + SCALE_BYTES if cache_dtype == "int8" else head_dim * ITEM_BYTES[dtype]
+    return head_dim + SCALE_BYTES if cache_dtype in QUANTIZED else head_dim * ITEM_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,7 @@ class KvLayout:
     layers: tuple[LayerGeometry, ...]
     dtype: str  # that the model computes in: float32, bfloat16 or float16
     model: str  # the model's fingerprint: equal weights and config, equal KV cache
-    cache_dtype: str = "auto"  # of what is kept: int8 with a scale for each token and head; auto: the model's
+    cache_dtype: str = "auto"  # of what is kept: QUANTIZED with a scale for each token and head; auto: the model's
     # Layers whose KV cache has equal shape form a group: the layer numbers of each, by first appearance.
     groups: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     # Of each layer: its group and its index within it.

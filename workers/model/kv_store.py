@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from ..memory import available_memory
 from .device import indices, to_device
 from .kernels.build import library, loaded_library
 
+ITEMS: Final = {"int8": torch.int8, "fp8": torch.uint8}
+"""What the tensors of a quantised cache have; uint8 are the bits of E4M3, as their rows have a scale's, too."""
+
 Bytes = npt.NDArray[np.uint8]
 # Where a span lies in a group's tensor as [layer, key or value, token, slot]: layers, both, block and offset of each
 # token, slots.
@@ -27,8 +30,8 @@ _Index = tuple[slice, slice, npt.NDArray[np.int64], npt.NDArray[np.int64], slice
 
 class PagedKv:
     """Implements `KvStore`. The blocks of each group of equal layers lie in one tensor, [num_layers, 2, num_blocks,
-    num_slots, block_size, head_dim]; the groups' tensors lie one after the other in one memory. In int8 the last
-    dimension has the scale's bytes, too: [.., head_dim + SCALE_BYTES].
+    num_slots, block_size, head_dim]; the groups' tensors lie one after the other in one memory. Of a quantised
+    cache the last dimension has the scale's bytes, too: [.., head_dim + SCALE_BYTES].
 
     KV slot before token, so that one gather of (block, slot) rows gives attention the [head, token, head_dim] it
     multiplies with.
@@ -46,7 +49,8 @@ class PagedKv:
         rank: int = 0,
     ) -> None:
         """`shared` lets other processes of the host map the memory; ignored on GPUs. Raises ValueError if the layout's
-        heads cannot be split over `tp` ranks, there is no such rank, host memory is short or a GPU is given int8."""
+        heads cannot be split over `tp` ranks, there is no such rank, host memory is short, or a quantised cache is on a
+        GPU."""
         self.layout = layout
         self.tp = tp
         self.rank = rank
@@ -54,14 +58,14 @@ class PagedKv:
         self.block_size = block_size
         self.device = device
         self.dtype: torch.dtype = getattr(torch, layout.dtype)  # that the model computes in
-        self.is_quantized = layout.cache_dtype == "int8"
+        self.is_quantized = layout.cache_dtype in ITEMS
         if self.is_quantized and device.type != "cpu":
-            raise ValueError("kv_cache_dtype: int8 has kernels on cpu only, on cuda it must be auto")
+            raise ValueError(f"kv_cache_dtype: {layout.cache_dtype} has kernels on cpu only, on cuda it must be auto")
         self.shared_fd: int | None = None
         shapes = paged_shapes(layout, num_blocks=num_blocks, block_size=block_size, tp=tp, rank=rank)
         sizes = [math.prod(shape) for shape in shapes]
         memory = self._allocate(sum(sizes), shared=shared)  # [bytes of all groups]
-        item = torch.int8 if self.is_quantized else self.dtype
+        item = ITEMS.get(layout.cache_dtype, self.dtype)
         parts = zip(torch.split(memory, sizes), shapes, strict=True)
         self.tensors = tuple(part.view(item).view(*shape[:-1], -1) for part, shape in parts)  # one for each group
         # Views of each layer's keys and values, made once, since making them is what a small step spends its time on:

@@ -48,9 +48,10 @@ def test_more_ranks_than_kv_heads_copy_the_cache(tp: int, kv_per_token: int, cop
     assert (plan.kv_per_token, plan.num_copies) == (kv_per_token, copies)
 
 
-def test_a_cache_of_int8_has_a_scale_for_each_head() -> None:
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+def test_a_quantized_cache_has_a_scale_for_each_head(cache_dtype: str) -> None:
     """By hand: 32 layers x 8 KV heads x keys and values x (128 + 2) bytes."""
-    assert rank_memory(LLAMA, 1, "bfloat16", "int8").kv_per_token == 32 * 8 * 2 * 130
+    assert rank_memory(LLAMA, 1, "bfloat16", cache_dtype).kv_per_token == 32 * 8 * 2 * 130
 
 
 def test_only_whole_blocks_and_whole_sequences_count() -> None:
@@ -89,7 +90,7 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
         (["--tp", "3"], "--tp: 3 does not divide the model's 4 query heads"),
         (["--tp", "0"], "--tp: 0 is less than 1"),
         (["--dtype", "int8"], "--dtype: must be one of float32, bfloat16, float16"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: must be one of auto, int8"),
+        (["--kv-cache-dtype", "int4"], "--kv-cache-dtype: must be one of auto, int8, fp8"),
         (["--gpu-memory-gb", "nan"], "--gpu-memory-gb: must be from 0.001 to 4096"),
         (["--utilization", "1.1"], "--utilization: must be from 0.01 to 1"),
         (["--block-size", "0"], "--block-size: must be from 1 to 1024"),

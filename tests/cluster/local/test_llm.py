@@ -246,7 +246,7 @@ def test_a_wrong_prompt_is_named_before_anything_runs(llm: LLM, call: Callable[[
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: "),
         ({"dtype": "int3"}, "dtype: must be"),
         ({"quantization": "awq"}, "quantization: "),
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: must be 'auto' or 'int8'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: must be 'auto', 'int8' or 'fp8'"),
         ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype: int8 has kernels on cpu only"),
         ({"max_num_seqs": "8"}, "max_num_seqs: must be"),
         ({"speculative_config": {"method": "eagle"}}, "speculative_config.method: must be 'ngram' or 'draft_model'"),

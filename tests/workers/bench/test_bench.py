@@ -94,7 +94,7 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("compared", "names"),
     [
-        (["--compare", "int8-kv-cache"], ["int8-kv-cache"]),
+        (["--compare", "fp8-kv-cache"], ["fp8-kv-cache"]),
         (["--compare", "model-impl"], ["model-impl"]),
         (["--compare", "adapter", "--lora-rank", "4"], ["unused", "adapter"]),
     ],

@@ -10,6 +10,7 @@ from tandem.tests import demo_model
 from tandem.tests.workers.model.helpers import Driver, load, recorded_logits
 from tandem.tests.workers.model.test_parallel import on_ranks
 from tandem.workers.engine.plan import SamplingParams
+from tandem.workers.kv_cache.layout import QUANTIZED
 from tandem.workers.model.runner import ModelRunner
 
 LENGTHS = (16, 40, 130, 300)
@@ -36,11 +37,11 @@ def test_bfloat16_is_close_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
             start, tokens = start + len(tokens), [token]
 
 
-def test_an_int8_kv_cache_leaves_the_perplexity() -> None:
+def test_a_quantized_kv_cache_leaves_the_perplexity() -> None:
     """Of a text that comes with Python, in windows of 1,000 tokens."""
     ids = demo_model.tokenizer()(topics["execmodel"] + topics["specialnames"])["input_ids"][:NUM_SCORED]
     losses = []
-    for cache_dtype in ("auto", "int8"):
+    for cache_dtype in ("auto", *QUANTIZED):
         driver = Driver(load(demo_model.folder(), dtype="bfloat16", cache_dtype=cache_dtype))
         scores: list[float] = []
         for number, start in enumerate(range(0, NUM_SCORED, WINDOW)):
@@ -49,9 +50,10 @@ def test_an_int8_kv_cache_leaves_the_perplexity() -> None:
             driver.drop(number)
         assert len(scores) == NUM_SCORED - NUM_SCORED // WINDOW
         losses.append(-math.fsum(scores) / len(scores))
-    plain, rounded = losses
+    plain, int8, fp8 = losses
     assert plain < 3.5  # it is text that the model can predict
-    assert 0 < abs(rounded - plain) <= math.log(1.003)
+    assert 0 < abs(int8 - plain) <= math.log(1.003)
+    assert 0 < abs(fp8 - plain) <= math.log(1.01)
 
 
 def test_three_ranks_give_the_tokens_of_one() -> None:

@@ -30,7 +30,9 @@ NUM_TURNS, NUM_TOKENS = 3, 10
 is_exact = cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(("dtype", "cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("bfloat16", "fp8")]
+)
 def test_blocks_of_all_groups_come_back_as_they_were(dtype: str, cache_dtype: str) -> None:
     check_blocks_come_back("cpu", dtype, cache_dtype)
 

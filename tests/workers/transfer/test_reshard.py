@@ -186,10 +186,11 @@ def test_a_digest_is_of_everything() -> None:
         replace(MIXED, dtype="float16"),
         replace(MIXED, cache_dtype="int8"),
         replace(MIXED, dtype="float16", cache_dtype="int8"),
+        replace(MIXED, cache_dtype="fp8"),
         replace(MIXED, layers=MIXED.layers[:-1]),
         replace(MIXED, layers=(WIDE, NARROW, WIDE, NARROW)),
     ]
-    assert len({layout.digest for layout in [MIXED, *others]}) == 7
+    assert len({layout.digest for layout in [MIXED, *others]}) == 8
 
 
 def test_each_group_has_its_own_pieces() -> None:

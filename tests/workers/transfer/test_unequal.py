@@ -411,12 +411,13 @@ async def test_an_exception_in_the_context_leaves_the_cache_pinned_for_another_r
 
 
 async def test_groups_of_different_models_exchange_nothing() -> None:
-    transfer = Transfer(layout_of(4), 2, 1)
+    transfer = Transfer(replace(layout_of(4), cache_dtype="int8"), 2, 1)
     endpoints, layout = tuple(transfer.endpoints), transfer.layout
     offers: list[tuple[tuple[str, ...], KvLayout]] = [
-        (endpoints, layout_of(2)),
+        (endpoints, replace(layout_of(2), cache_dtype="int8")),
         (endpoints, replace(layout, model="other")),
-        (endpoints, replace(layout, cache_dtype="int8")),
+        (endpoints, replace(layout, cache_dtype="auto")),
+        (endpoints, replace(layout, cache_dtype="fp8")),  # of as many bytes
         (("rank 0",) * 3, layout),  # 3 does not divide 8 heads
         ((), layout),
     ]

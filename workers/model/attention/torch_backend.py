@@ -11,8 +11,8 @@ from ...kv_cache.layout import LayerGeometry
 from ..kernels import cpu
 from ..kv_store import PagedKv
 from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
-from .int8_cache import dequantize, quantize
 from .native_tables import NativeTables
+from .quantized_cache import dequantize, quantize
 
 _Attend = Callable[[int, torch.Tensor, torch.Tensor, AttentionOptions], None]
 """Attends in a layer for query [rows, num_heads, head_dim]; writes the result to out [rows, num_heads * head_dim]."""
@@ -111,7 +111,7 @@ class TorchAttentionBackend:
         else:
             for rows_of, new in ((key_rows, key), (value_rows, value)):
                 heads = new.reshape(-1, new.shape[-1])
-                rows_of.index_copy_(0, slots, quantize(heads) if self._kv.is_quantized else heads)
+                rows_of.index_copy_(0, slots, quantize(heads, rows_of.dtype) if self._kv.is_quantized else heads)
         result = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if native:
             keys, values = self._kv.layers[layer]

@@ -32,8 +32,9 @@ static inline int64_t rows_of_item(int64_t elements) { return elements < SMALL ?
 
 enum { MAX_GROUP = 32, MAX_HEAD_DIM = 256 };  // of attention; a group is the query heads that share a KV head
 
-// In a KV cache of int8 a head's vector is head_dim numbers of -127..127, and their scale in bfloat16.
-static inline int64_t int8_row(int64_t head_dim) { return head_dim + 2; }
+// In a KV cache of int8 or fp8 a head's vector is head_dim numbers, of -127..127 or as in fp8.h, and their scale in
+// bfloat16.
+static inline int64_t scaled_row(int64_t head_dim) { return head_dim + 2; }
 
 static inline float load_f32(float x) { return x; }
 static inline float store_f32(float x) { return x; }
@@ -43,9 +44,9 @@ static inline float load_bf16(uint16_t x) {
     memcpy(&value, &bits, sizeof value);
     return value;
 }
-static inline float scale_int8(const int8_t *row, int64_t head_dim) {
+static inline float scale_of_row(const void *row, int64_t head_dim) {
     uint16_t bits;
-    memcpy(&bits, row + head_dim, sizeof bits);
+    memcpy(&bits, (const char *)row + head_dim, sizeof bits);
     return load_bf16(bits);
 }
 static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
@@ -92,4 +93,4 @@ typedef struct {
 typedef void AttendTiles(const Chunk *chunk, int64_t item, const NextKeys *next);
 int has_tile_attention(int64_t group, int64_t head_dim);
 int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group);
-AttendTiles attend_tiles, attend_tiles_int8;
+AttendTiles attend_tiles, attend_tiles_int8, attend_tiles_fp8;

@@ -15,6 +15,7 @@ from .calls import call
 _MAX_HEAD_DIM: Final = 256  # what a thread's stack is sure to hold
 _MAX_GROUP: Final = 32  # as in common.h
 _PANEL: Final = 32  # as in linear.c
+_QUANTIZED: Final = {torch.int8: "_int8", torch.uint8: "_fp8"}  # kernels, by what a quantised KV cache has
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
 PackedInt = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -40,7 +41,7 @@ def can_attend_chunks(query: torch.Tensor, group: int) -> bool:
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], or int8 as in PagedKv
+    keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], or quantised as in PagedKv
     values: torch.Tensor,  # the same
     tables: torch.Tensor,  # [2] int64, see wide_attention.h
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
@@ -54,22 +55,21 @@ def paged_attention(
     shape = (kv_heads, num_heads // kv_heads, head_dim, block_size)
     options = (float(scale), float(soft_cap or 0), sinks)
     places = (query, query.stride(0), out, out.stride(0), keys, values, tables)
-    name = "paged_attention_int8" if keys.dtype == torch.int8 else "paged_attention"
-    call(name, query.dtype, rows, *places, *shape, *options, shared=True)
+    call(f"paged_attention{_QUANTIZED.get(keys.dtype, '')}", query.dtype, rows, *places, *shape, *options, shared=True)
 
 
 def store_kv(
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor,  # the same
-    keys: torch.Tensor,  # [..., head_dim], a layer's cache, or int8 as in PagedKv
+    keys: torch.Tensor,  # [..., head_dim], a layer's cache, or quantised as in PagedKv
     values: torch.Tensor,  # the same
     slots: torch.Tensor,  # [num_tokens * num_kv_heads] int64, rows of the cache
 ) -> None:
     """Writes the step's keys and values to their slots."""
     tokens, heads, head_dim = key.shape
-    if keys.dtype == torch.int8:
-        new = (key, key.stride(0), value, value.stride(0))
-        call("store_kv_int8", key.dtype, tokens, *new, keys, values, slots, heads, head_dim, shared=True)
+    if keys.dtype in _QUANTIZED:
+        places = (key, key.stride(0), value, value.stride(0), keys, values, slots)
+        call(f"store_kv{_QUANTIZED[keys.dtype]}", key.dtype, tokens, *places, heads, head_dim, shared=True)
         return
     size = key.element_size()
     new = (key, key.stride(0) * size, value, value.stride(0) * size)

@@ -55,10 +55,10 @@ static int64_t attend_parts(const Arg *a, int64_t item, AttendTiles *attend) {
     return 0;
 }
 
-int64_t paged_attention_bf16(const Arg *a, int64_t rows, int64_t item) {
-    return has_tile_attention(a[8].n, a[9].n) ? attend_parts(a, item, attend_tiles) : attend_singles_bf16(a, rows, item);
-}
-int64_t paged_attention_int8_bf16(const Arg *a, int64_t rows, int64_t item) {
-    const int has_tiles = has_tile_attention(a[8].n, a[9].n);
-    return has_tiles ? attend_parts(a, item, attend_tiles_int8) : attend_singles_int8_bf16(a, rows, item);
-}
+#define DEFINE_PAGED(NAME, TILES, SINGLES)                                                                             \
+    int64_t NAME(const Arg *a, int64_t rows, int64_t item) {                                                           \
+        return has_tile_attention(a[8].n, a[9].n) ? attend_parts(a, item, TILES) : SINGLES(a, rows, item);             \
+    }
+DEFINE_PAGED(paged_attention_bf16, attend_tiles, attend_singles_bf16)
+DEFINE_PAGED(paged_attention_int8_bf16, attend_tiles_int8, attend_singles_int8_bf16)
+DEFINE_PAGED(paged_attention_fp8_bf16, attend_tiles_fp8, attend_singles_fp8_bf16)

@@ -1,6 +1,6 @@
 // The small pieces between the matrix products, which plain torch does in many calls.
 
-#include "common.h"
+#include "fp8.h"
 
 // Root mean square norm (arXiv 1910.07467) of each head of each row: out = (weight + offset) * x / rms(x), plus the
 // residual where it is not NULL. The normed head is rounded to T before the weight, as transformers does for Llama.
@@ -157,10 +157,11 @@ int64_t store_kv(const Arg *a, int64_t tokens, int64_t item) {
     return 0;
 }
 
-// Rounds x [dim] to a row of an int8 cache. What is not finite makes the scale infinite, and so all that is read with
-// it: bits are compared, since -ffast-math takes no number for NaN. Scales below 2^-119, whose inverse might be
-// infinite, are 0.
-static void round_row(int8_t *to, const float *x, int64_t dim) {
+// Rounds x [dim] to a row of a cache of int8 or fp8. What is not finite makes the scale infinite, and so all that is
+// read with it: bits are compared, since -ffast-math takes no number for NaN. Scales below 2^-119, whose inverse might
+// be infinite, are 0.
+static inline __attribute__((always_inline)) void round_row(uint8_t *to, const float *x, int64_t dim,
+                                                            const int is_fp8) {
     enum { INFINITE = 0x7f80, TINY = 0x0400 };  // as bfloat16
     uint32_t largest = 0;
     for (int64_t d = 0; d < dim; d++) {
@@ -171,36 +172,39 @@ static void round_row(int8_t *to, const float *x, int64_t dim) {
     }
     float peak;
     memcpy(&peak, &largest, sizeof peak);
-    uint16_t scale = largest >> 16 >= INFINITE ? INFINITE : store_bf16(peak / 127);
+    uint16_t scale = largest >> 16 >= INFINITE ? INFINITE : store_bf16(peak * (1 / (is_fp8 ? E4M3_MAX : 127.0f)));
     if (scale < TINY) scale = 0;
-    const float factor = scale && scale < INFINITE ? 1 / load_bf16(scale) : 0;
-    for (int64_t d = 0; d < dim; d++) to[d] = (int8_t)lrintf(x[d] * factor);
+    const float factor = 1 / load_bf16(scale);
+    if (scale == 0 || scale == INFINITE) memset(to, 0, dim);
+    else for (int64_t d = 0; d < dim; d++) to[d] = is_fp8 ? store_e4m3(x[d] * factor) : (uint8_t)lrintf(x[d] * factor);
     memcpy(to + dim, &scale, sizeof scale);
 }
 
-// As store_kv, into rows of an int8 cache: key, value [tokens, heads, head_dim], strides in elements.
-#define DEFINE_STORE_INT8(T, NAME)                                                                                     \
-    int64_t store_kv_int8_##NAME(const Arg *a, int64_t tokens, int64_t item) {                                         \
+// As store_kv, into rows of a cache of int8 or fp8: key, value [tokens, heads, head_dim], strides in elements.
+#define DEFINE_STORE_SCALED(T, NAME, KERNEL, IS_FP8)                                                                   \
+    int64_t KERNEL##_##NAME(const Arg *a, int64_t tokens, int64_t item) {                                              \
         const T *key = a[0].p, *value = a[2].p;                                                                        \
-        int8_t *keys = a[4].p, *values = a[5].p;                                                                       \
+        uint8_t *keys = a[4].p, *values = a[5].p;                                                                      \
         const int64_t *slots = a[6].p;                                                                                 \
         const int64_t key_stride = a[1].n, value_stride = a[3].n, heads = a[7].n, dim = a[8].n;                        \
         const int64_t step = rows_of_item(2 * heads * dim);                                                            \
         if (item < 0) return ceil_div(tokens, step);                                                                   \
         for (int64_t i = item * step * heads; i < least(tokens, (item + 1) * step) * heads; i++) {                     \
             const T *from[2] = {key + i / heads * key_stride, value + i / heads * value_stride};                       \
-            int8_t *to[2] = {keys + slots[i] * int8_row(dim), values + slots[i] * int8_row(dim)};                      \
+            uint8_t *to[2] = {keys + slots[i] * scaled_row(dim), values + slots[i] * scaled_row(dim)};                 \
             for (int half = 0; half < 2; half++) {                                                                     \
                 float wide[MAX_HEAD_DIM];                                                                              \
                 for (int64_t d = 0; d < dim; d++) wide[d] = load_##NAME(from[half][i % heads * dim + d]);              \
-                round_row(to[half], wide, dim);                                                                        \
+                round_row(to[half], wide, dim, IS_FP8);                                                                \
             }                                                                                                          \
         }                                                                                                              \
         return 0;                                                                                                      \
     }
 
-DEFINE_STORE_INT8(float, f32)
-DEFINE_STORE_INT8(uint16_t, bf16)
+DEFINE_STORE_SCALED(float, f32, store_kv_int8, 0)
+DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_int8, 0)
+DEFINE_STORE_SCALED(float, f32, store_kv_fp8, 1)
+DEFINE_STORE_SCALED(uint16_t, bf16, store_kv_fp8, 1)
 
 // Copies rows of a table [size, row_bytes]: out [rows, row_bytes] = table[ids]. Ids are checked by who makes them; one
 // that is not in the table takes its last row.

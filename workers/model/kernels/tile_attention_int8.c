@@ -84,10 +84,6 @@ static inline __m512i pair_up(__m512 low, __m512 high, float factor) {
 static inline __m512i even_bytes(__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
 static inline __m512i odd_bytes(__m512i x) { return _mm512_srai_epi16(x, 8); }
 
-static inline void fetch(const int8_t *head, int64_t row) {
-    for (int64_t d = 0; d < row; d += 64) _mm_prefetch((const char *)(head + d), _MM_HINT_T0);
-}
-
 // A part of a row, zeros past its end.
 static inline __m512i load_part(const int8_t *row, int64_t d, int64_t head_dim) {
     if (head_dim - d >= PART) return _mm512_loadu_si512(row + d);
@@ -111,11 +107,11 @@ static void load_query(Tile *t, int64_t r, const uint16_t *query, int64_t head_d
 
 // Loads the tile's first `count` keys, a multiple of 16; fetches the next tile's values.
 static void load_keys(Tile *t, const int8_t *keys, const int8_t *values, int64_t count, int64_t head_dim, int64_t D) {
-    const int64_t row = int8_row(head_dim);
+    const int64_t row = scaled_row(head_dim);
     for (int64_t i = 0; i < count; i += 16) {
         for (int j = 0; j < 16; j++) {
             fetch(values + t->next_slots[i + j], row);
-            t->key_scale[i + j] = scale_int8(keys + t->slots[i + j], head_dim);
+            t->key_scale[i + j] = scale_of_row(keys + t->slots[i + j], head_dim);
         }
         for (int64_t d = 0; d < D; d += PART) {
             __m512i rows[16];
@@ -133,8 +129,9 @@ static void load_keys(Tile *t, const int8_t *keys, const int8_t *values, int64_t
 // Loads the values of these keys; fetches the next tile's keys. Interleaved within lanes of 16 bytes, element
 // 16 l + 4 j + e of a part comes to 16 j + 4 l + e.
 static void load_values(Tile *t, const int8_t *keys, const int8_t *values, int64_t count, int64_t head_dim, int64_t D) {
+    const int64_t row = scaled_row(head_dim);
     for (int64_t i = 0; i < count; i += 4) {
-        for (int j = 0; j < 4; j++) fetch(keys + t->next_slots[i + j], int8_row(head_dim));
+        for (int j = 0; j < 4; j++) fetch(keys + t->next_slots[i + j], row);
         for (int64_t d = 0; d < D; d += PART) {
             __m512i rows[4], four[4];
             for (int j = 0; j < 4; j++) rows[j] = load_part(values + t->slots[i + j], d, head_dim);
@@ -148,7 +145,7 @@ static void load_values(Tile *t, const int8_t *keys, const int8_t *values, int64
             }
         }
     }
-    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], int8_row(head_dim));
+    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], row);
 }
 
 // Turns row r's scores into weights, masked outside keys [first, last], times the scales of the values.
@@ -157,8 +154,7 @@ static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, fl
     softmax_tile(weight, t->score + r * TILE, first, last, t->query_scale[r], soft_cap, t->top + r, t->sum + r,
                  t->acc + r * D, D);
     for (int j = 0; j < TILE / 16; j++) {
-        const __mmask16 seen = _mm512_cmp_ps_mask(weight[j], _mm512_setzero_ps(), _CMP_NEQ_OQ);
-        weight[j] = _mm512_maskz_mul_ps(seen, weight[j], _mm512_load_ps(t->value_scale + 16 * j));
+        weight[j] = scale_weights(weight[j], t->value_scale + 16 * j);
         peaks = _mm512_max_ps(peaks, weight[j]);
     }
     const float peak = _mm512_reduce_max_ps(peaks), factor = peak > 0 ? 32767 / peak : 0;
@@ -184,7 +180,7 @@ static void store_row(const Tile *t, int64_t r, uint16_t *to, int64_t head_dim, 
 
 // See attend_tiles.
 void attend_tiles_int8(const Chunk *c, int64_t item, const NextKeys *next) {
-    const int64_t group = c->group, head_dim = c->head_dim, step = tokens_of_item(group), size = int8_row(head_dim);
+    const int64_t group = c->group, head_dim = c->head_dim, step = tokens_of_item(group), size = scaled_row(head_dim);
     const int64_t D = ceil_div(head_dim, PART) * PART, head = item % c->kv_heads;
     static __thread Tile tile;
     Tile *t = &tile;
@@ -208,7 +204,7 @@ void attend_tiles_int8(const Chunk *c, int64_t item, const NextKeys *next) {
         multiply_rows(t->score, TILE, t->query, D / 2, t->key, TILE, D / 2, t->query_scale, t->key_scale, rows,
                       padded > 32 ? 4 : 2);
         for (int64_t i = 0; i < padded; i++)
-            t->value_scale[i] = scale_int8((const int8_t *)c->values + t->slots[i], head_dim);
+            t->value_scale[i] = scale_of_row((const int8_t *)c->values + t->slots[i], head_dim);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t position = c->start + token + r / group - begin;
             weigh(t, r, position + 1 - c->window, position, D, c->soft_cap);

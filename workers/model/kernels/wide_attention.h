@@ -7,7 +7,7 @@
 enum { KEYS = 128 };  // of a tile
 
 // query, out    [kv_heads * group, head_dim] of one row
-// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 [.., head_dim + 2]
+// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2]
 // table         the sequence's blocks; the query sees the keys from `first` to `last`
 // soft_cap      0 or the bound of the scores, see Chunk
 // sinks         NULL or [group], see Chunk
@@ -114,4 +114,4 @@ enum { PART = 5 };  // numbers
         return 0;                                                                                                      \
     }
 
-Kernel attend_singles_bf16, attend_singles_int8_bf16;
+Kernel attend_singles_bf16, attend_singles_int8_bf16, attend_singles_fp8_bf16;

@@ -1,4 +1,4 @@
-"""KV cache in int8: what is stored, what attention reads of it, and that whole models use it."""
+"""Quantised KV cache: what is stored, what attention reads of it, and that whole models use it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,12 @@ from tandem.workers.engine.config import Budgets, EngineConfig
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.sequence import SequenceSpec, Task
-from tandem.workers.kv_cache.layout import KvLayout, LayerGeometry
+from tandem.workers.kv_cache.layout import QUANTIZED, KvLayout, LayerGeometry
 from tandem.workers.model.attention.backend import PLAIN, AttentionOptions, SequenceSpan
-from tandem.workers.model.attention.int8_cache import dequantize, quantize
+from tandem.workers.model.attention.quantized_cache import dequantize, quantize
 from tandem.workers.model.attention.torch_backend import TorchAttentionBackend
 from tandem.workers.model.kernels import cpu
-from tandem.workers.model.kv_store import PagedKv
+from tandem.workers.model.kv_store import ITEMS, PagedKv
 from tandem.workers.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -31,11 +31,15 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 3e-3, "float16": 1e-3}
 PLAIN_TOLERANCE = TOLERANCE | {"bfloat16": 8e-3}
 
 
+of_all = pytest.mark.parametrize("cache_dtype", QUANTIZED)
+
+
 def make_kv(layer: LayerGeometry, dtype: str, cache_dtype: str) -> PagedKv:
     layout = KvLayout(layers=(layer,), dtype=dtype, model="m", cache_dtype=cache_dtype)
     return PagedKv(layout, num_blocks=NUM_BLOCKS, block_size=8, device=CPU)
 
 
+@of_all
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("num_heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 8, 64), (8, 1, 128), (6, 2, 48), (4, 2, 96), (4, 2, 256)]
@@ -49,16 +53,23 @@ def make_kv(layer: LayerGeometry, dtype: str, cache_dtype: str) -> PagedKv:
     ],
 )
 def test_attention_equals_that_over_what_the_numbers_stand_for(
-    dtype: str, num_heads: int, kv_heads: int, head_dim: int, window: int | None, options: AttentionOptions
+    dtype: str,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    options: AttentionOptions,
+    cache_dtype: str,
 ) -> None:
     """In float32 and plain torch, for single tokens and chunks, across the tiles of the kernels."""
     if options.sinks is not None:
         options = replace(options, sinks=options.sinks[:num_heads])
     torch.manual_seed(0)
     layer = LayerGeometry(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window)
-    exact, native, plain = make_kv(layer, "float32", "auto"), *(make_kv(layer, dtype, "int8") for _ in range(2))
+    exact, native, plain = make_kv(layer, "float32", "auto"), *(make_kv(layer, dtype, cache_dtype) for _ in range(2))
+    item = ITEMS[cache_dtype]
     for half in range(2):
-        rows = quantize(torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim))
+        rows = quantize(torch.randn(NUM_BLOCKS, kv_heads, 8, head_dim), item)
         native.layers[0][half].copy_(rows)
         plain.layers[0][half].copy_(rows)
         exact.layers[0][half].copy_(dequantize(rows, torch.float32))
@@ -70,7 +81,7 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
     tokens = sum(span.num_tokens for span in spans)
     query = torch.randn(tokens, num_heads, head_dim).to(native.dtype)
     key, value = (torch.randn(tokens, kv_heads, head_dim).to(native.dtype) for _ in range(2))
-    new_key, new_value = (dequantize(quantize(each), torch.float32) for each in (key, value))
+    new_key, new_value = (dequantize(quantize(each, item), torch.float32) for each in (key, value))
     attend = TorchAttentionBackend(exact, [layer], native=False).plan(spans)
     expected = attend(0, query.float(), new_key, new_value, options)
     for kv, uses_kernels in ((native, True), (plain, False)):
@@ -84,9 +95,10 @@ def test_attention_equals_that_over_what_the_numbers_stand_for(
         assert torch.equal(stored, exact.layers[0][half])
 
 
+@pytest.mark.parametrize("item", ITEMS.values())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
-def test_the_kernel_stores_what_plain_torch_makes(dtype: torch.dtype, head_dim: int) -> None:
+def test_the_kernel_stores_what_plain_torch_makes(dtype: torch.dtype, head_dim: int, item: torch.dtype) -> None:
     torch.manual_seed(0)
     key, value = (torch.randn(40, 3, 2 * head_dim).to(dtype)[..., head_dim:] for _ in range(2))
     key = key.clone() * torch.logspace(-30, 30, 40)[:, None, None].to(dtype)
@@ -94,28 +106,52 @@ def test_the_kernel_stores_what_plain_torch_makes(dtype: torch.dtype, head_dim: 
     value[0], value[1, 1], value[2, 0, 3] = 0, 1e-38, torch.nan
     value[3, 2, 1], value[4, 1, 0] = torch.inf, -torch.inf
     slots = torch.randperm(200)[:120]
-    kept = torch.full((2, 200, head_dim + 2), 7, dtype=torch.int8)
+    kept = torch.full((2, 200, head_dim + 2), 7, dtype=item)
     cpu.store_kv(key, value, kept[0], kept[1], slots)
     for rows, new in zip(kept, (key, value), strict=True):
-        assert torch.equal(rows[slots], quantize(new.reshape(120, head_dim)))
+        assert torch.equal(rows[slots], quantize(new.reshape(120, head_dim), item))
         others = torch.ones(200, dtype=torch.bool).index_fill(0, slots, False)
         assert (rows[others] == 7).all()
 
 
 def test_numbers_are_rounded_to_the_nearest() -> None:
-    """Of 255 steps from the largest one down, beside which the scale's own rounding is nothing."""
+    """In int8 of 255 steps from the largest one down, beside which the scale's own rounding is nothing; in fp8 to 4
+    bits of each number, or where that is more to a step of 2^-9 of which the largest one has 448 * 512."""
     torch.manual_seed(0)
     heads = torch.randn(1000, 64) * torch.rand(1000, 1).exp()
-    error = (dequantize(quantize(heads), torch.float32) - heads).abs().amax(1)
-    assert (error <= heads.abs().amax(1) / 127 / 2 * 1.01).all()
-    assert quantize(heads)[..., :-2].abs().amax(1).eq(127).all()
+    largest = heads.abs().amax(1, keepdim=True)
+    bounds = {"int8": largest / 127 / 2, "fp8": (heads.abs() / 16).clamp(min=largest / (448 * 512) / 2)}
+    for cache_dtype, bound in bounds.items():
+        rows = quantize(heads, ITEMS[cache_dtype])
+        assert ((dequantize(rows, torch.float32) - heads).abs() <= bound * 1.01).all()
+    assert quantize(heads, torch.int8)[..., :-2].abs().amax(1).eq(127).all()
+    assert (quantize(heads, torch.uint8)[..., :-2] & 0x7F).amax(1).eq(0x7E).all()
 
 
-def test_what_is_not_finite_reaches_the_result_of_its_sequence_alone() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_of_fp8_is_read_and_written_as_it_is(dtype: torch.dtype) -> None:
+    """Attention to one key gives its value, and there are 254 numbers. Those between two are rounded to the nearest."""
+    codes = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    middles = (numbers[:126] + numbers[1:127]) / 2
+    above, below = middles.nextafter(numbers[1:127]), middles.nextafter(numbers[:126])
+    new = torch.cat((numbers, middles, -middles, above, -above, below, -below))
+    # The largest number makes the scale 1.
+    new = torch.nn.functional.pad(new, (0, -len(new) % 31)).view(-1, 31)
+    new = torch.cat((new, torch.full((len(new), 1), 448.0)), dim=1)[:, None].to(dtype)
+    layer = LayerGeometry(num_heads=1, num_kv_heads=1, head_dim=32)
+    kv = make_kv(layer, str(dtype).removeprefix("torch."), "fp8")
+    spans = [SequenceSpan(blocks=[index], start=0, num_tokens=1) for index in range(len(new))]
+    found = TorchAttentionBackend(kv, [layer]).plan(spans)(0, torch.ones_like(new), new, new)
+    assert torch.equal(found, new[:, 0].float().to(torch.float8_e4m3fn).to(dtype))
+
+
+@of_all
+def test_what_is_not_finite_reaches_the_result_of_its_sequence_alone(cache_dtype: str) -> None:
     torch.manual_seed(0)
     layer = LayerGeometry(num_heads=6, num_kv_heads=2, head_dim=64)
     for native in (True, False):
-        kv = make_kv(layer, "bfloat16", "int8")
+        kv = make_kv(layer, "bfloat16", cache_dtype)
         spans = [SequenceSpan(blocks=[3 * n, 3 * n + 1, 3 * n + 2], start=0, num_tokens=20) for n in range(2)]
         query, key, value = (torch.randn(40, heads, 64).bfloat16() for heads in (6, 2, 2))
         value[5, :, 9] = torch.nan
@@ -125,21 +161,25 @@ def test_what_is_not_finite_reaches_the_result_of_its_sequence_alone() -> None:
         assert found[20:].isfinite().all()
 
 
-def test_it_holds_almost_twice_the_tokens() -> None:
+@of_all
+def test_it_holds_almost_twice_the_tokens(cache_dtype: str) -> None:
     for head_dim, most in ((64, 0.52), (128, 0.51)):
         layer = LayerGeometry(num_heads=9, num_kv_heads=3, head_dim=head_dim)
-        plain, rounded = (make_kv(layer, "bfloat16", cache_dtype) for cache_dtype in ("auto", "int8"))
+        plain, rounded = (make_kv(layer, "bfloat16", each) for each in ("auto", cache_dtype))
         assert rounded.layout.bytes_per_token <= most * plain.layout.bytes_per_token
         assert rounded.tensors[0].nbytes == rounded.layout.bytes_per_token * NUM_BLOCKS * 8
 
 
+@of_all
 @pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
 @pytest.mark.parametrize("family", DENSE)
-def test_models_generate_with_it(family: str, model_impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_generate_with_it(
+    family: str, model_impl: str, cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By either code: the logits after a prompt are near those over a plain cache, and not equal to them."""
     folder, found = make_tiny_model(tmp_path, family), []
-    for cache_dtype in ("auto", "int8"):
-        driver = Driver(load(folder, cache_dtype=cache_dtype, model_impl=model_impl))
+    for each in ("auto", cache_dtype):
+        driver = Driver(load(folder, cache_dtype=each, model_impl=model_impl))
         with recorded_logits(monkeypatch) as recorded:
             driver.run(driver.step(0, prompt(100), 0))
         found.append(recorded[0][0])
@@ -153,11 +193,14 @@ needs_kernels = pytest.mark.skipif(
 
 
 @needs_kernels
+@of_all
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_logits_depend_on_the_tokens_alone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_depend_on_the_tokens_alone(
+    family: str, cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     window: dict[str, Any] = {"sliding_window": 70} if family == "mistral" else {}
     folder = make_tiny_model(tmp_path, family, hidden_size=256, head_dim=32, **window)
-    runner = load(folder, dtype="bfloat16", cache_dtype="int8")
+    runner = load(folder, dtype="bfloat16", cache_dtype=cache_dtype)
     decoded = logits_by_position(runner, list(range(NUM_TOKENS + 1)), 0, monkeypatch)
     for ends in ([0, NUM_TOKENS], [0, 16, 17, 80, 81, 82, 147, NUM_TOKENS], [0, 65, 98, 99, NUM_TOKENS]):
         mixed = logits_by_position(runner, ends, 3, monkeypatch)
@@ -166,9 +209,10 @@ def test_logits_depend_on_the_tokens_alone(family: str, tmp_path: Path, monkeypa
 
 
 @needs_kernels
-def test_recorded_steps_are_the_same(tmp_path: Path) -> None:
+@of_all
+def test_recorded_steps_are_the_same(cache_dtype: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=256, head_dim=32)
-    recorded, step_by_step = (load(folder, dtype="bfloat16", cache_dtype="int8") for _ in range(2))
+    recorded, step_by_step = (load(folder, dtype="bfloat16", cache_dtype=cache_dtype) for _ in range(2))
     assert recorded._decodes is not None
     assert recorded._tokens is not None
     step_by_step._decodes = step_by_step._tokens = None
@@ -206,9 +250,10 @@ def generate(runner: ModelRunner, prompts: list[list[int]], num_blocks: int) -> 
 
 
 @needs_kernels
-def test_prefixes_are_reused_and_preempted_sequences_go_on(tmp_path: Path) -> None:
+@of_all
+def test_prefixes_are_reused_and_preempted_sequences_go_on(cache_dtype: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, hidden_size=256, head_dim=32)
-    runner = load(folder, dtype="bfloat16", cache_dtype="int8")
+    runner = load(folder, dtype="bfloat16", cache_dtype=cache_dtype)
     prompts = [prompt(64) + prompt(20, seed) for seed in range(1, 5)]
     alone = [generate(runner, [each], 128)[0][0] for each in prompts]
     assert [len(tokens) for tokens in alone] == [NUM_MADE] * 4
