@@ -1,6 +1,6 @@
 """Rounds keys and values to 8 bits with a scale for each token and head, and back, in plain torch.
 
-The C kernels do the same; see kernels/pieces.c, kernels/tile_attention.c and kernels/tile_attention_int8.c."""
+The C kernels do the same; see kernels/pieces.c and kernels/tile_attention_scaled.h."""
 
 from typing import Final
 

@@ -89,7 +89,7 @@ typedef struct {
     int64_t head, first, last;
 } NextKeys;
 
-// See tile_attention.c and tile_attention_int8.c.
+// See tile_attention.c and tile_attention_scaled.h.
 typedef void AttendTiles(const Chunk *chunk, int64_t item, const NextKeys *next);
 int has_tile_attention(int64_t group, int64_t head_dim);
 int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group);

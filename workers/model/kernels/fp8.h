@@ -23,15 +23,3 @@ static inline uint8_t store_e4m3(float x) {
     const uint32_t steps = (uint32_t)lrintf(fabsf(x) * 0x1p9f);  // 8 is the smallest normal number
     return (uint8_t)(sign | (size < 121u << 23 ? steps : normal));
 }
-
-#ifdef __AVX512BF16__
-// 32 numbers as bfloat16, which holds each exactly. Sign, exponent and mantissa come to their places; then the exponent
-// lacks 120, and for a subnormal number is added what it differs by.
-static inline __m512i e4m3_to_bf16(__m256i numbers) {
-    const __m512i differences = _mm512_castsi128_si512(_mm_set_epi32(0x3bf03be0, 0x3bd03bc0, 0x3b903b60, 0x3af00000));
-    const __m512i x = _mm512_cvtepi8_epi16(numbers);
-    const __mmask32 subnormal = _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78));
-    const __m512i added = _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(120 << 7), subnormal, x, differences);
-    return _mm512_add_epi16(_mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi16((short)0x87f0)), added);
-}
-#endif

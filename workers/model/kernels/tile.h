@@ -31,11 +31,7 @@ static inline __attribute__((always_inline)) void transpose(__m512i *v) {
     memcpy(v, u, sizeof u);
 }
 
-static inline void fetch(const void *head, int64_t row) {  // `row` bytes
-    for (int64_t i = 0; i < row; i += 64) _mm_prefetch((const char *)head + i, _MM_HINT_T0);
-}
-
-// Finds a tile's keys, `row` bytes each, from `begin` on. Those before the first or after the last that any token
+// Finds a tile's keys, `row` elements each, from `begin` on. Those before the first or after the last that any token
 // sees are masked, but must be finite: these two are taken in their place.
 static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of, int64_t begin, int64_t row) {
     const int64_t size = c->block_size;
@@ -99,12 +95,6 @@ static inline __attribute__((always_inline)) void softmax_tile(__m512 *weight, c
         *sum *= _mm512_cvtss_f32(shrink), *top = peak;
     }
     *sum += _mm512_reduce_add_ps(total);
-}
-
-// Weights times the scales of the values. A key that is not seen has no weight, whatever its scale.
-static inline __m512 scale_weights(__m512 weight, const float *scales) {
-    const __mmask16 seen = _mm512_cmp_ps_mask(weight, _mm512_setzero_ps(), _CMP_NEQ_OQ);
-    return _mm512_maskz_mul_ps(seen, weight, _mm512_load_ps(scales));
 }
 
 static inline int64_t tokens_of_item(int64_t group) { return least(MAX_ROWS / group, 32); }

@@ -1,16 +1,12 @@
 // Attention of new tokens of one sequence over its paged cache, in tiles of keys with a running softmax
-// (arXiv 2205.14135), on the bfloat16 dot product of AVX-512. The cache is of bfloat16, or of fp8: its numbers are turned
-// into bfloat16, which holds each of them, and their scales multiply scores and weights.
+// (arXiv 2205.14135), on the bfloat16 dot product of AVX-512.
 //
 // One code computes a prompt's chunk and a decode's single token, and tiles begin at multiples of TILE: so what a token
 // attends to does not depend, to the last bit, on the tokens that are computed beside it.
 
-#include "fp8.h"
 #include "tile.h"
 
 #ifdef HAS_TILES
-
-#define INLINE static inline __attribute__((always_inline))  // with is_fp8 as a constant
 
 typedef struct {
     _Alignas(64) uint32_t query[MAX_ROWS * MAX_DIM / 2];  // [rows, head_dim / 2] pairs along the head dimension
@@ -18,16 +14,14 @@ typedef struct {
     _Alignas(64) uint32_t value[TILE / 2 * MAX_DIM];      // [TILE / 2, head_dim] pairs of keys
     _Alignas(64) uint32_t weight[MAX_ROWS * TILE / 2];    // [rows, TILE / 2] pairs of keys
     _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ROWS * MAX_DIM];  // [rows, TILE], [rows, head_dim]
-    _Alignas(64) float key_scale[TILE], value_scale[TILE];  // of fp8
     float top[MAX_ROWS], sum[MAX_ROWS];
     int64_t slots[TILE], next_slots[TILE];  // where the tile's keys and values are, and those of the tile after it
 } Tile;
 
-static __thread Tile tile;
-
 // c[r][0..16 * width) (+)= sum over i of pairs a[r][i] . b[i][0..16 * width).
-INLINE void multiply(float *c, int64_t c_stride, const uint32_t *a, int64_t a_stride, const uint32_t *b,
-                     int64_t b_stride, int64_t pairs, int add, const int rows, const int width) {
+static inline __attribute__((always_inline)) void multiply(float *c, int64_t c_stride, const uint32_t *a,
+                                                           int64_t a_stride, const uint32_t *b, int64_t b_stride,
+                                                           int64_t pairs, int add, const int rows, const int width) {
     __m512 sums[ROWS][4];
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < width; j++)
@@ -60,58 +54,46 @@ static void multiply_rows(float *c, int64_t c_stride, const uint32_t *a, int64_t
     }
 }
 
-// 32 numbers of a row, from the d-th on.
-INLINE __m512i load_part(const char *row, int64_t d, const int is_fp8) {
-    if (is_fp8) return e4m3_to_bf16(_mm256_loadu_si256((const __m256i *)(row + d)));
-    return _mm512_loadu_si512(row + 2 * d);
+static inline void fetch(const uint16_t *head, int64_t D) {
+    for (int64_t d = 0; d < D; d += 32) _mm_prefetch((const char *)(head + d), _MM_HINT_T0);
 }
 
 // Loads the tile's first `count` keys, a multiple of 16; fetches the next tile's values.
-INLINE void load_keys(Tile *t, const char *keys, const char *values, int64_t count, int64_t D, int64_t row,
-                      const int is_fp8) {
+static void load_keys(Tile *t, const uint16_t *keys, const uint16_t *values, int64_t count, int64_t D) {
     for (int64_t i = 0; i < count; i += 16) {
-        for (int j = 0; j < 16; j++) {
-            fetch(values + t->next_slots[i + j], row);
-            if (is_fp8) t->key_scale[i + j] = scale_of_row(keys + t->slots[i + j], D);
-        }
+        for (int j = 0; j < 16; j++) fetch(values + t->next_slots[i + j], D);
         for (int64_t d = 0; d < D; d += 32) {
             __m512i rows[16];
-            for (int j = 0; j < 16; j++) rows[j] = load_part(keys + t->slots[i + j], d, is_fp8);
+            for (int j = 0; j < 16; j++) rows[j] = _mm512_loadu_si512(keys + t->slots[i + j] + d);
             transpose(rows);
             for (int j = 0; j < 16; j++) _mm512_store_si512(t->key + (d / 2 + j) * TILE + i, rows[j]);
         }
     }
-    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], row);
+    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], D);
 }
 
 // Loads the values of these keys; fetches the next tile's keys.
-INLINE void load_values(Tile *t, const char *keys, const char *values, int64_t count, int64_t D, int64_t row,
-                        const int is_fp8) {
+static void load_values(Tile *t, const uint16_t *keys, const uint16_t *values, int64_t count, int64_t D) {
     const __m512i front = _mm512_add_epi16(_mm512_set1_epi32(32 << 16), _mm512_set_epi32(
         0xF000F, 0xE000E, 0xD000D, 0xC000C, 0xB000B, 0xA000A, 0x90009, 0x80008,
         0x70007, 0x60006, 0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0));
     const __m512i back = _mm512_add_epi16(front, _mm512_set1_epi16(16));
     for (int64_t i = 0; i < count; i += 2) {
-        fetch(keys + t->next_slots[i], row), fetch(keys + t->next_slots[i + 1], row);
+        fetch(keys + t->next_slots[i], D), fetch(keys + t->next_slots[i + 1], D);
         for (int64_t d = 0; d < D; d += 32) {
-            const __m512i a = load_part(values + t->slots[i], d, is_fp8);
-            const __m512i b = load_part(values + t->slots[i + 1], d, is_fp8);
+            const __m512i a = _mm512_loadu_si512(values + t->slots[i] + d);
+            const __m512i b = _mm512_loadu_si512(values + t->slots[i + 1] + d);
             _mm512_store_si512(t->value + i / 2 * D + d, _mm512_permutex2var_epi16(a, front, b));
             _mm512_store_si512(t->value + i / 2 * D + d + 16, _mm512_permutex2var_epi16(a, back, b));
         }
     }
-    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], row);
+    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], D);
 }
 
 // Turns row r's scores into weights, masked outside keys [first, last].
-INLINE void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float scale, float soft_cap,
-                  const int is_fp8) {
+static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, float scale, float soft_cap) {
     __m512 weight[TILE / 16];
-    float *scores = t->score + r * TILE;
-    for (int j = 0; is_fp8 && j < TILE; j += 16)
-        _mm512_store_ps(scores + j, _mm512_mul_ps(_mm512_load_ps(scores + j), _mm512_load_ps(t->key_scale + j)));
-    softmax_tile(weight, scores, first, last, scale, soft_cap, t->top + r, t->sum + r, t->acc + r * D, D);
-    for (int j = 0; is_fp8 && j < TILE / 16; j++) weight[j] = scale_weights(weight[j], t->value_scale + 16 * j);
+    softmax_tile(weight, t->score + r * TILE, first, last, scale, soft_cap, t->top + r, t->sum + r, t->acc + r * D, D);
     for (int j = 0; j < TILE / 16; j += 2)
         _mm512_store_si512(t->weight + r * TILE / 2 + 8 * j, (__m512i)_mm512_cvtne2ps_pbh(weight[j + 1], weight[j]));
 }
@@ -124,10 +106,12 @@ int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group) {
     return ceil_div(tokens, tokens_of_item(group)) * kv_heads;
 }
 
-INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const int is_fp8) {
-    const int64_t group = c->group, D = c->head_dim, step = tokens_of_item(group), head = item % c->kv_heads;
-    const int64_t size = is_fp8 ? scaled_row(D) : 2 * D;
+// Computes some tokens of a KV head with the query heads that share it. `next` may be NULL.
+void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
+    const int64_t group = c->group, D = c->head_dim, step = tokens_of_item(group);
+    static __thread Tile tile;
     Tile *t = &tile;
+    const int64_t head = item % c->kv_heads;
     const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;  // the last, the longest, first
     const int64_t count = least(step, c->tokens - token), rows = count * group, last = c->start + token + count - 1;
     const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
@@ -138,21 +122,19 @@ INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const int
         memcpy(t->query + r * D / 2, row, 2 * D);
         t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
-    find_slots(t->next_slots, c, &own, first / TILE * TILE, size);
+    find_slots(t->next_slots, c, &own, first / TILE * TILE, D);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
         const int64_t padded = ceil_div(least(TILE, last + 1 - begin), 16) * 16;
         memcpy(t->slots, t->next_slots, sizeof t->slots);
-        if (begin + TILE <= last) find_slots(t->next_slots, c, &own, begin + TILE, size);
-        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, size);
-        load_keys(t, c->keys, c->values, padded, D, size, is_fp8);
+        if (begin + TILE <= last) find_slots(t->next_slots, c, &own, begin + TILE, D);
+        else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, D);
+        load_keys(t, c->keys, c->values, padded, D);
         multiply_rows(t->score, TILE, t->query, D / 2, t->key, TILE, D / 2, 0, rows, padded > 32 ? 4 : 2);
-        for (int64_t i = 0; is_fp8 && i < padded; i++)
-            t->value_scale[i] = scale_of_row((const char *)c->values + t->slots[i], D);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t position = c->start + token + r / group - begin;
-            weigh(t, r, position + 1 - c->window, position, D, c->scale, c->soft_cap, is_fp8);
+            weigh(t, r, position + 1 - c->window, position, D, c->scale, c->soft_cap);
         }
-        load_values(t, c->keys, c->values, padded, D, size, is_fp8);
+        load_values(t, c->keys, c->values, padded, D);
         for (int64_t d = 0; d < D; d += 64)
             multiply_rows(t->acc + d, D, t->weight, TILE / 2, t->value + d, D, padded / 2, 1, rows, d + 32 < D ? 4 : 2);
     }
@@ -166,15 +148,10 @@ INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const int
         }
     }
 }
-
-// Computes some tokens of a KV head with the query heads that share it. `next` may be NULL.
-void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) { attend(c, item, next, 0); }
-void attend_tiles_fp8(const Chunk *c, int64_t item, const NextKeys *next) { attend(c, item, next, 1); }
 #else
 int has_tile_attention(int64_t group, int64_t head_dim) { return (void)group, (void)head_dim, 0; }
 int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group) {
     return (void)tokens, (void)kv_heads, (void)group, 0;
 }
 void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) { (void)c, (void)item, (void)next; }
-void attend_tiles_fp8(const Chunk *c, int64_t item, const NextKeys *next) { (void)c, (void)item, (void)next; }
 #endif
