@@ -53,7 +53,7 @@ def test_a_quantized_kv_cache_leaves_the_perplexity() -> None:
     plain, int8, fp8 = losses
     assert plain < 3.5  # it is text that the model can predict
     assert 0 < abs(int8 - plain) <= math.log(1.003)
-    assert 0 < abs(fp8 - plain) <= math.log(1.01)
+    assert 0 < abs(fp8 - plain) <= math.log(1.015)
 
 
 def test_three_ranks_give_the_tokens_of_one() -> None:

@@ -176,7 +176,8 @@ def test_it_holds_almost_twice_the_tokens(cache_dtype: str) -> None:
 def test_models_generate_with_it(
     family: str, model_impl: str, cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By either code: the logits after a prompt are near those over a plain cache, and not equal to them."""
+    """By either code: the logits after a prompt are near those over a plain cache, and not equal to them. Numbers of
+    fp8 have three bits of mantissa, which loses about four times as much as int8 does."""
     folder, found = make_tiny_model(tmp_path, family), []
     for each in ("auto", cache_dtype):
         driver = Driver(load(folder, cache_dtype=each, model_impl=model_impl))
@@ -184,7 +185,7 @@ def test_models_generate_with_it(
             driver.run(driver.step(0, prompt(100), 0))
         found.append(recorded[0][0])
     plain, rounded = (logits - logits.mean() for logits in found)
-    assert 0 < (rounded - plain).norm() <= 0.05 * plain.norm()
+    assert 0 < (rounded - plain).norm() <= {"int8": 0.05, "fp8": 0.15}[cache_dtype] * plain.norm()
 
 
 needs_kernels = pytest.mark.skipif(
