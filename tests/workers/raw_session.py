@@ -58,6 +58,12 @@ class RawSession:
             found += filter(good, message.outputs)
         return found
 
+    async def first_tokens(self) -> list[int]:
+        """The tokens that have come, once there are some."""
+        while not self.tokens():
+            await self.read()
+        return self.tokens()
+
     async def failure(self) -> worker_pb2.Failure:
         (output,) = await self.until(lambda output: output.HasField("failure"))
         return output.failure

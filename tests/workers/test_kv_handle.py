@@ -40,10 +40,7 @@ class Workers:
     async def check_tokens(self, decode: int) -> None:
         """Waits for the request's end on a decode worker; fails unless it has the tokens of an undisturbed run."""
         await self.sessions[decode].until(ended)
-        made = self.sessions[0].tokens()[:1] + self.sessions[decode].tokens()
-        if not self.sessions[0].tokens():
-            await self.sessions[0].until(lambda output: bool(output.tokens.ids))
-            made = self.sessions[0].tokens() + made
+        made = (await self.sessions[0].first_tokens())[:1] + self.sessions[decode].tokens()
         assert made == expected_tokens(PROMPT, 5, VOCAB)
         await asyncio.gather(*(idle(worker) for worker in self.workers))
 
@@ -92,7 +89,7 @@ async def test_a_cancel_after_the_first_token_leaves_the_lease() -> None:
         await running.sessions[1].until(lambda output: output.HasField("admitted"))
         handle = await running.prefill()
         await running.fetch(1, handle)
-        await running.sessions[0].until(lambda output: bool(output.tokens.ids))
+        await running.sessions[0].first_tokens()
         await running.sessions[1].send(CANCEL)
         await running.sessions[1].until(ended)
         assert not running.sessions[1].outputs("a")

@@ -78,11 +78,15 @@ async def go_on(
 async def move(sessions: Sequence[RawSession], num_tokens: int, *, num_choices: int = 1, **fields: Any) -> list[Choice]:
     """Runs a request, which after `num_tokens` tokens of each choice goes on on a second worker."""
     source, target = sessions
-    await source.send(submit(num_choices=num_choices, **fields))
-    while min(len(source.tokens(choice=choice)) for choice in range(num_choices)) < num_tokens:
-        await source.until(has_tokens)
-    await source.send(SUSPEND)
-    outputs = await source.until(is_suspended, count=num_choices)
+    outputs: list[worker_pb2.Output] = []
+    while not outputs or any(map(ended, outputs)):  # again, if the worker made all tokens before it read the command
+        await source.send(CANCEL)
+        source.messages.clear()
+        await source.send(submit(num_choices=num_choices, **fields))
+        while min(len(source.tokens(choice=choice)) for choice in range(num_choices)) < num_tokens:
+            await source.until(has_tokens)
+        await source.send(SUSPEND)
+        outputs = await source.until(lambda output: is_suspended(output) or ended(output), count=num_choices)
     for output in outputs:
         made = choice_of([(source, "a")], output.choice)
         assert num_tokens <= len(made.tokens) < fields["max_tokens"]
