@@ -1,6 +1,6 @@
 """Rounds linear weights to integers with a scale for each output and group of inputs: to nearest, or by GPTQ (arXiv
 2210.17323), which lets the weights that are not rounded yet make up for the errors of those that are, and after it by
-coordinate descent (QuantEase, arXiv 2309.01885)."""
+turns of coordinate descent (QuantEase, arXiv 2309.01885) and the best scales for the numbers so found."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +11,7 @@ _DAMPING: Final = 0.01  # of the mean of the Hessian's diagonal
 _COLUMNS: Final = 128  # whose errors reach the columns behind them at once
 _SHARES: Final = tuple(1 - step / 50 for step in range(25))  # of a group's range that are tried
 _SWEEPS: Final = 4  # of coordinate descent; each changes about half as many numbers as the one before
+_REFITS: Final = 3  # of the scales, each followed by coordinate descent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,9 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
     restored[order] = numbers
     numbers = restored.t().contiguous()
     _descend(weight.float(), numbers, scales, zeros, damped.float(), grid)
+    for _ in range(_REFITS):
+        scales = _refit(weight.float(), numbers, scales, zeros, damped.float())
+        _descend(weight.float(), numbers, scales, zeros, damped.float(), grid)
     return Rounded(numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8))
 
 
@@ -112,6 +116,23 @@ def _descend(
             numbers[changed, at] = best[changed]
             restored[changed, at] += steps
             slopes[changed] -= steps[:, None] * hessian[at]
+
+
+def _refit(
+    weight: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, hessian: torch.Tensor
+) -> torch.Tensor:
+    """Returns the scales [outputs, groups] with which numbers [outputs, inputs] make the least error of a weight
+    [outputs, inputs]: those of one output solve a system of linear equations. Shapes as in `_descend`."""
+    steps = numbers.view(*scales.shape, -1) - zeros[..., None]  # [outputs, groups, group_size]
+    by_group = hessian.view(len(hessian), *steps.shape[1:])  # [inputs, groups, group_size]
+    wanted = (steps * (weight @ hessian).view_as(steps)).sum(-1)  # [outputs, groups]
+    products = torch.empty(*scales.shape, scales.shape[1])  # [outputs, groups, groups]
+    for group, rows in enumerate(torch.split(by_group, steps.shape[2])):
+        moved = torch.einsum("oi,igj->ogj", steps[:, group], rows)
+        products[:, group] = (moved * steps).sum(-1)
+    unused = (steps == 0).all(-1)  # their scales do not matter
+    solved = torch.linalg.solve(products.double() + unused.double().diag_embed(), wanted.double()).float()
+    return _positive(solved).where((solved > 0) & ~unused, scales)
 
 
 def _search(weight: torch.Tensor, importance: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:

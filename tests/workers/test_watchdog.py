@@ -2,11 +2,7 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from tandem.workers.engine.plan import Executor, OnLayers, Samples, StepPlan
-from tandem.workers.tp.draft_model import DraftingExecutor
-from tandem.workers.tp.process_group import TpExecutor
 from tandem.workers.watchdog import Watchdog, WatchedExecutor
 
 
@@ -88,11 +84,3 @@ def test_a_long_step_makes_progress_with_its_layers() -> None:
     executor.launch(StepPlan(sequences=(), dropped=()), layers.append)
     executor.launch(StepPlan(sequences=(), dropped=()))
     assert (stalls, layers) == ([6.0] * 6, [1, 2, 3])
-
-
-@pytest.mark.parametrize("wrapper", [WatchedExecutor, TpExecutor, DraftingExecutor])
-def test_who_wraps_an_executor_has_all_of_its_calls(wrapper: type[Executor]) -> None:
-    """What it lacked would do nothing, as the calls of Executor do."""
-    calls = {name for name in vars(Executor) if not name.startswith("_")} - {"execute"}  # which calls launch
-    assert calls == {"launch", "prepare_masks", "propose", "hurry"}
-    assert calls <= vars(wrapper).keys()

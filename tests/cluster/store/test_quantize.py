@@ -77,8 +77,10 @@ def test_no_other_number_next_to_one_would_change_the_outputs_less(grid: Grid, m
         each = restored(numbers, scales, zeros.float()) - weight
         return (each @ damped * each).sum(1)  # [outputs]
 
-    monkeypatch.setattr(rounding, "_SWEEPS", 0)
-    alone = round_by_gptq(weight, x.T @ x, grid)
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding, "_SWEEPS", 0)
+        patch.setattr(rounding, "_REFITS", 0)
+        alone = round_by_gptq(weight, x.T @ x, grid)
     monkeypatch.setattr(rounding, "_SWEEPS", 50)
     rounded = round_by_gptq(weight, x.T @ x, grid)
     least = errors(rounded.numbers, rounded.scales, rounded.zeros)
@@ -88,6 +90,23 @@ def test_no_other_number_next_to_one_would_change_the_outputs_less(grid: Grid, m
             numbers = rounded.numbers.long()
             numbers[:, at] = (numbers[:, at] + step).clamp(0, grid.largest)
             assert (errors(numbers, rounded.scales, rounded.zeros) >= 0.9999 * least).all()
+
+
+def test_scales_are_the_best_for_their_numbers() -> None:
+    """Those of all groups of an output together, by least squares; the scale of a group without numbers is kept."""
+    torch.manual_seed(0)
+    x = torch.randn(300, 16) @ torch.randn(16, 96) + 0.3 * torch.randn(300, 96)
+    weight, hessian = torch.randn(5, 96), x.t() @ x
+    begun = round_to_nearest(weight, Grid(bits=4, group_size=32, zero_points=True))
+    numbers, scales, zeros = begun.numbers.float(), begun.scales.float(), begun.zeros.float()
+    numbers[3, 32:64] = zeros[3, 1]
+    refitted = rounding._refit(weight, numbers, scales, zeros, hessian)
+    assert refitted[3, 1] == scales[3, 1]
+    for output, groups in enumerate(numbers.view(5, 3, 32) - zeros[..., None]):
+        used = [group for group in range(3) if groups[group].any()]
+        made = torch.stack([x[:, 32 * group : 32 * group + 32] @ groups[group] for group in used], dim=1)
+        best = torch.linalg.lstsq(made.double(), (x @ weight[output]).double()).solution
+        assert torch.allclose(refitted[output, used].double(), best, rtol=2**-7)  # they are bfloat16
 
 
 def test_weights_make_up_for_what_rounding_has_done_to_their_inputs() -> None:

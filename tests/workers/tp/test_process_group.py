@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.workers.model.helpers import Driver, load, mixed_steps, prompt
-from tandem.workers.engine.plan import PENDING_TOKEN, SamplingParams, SequenceStep, StepPlan
-from tandem.workers.tp.process_group import TpGroup, decode_plan, encode_plan
+from tandem.workers.engine.plan import PENDING_TOKEN, Executor, SamplingParams, SequenceStep, StepPlan
+from tandem.workers.tp.draft_model import DraftingExecutor
+from tandem.workers.tp.process_group import TpExecutor, TpGroup, decode_plan, encode_plan
 from tandem.workers.transfer.backend import join_store
+from tandem.workers.watchdog import WatchedExecutor
 
 T = TypeVar("T")
 
@@ -270,3 +272,11 @@ def intrude(store: str, ports: set[int]) -> None:
     for key in client.list_keys():
         client.delete_key(key)
         client.set(key, "noise")
+
+
+@pytest.mark.parametrize("wrapper", [WatchedExecutor, TpExecutor, DraftingExecutor])
+def test_who_wraps_an_executor_has_all_of_its_calls(wrapper: type[Executor]) -> None:
+    """What it lacked would do nothing, as the calls of Executor do."""
+    calls = {name for name in vars(Executor) if not name.startswith("_")} - {"execute"}  # which calls launch
+    assert calls == {"launch", "prepare_masks", "propose", "hurry"}
+    assert calls <= vars(wrapper).keys()
