@@ -80,10 +80,11 @@ def round_by_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> Ro
     restored = torch.empty_like(numbers)
     restored[order] = numbers
     numbers = restored.t().contiguous()
-    _descend(weight.float(), numbers, scales, zeros, damped.float(), grid)
+    wide, sums = weight.float(), damped.float()
+    _descend(wide, numbers, scales, zeros, sums, grid)
     for _ in range(_REFITS):
-        scales = _refit(weight.float(), numbers, scales, zeros, damped.float())
-        _descend(weight.float(), numbers, scales, zeros, damped.float(), grid)
+        scales = _refit(wide, numbers, scales, zeros, sums)
+        _descend(wide, numbers, scales, zeros, sums, grid)
     return Rounded(numbers=numbers.to(torch.uint8), scales=scales.bfloat16(), zeros=zeros.to(torch.uint8))
 
 

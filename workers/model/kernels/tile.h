@@ -99,4 +99,18 @@ static inline __attribute__((always_inline)) void softmax_tile(__m512 *weight, c
 
 static inline int64_t tokens_of_item(int64_t group) { return least(MAX_ROWS / group, 32); }
 
+// Some tokens of a KV head with the query heads that share it: these are the rows.
+typedef struct {
+    int64_t token, rows;  // the first token, and how many rows
+    NextKeys keys;        // that they see
+} Item;
+
+static inline Item item_of(const Chunk *c, int64_t item) {
+    const int64_t step = tokens_of_item(c->group);
+    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;  // the last, the longest, first
+    const int64_t count = least(step, c->tokens - token), last = c->start + token + count - 1;
+    const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
+    return (Item){token, count * c->group, {c->table, item % c->kv_heads, first, last}};
+}
+
 #endif

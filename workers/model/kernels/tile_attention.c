@@ -108,25 +108,22 @@ int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group) {
 
 // Computes some tokens of a KV head with the query heads that share it. `next` may be NULL.
 void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
-    const int64_t group = c->group, D = c->head_dim, step = tokens_of_item(group);
+    const Item own = item_of(c, item);
+    const int64_t group = c->group, D = c->head_dim, token = own.token, rows = own.rows, head = own.keys.head;
+    const int64_t first = own.keys.first, last = own.keys.last;
     static __thread Tile tile;
     Tile *t = &tile;
-    const int64_t head = item % c->kv_heads;
-    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;  // the last, the longest, first
-    const int64_t count = least(step, c->tokens - token), rows = count * group, last = c->start + token + count - 1;
-    const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
-    const NextKeys own = {c->table, head, first, last};
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
         const uint16_t *row = c->query + (token + r / group) * c->query_stride + (head * group + r % group) * D;
         memcpy(t->query + r * D / 2, row, 2 * D);
         t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
-    find_slots(t->next_slots, c, &own, first / TILE * TILE, D);
+    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, D);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
         const int64_t padded = ceil_div(least(TILE, last + 1 - begin), 16) * 16;
         memcpy(t->slots, t->next_slots, sizeof t->slots);
-        if (begin + TILE <= last) find_slots(t->next_slots, c, &own, begin + TILE, D);
+        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, D);
         else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, D);
         load_keys(t, c->keys, c->values, padded, D);
         multiply_rows(t->score, TILE, t->query, D / 2, t->key, TILE, D / 2, 0, rows, padded > 32 ? 4 : 2);

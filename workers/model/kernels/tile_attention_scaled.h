@@ -173,25 +173,23 @@ static void store_row(const Tile *t, int64_t r, uint16_t *to, int64_t head_dim, 
 
 // See attend_tiles.
 void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
-    const int64_t group = c->group, head_dim = c->head_dim, step = tokens_of_item(group), size = scaled_row(head_dim);
-    const int64_t D = ceil_div(head_dim, PART) * PART, head = item % c->kv_heads;
+    const Item own = item_of(c, item);
+    const int64_t group = c->group, head_dim = c->head_dim, size = scaled_row(head_dim);
+    const int64_t D = ceil_div(head_dim, PART) * PART, token = own.token, rows = own.rows, head = own.keys.head;
+    const int64_t first = own.keys.first, last = own.keys.last;
     static __thread Tile tile;
     Tile *t = &tile;
-    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;  // the last, the longest, first
-    const int64_t count = least(step, c->tokens - token), rows = count * group, last = c->start + token + count - 1;
-    const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
-    const NextKeys own = {c->table, head, first, last};
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
         const uint16_t *query = c->query + (token + r / group) * c->query_stride + (head * group + r % group) * head_dim;
         load_query(t, r, query, head_dim, D, c->scale);
         t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
-    find_slots(t->next_slots, c, &own, first / TILE * TILE, size);
+    find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size);
     for (int64_t begin = first / TILE * TILE; begin <= last; begin += TILE) {
         const int64_t padded = ceil_div(least(TILE, last + 1 - begin), 16) * 16;
         memcpy(t->slots, t->next_slots, sizeof t->slots);
-        if (begin + TILE <= last) find_slots(t->next_slots, c, &own, begin + TILE, size);
+        if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, size);
         else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, size);
         load_keys(t, c->keys, c->values, padded, head_dim, D);
         multiply_rows(t->score, TILE, t->query, D / 2, t->key, TILE, D / 2, t->query_scale, t->key_scale, rows,
