@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -139,12 +140,20 @@ def num_sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def listening() -> set[str]:
-    """The addresses on which this process listens, as hexadecimal HOST:PORT."""
-    inodes = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
-    lines = Path("/proc/self/net/tcp").read_text().splitlines() + Path("/proc/self/net/tcp6").read_text().splitlines()
-    rows = [line.split() for line in lines]
-    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+def listening() -> set[tuple[str, int]]:
+    """List the addresses on which this process listens, from its own sockets.
+
+    /proc/net/tcp is no reference: it may miss a socket while other processes open and close theirs.
+    """
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        if not (path.is_symlink() and os.readlink(path).startswith("socket:")):
+            continue
+        with socket.socket(fileno=os.dup(int(path.name))) as held:
+            internet = held.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(held.getsockname()[:2])
+    return found
 
 
 async def test_bytes_arrive_both_ways() -> None:
@@ -300,8 +309,7 @@ async def test_a_stranger_at_the_meeting_is_no_rank(words: bytes) -> None:
 async def test_only_the_named_interfaces_are_bound() -> None:
     before = listening()
     async with two_ends():
-        hosts = {place.partition(":")[0] for place in listening() - before}
-        assert hosts == {"0100007F", "0200007F"}
+        assert {host for host, _ in listening() - before} == {"127.0.0.1", "127.0.0.2"}
 
 
 def test_a_process_ends_well_with_an_open_pair() -> None:
@@ -320,7 +328,7 @@ def test_a_process_ends_well_with_an_open_pair() -> None:
 def test_a_store_listens_at_once_on_its_interface_only() -> None:
     before = listening()
     store = listen_store("127.0.0.2", 3, 1)
-    assert listening() - before == {f"0200007F:{store.port:04X}"}
+    assert listening() - before == {("127.0.0.2", store.port)}
     other = join_store("127.0.0.2", store.port, 1)
     other.set("key", "value")
     assert store.get("key") == b"value"
