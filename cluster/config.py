@@ -234,8 +234,6 @@ class TandemConfig(BaseModel):
                     raise ValueError(f"{role}.{setting}: needs prefix_caching")
             if (pool.kv_disk is None) != (pool.kv_disk_gb == 0):
                 raise ValueError(f"{role}.kv_disk: goes with kv_disk_gb above 0, and that with it")
-            if pool.kv_disk is not None and pool.tp > 1:
-                raise ValueError(f"{role}.kv_disk: needs tp 1, got {pool.tp}; a group of ranks keeps none on disk")
             if pool.autoscaling is not None:
                 pool.autoscaling.check(role, pool.replicas)
         return self

@@ -395,7 +395,7 @@ class DrainResponse(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ...) -> None: ...
 
 class RankControlRequest(_message.Message):
-    __slots__ = ("sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter")
+    __slots__ = ("sequence_id", "join_group", "offer_kv", "kv_progress", "fetch_kv", "kv_target", "stop_kv", "load_adapter", "open_disk", "read_disk", "write_disk")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     JOIN_GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFER_KV_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +404,9 @@ class RankControlRequest(_message.Message):
     KV_TARGET_FIELD_NUMBER: _ClassVar[int]
     STOP_KV_FIELD_NUMBER: _ClassVar[int]
     LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    OPEN_DISK_FIELD_NUMBER: _ClassVar[int]
+    READ_DISK_FIELD_NUMBER: _ClassVar[int]
+    WRITE_DISK_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     join_group: JoinGroup
     offer_kv: KvTransfer
@@ -412,7 +415,38 @@ class RankControlRequest(_message.Message):
     kv_target: KvTransfer
     stop_kv: bool
     load_adapter: Adapter
-    def __init__(self, sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    open_disk: OpenDisk
+    read_disk: DiskBlocks
+    write_disk: DiskBlocks
+    def __init__(self, sequence_id: _Optional[int] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., offer_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_progress: _Optional[_Union[KvProgress, _Mapping]] = ..., fetch_kv: _Optional[_Union[KvTransfer, _Mapping]] = ..., kv_target: _Optional[_Union[KvTransfer, _Mapping]] = ..., stop_kv: _Optional[bool] = ..., load_adapter: _Optional[_Union[Adapter, _Mapping]] = ..., open_disk: _Optional[_Union[OpenDisk, _Mapping]] = ..., read_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ..., write_disk: _Optional[_Union[DiskBlocks, _Mapping]] = ...) -> None: ...
+
+class OpenDisk(_message.Message):
+    __slots__ = ("folder", "role", "number", "max_bytes")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    role: str
+    number: int
+    max_bytes: int
+    def __init__(self, folder: _Optional[str] = ..., role: _Optional[str] = ..., number: _Optional[int] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class DiskBlocks(_message.Message):
+    __slots__ = ("hashes", "blocks")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DiskChanges(_message.Message):
+    __slots__ = ("stored", "evicted")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    stored: _containers.RepeatedScalarFieldContainer[bytes]
+    evicted: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class JoinGroup(_message.Message):
     __slots__ = ("rank", "size", "store", "epoch", "timeout_seconds")
@@ -455,17 +489,25 @@ class KvProgress(_message.Message):
     def __init__(self, num_ready: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_tokens: _Optional[_Iterable[int]] = ..., first_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RankControlResponse(_message.Message):
-    __slots__ = ("sequence_id", "ready", "kv_received", "fetch_failed", "stopped", "adapter_error")
+    __slots__ = ("sequence_id", "ready", "kv_received", "fetch_failed", "stopped", "adapter_error", "disk_changes", "disk_opened", "disk_read", "disk_written")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     KV_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     FETCH_FAILED_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ERROR_FIELD_NUMBER: _ClassVar[int]
+    DISK_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    DISK_OPENED_FIELD_NUMBER: _ClassVar[int]
+    DISK_READ_FIELD_NUMBER: _ClassVar[int]
+    DISK_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     ready: str
     kv_received: KvReceived
     fetch_failed: bool
     stopped: bool
     adapter_error: str
-    def __init__(self, sequence_id: _Optional[int] = ..., ready: _Optional[str] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., fetch_failed: _Optional[bool] = ..., stopped: _Optional[bool] = ..., adapter_error: _Optional[str] = ...) -> None: ...
+    disk_changes: DiskChanges
+    disk_opened: str
+    disk_read: int
+    disk_written: str
+    def __init__(self, sequence_id: _Optional[int] = ..., ready: _Optional[str] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., fetch_failed: _Optional[bool] = ..., stopped: _Optional[bool] = ..., adapter_error: _Optional[str] = ..., disk_changes: _Optional[_Union[DiskChanges, _Mapping]] = ..., disk_opened: _Optional[str] = ..., disk_read: _Optional[int] = ..., disk_written: _Optional[str] = ...) -> None: ...

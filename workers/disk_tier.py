@@ -6,20 +6,21 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
-from pathlib import Path
 from typing import Final, Self
 
+from ..proto import worker_pb2
 from .cache_reports import CacheReports
 from .engine.events import Admitted
 from .engine_thread import EngineThread
-from .kv_cache.block_files import BlockFiles
-from .kv_cache.layout import KvLayout, KvSpan
 from .kv_cache.store import KvStore
 from .threads import in_thread
+from .tp.kv_group import KvGroup
+from .tp.rank_client import RankClient
+from .tp.rank_disk import RankDisk
 
 logger = logging.getLogger(__name__)
 
+_OPEN_SECONDS: Final = 20.0  # of a group, whose other ranks wait for rank 0 for `collective_seconds`
 _LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the rest of them is computed
 _RETRY_SECONDS: Final = 60.0  # after which a disk that was slow or has failed is tried again
 _COMMAND_SECONDS: Final = 30.0  # timeout of a command to the engine, which runs it between two steps
@@ -29,41 +30,61 @@ _WEIGHT: Final = 0.3  # of the newest batch in the measured speed
 
 
 class DiskTier:
-    """Keeps every block of the prefix cache in a file, as long as there is room, see `BlockFiles`.
+    """Keeps every block of the prefix cache in a file of each rank, as long as there is room, see `RankDisk`.
+
+    A block is here if every rank has its part. Each rank decides alone what leaves its folder, whose bound is an equal
+    share of the worker's, and reports to rank 0 what has come and gone.
 
     Blocks are written as soon as they are computed, a few at a time, leased meanwhile; those that leave the KV cache
     before their turn are not. A prompt's blocks are read back if that is predicted to be faster than computing them. No
-    failure of the disk fails a request.
+    failure of a disk fails a request.
 
     Lives in one event loop, but for `count`."""
 
-    def __init__(self, files: BlockFiles, kv: KvStore) -> None:
+    def __init__(self, disk: RankDisk, block_size: int, clients: Sequence[RankClient] = ()) -> None:
+        """`disk` is that of rank 0, `clients` are the other ranks. See `open`."""
         self.on_change: Callable[[Iterable[bytes], Iterable[bytes]], object] = lambda stored, evicted: None
-        self._files = files
-        self._kv = kv
-        self._spans = block_spans(kv.layout, kv.block_size)
-        self._block_bytes = sum(span.size(kv.layout) for span in self._spans)
-        self._num_read = max(1, _READ_BYTES // self._block_bytes)  # blocks
+        self._disk = disk
+        self._clients = clients
+        self._elsewhere: list[set[bytes]] = [set() for _ in clients]  # the hashes that each other rank has
+        for client, known in zip(clients, self._elsewhere, strict=True):
+            client.disk_changed = partial(self._changed, known)
+        self._block_size = block_size
+        self._num_read = max(1, _READ_BYTES // disk.block_bytes)  # blocks
         self._unwritten: dict[bytes, None] = {}  # in order
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
         self._no_writes_before = self._no_reads_before = 0.0  # time.monotonic()
-        self._bytes_per_second = 0.0  # of reading, with checks and copies; 0 if unknown
+        self._bytes_per_second = 0.0  # of reading a rank's part, with checks and copies; 0 if unknown
         self._measured = 0.0  # time.monotonic()
 
     @classmethod
-    def open(cls, folder: str, role: str, kv: KvStore, max_bytes: int) -> Self:
-        """Raises ValueError as `BlockFiles.open` does."""
-        described = kv.layout.digest + kv.block_size.to_bytes(4)
-        block_bytes = sum(span.size(kv.layout) for span in block_spans(kv.layout, kv.block_size))
-        kind = blake2b(described, digest_size=16).digest()
-        return cls(BlockFiles.open(Path(folder), role, kind=kind, block_bytes=block_bytes, max_bytes=max_bytes), kv)
+    async def open(
+        cls, folder: str, role: str, kv: KvStore, max_bytes: int, clients: Sequence[RankClient] = ()
+    ) -> Self:
+        """Opens the folders of all ranks, which share max_bytes. Raises ValueError as `BlockFiles.open` does, also for
+        a group of which a rank takes too long."""
+        share = max_bytes // (len(clients) + 1)
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS if clients else None):
+                opening = partial(RankDisk.open, folder, role, kv, max_bytes=share)
+                tier = cls(await in_thread(opening, "tandem-disk-open"), kv.block_size, clients)
+                command = worker_pb2.OpenDisk(folder=folder, role=role, max_bytes=share, number=tier._disk.files.number)
+                try:
+                    await asyncio.gather(*(client.ask(0, open_disk=command) for client in clients))
+                except BaseException:
+                    tier._disk.files.close()
+                    raise
+                return tier
+        except TimeoutError:
+            raise ValueError(f"kv_disk: {folder}: takes more than {_OPEN_SECONDS:g} seconds to open") from None
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._disk.files and all(digest in known for known in self._elsewhere)
 
     def report(self) -> None:
         """Calls `on_change` with the hashes that came and went since the last call; those that are there at first."""
-        stored, evicted = self._files.take_changes()
-        if stored or evicted:
-            self.on_change(stored, evicted)
+        self._report(*self._disk.files.take_changes())
 
     def count(self, chain: Sequence[bytes], compute_seconds: float) -> int:
         """See `PrefixSource.count`."""
@@ -71,24 +92,25 @@ class DiskTier:
         if now < self._no_reads_before:
             return 0
         is_known = speed > 0 and compute_seconds > 0 and now < self._measured + _RETRY_SECONDS
-        if is_known and self._block_bytes / speed >= compute_seconds:
+        if is_known and self._disk.block_bytes / speed >= compute_seconds:
             return 0
-        return sum(1 for _ in itertools.takewhile(self._files.__contains__, chain))
+        return sum(1 for _ in itertools.takewhile(self.__contains__, chain))
 
-    async def load(self, event: Admitted) -> int:
-        """Fills the blocks that a sequence is importing. Returns how many tokens these are, from the first on: fewer if
-        a file is missing or damaged, or time is up."""
+    async def load(self, event: Admitted, group: KvGroup) -> int:
+        """Fills the blocks that a sequence is importing, on every rank. Returns how many tokens these are, from the
+        first on: fewer if a file is missing or damaged, or time is up; until `KvGroup.stop` other ranks may then still
+        write to the blocks."""
         num_filled, started = 0, time.monotonic()
-        blocks = event.blocks[event.num_cached // self._kv.block_size :]
+        blocks = event.blocks[event.num_cached // self._block_size :]
         try:
             async with asyncio.timeout(_LOAD_SECONDS):
                 while num_filled < len(event.importing):
                     wanted = event.importing[num_filled : num_filled + self._num_read]
-                    payloads = await in_thread(partial(self._read, wanted), "tandem-disk-read")
-                    for payload in payloads:
-                        self._fill(blocks[num_filled], payload)
-                        num_filled += 1
-                    if len(payloads) < len(wanted):
+                    targets = blocks[num_filled : num_filled + len(wanted)]
+                    parts = group.read_disk(event.id, worker_pb2.DiskBlocks(hashes=wanted, blocks=targets))
+                    num_read = min(await asyncio.gather(self._disk.read(wanted, targets), *parts))
+                    num_filled += num_read
+                    if num_read < len(wanted):
                         break
         except TimeoutError:
             logger.warning("KV cache on disk: reading takes too long; none is read for %g seconds", _RETRY_SECONDS)
@@ -96,14 +118,14 @@ class DiskTier:
         finally:
             self.report()
         if num_filled:
-            self._measure(num_filled * self._block_bytes / max(time.monotonic() - started, 1e-6))
-        return num_filled * self._kv.block_size
+            self._measure(num_filled * self._disk.block_bytes / max(time.monotonic() - started, 1e-6))
+        return num_filled * self._block_size
 
     def keep(self, digests: Iterable[bytes], thread: EngineThread) -> None:
         """Has blocks written that have just entered the KV cache of the engine in `thread`."""
         if self._closing or time.monotonic() < self._no_writes_before:
             return
-        self._unwritten |= dict.fromkeys(digest for digest in digests if digest not in self._files)
+        self._unwritten |= dict.fromkeys(digest for digest in digests if digest not in self)
         if self._unwritten and self._writing is None:
             self._writing = asyncio.create_task(self._write_all(thread))
 
@@ -113,7 +135,7 @@ class DiskTier:
         self._unwritten.clear()
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=_COMMAND_SECONDS)
-        self._files.close()
+        self._disk.files.close()
 
     async def _write_all(self, thread: EngineThread) -> None:
         try:
@@ -139,28 +161,30 @@ class DiskTier:
             for block, digest in leased:
                 if self._closing:
                     break
-                parts = [self._kv.read([block], span) for span in self._spans]
-                await in_thread(partial(self._files.write, digest, parts), "tandem-disk-write")
+                await self._write(digest, block)
         finally:  # in the engine's thread behind the other command, even if this one waited too long for it
             thread.post(lambda engine: engine.unlease_cached([block for block, _ in leased]))
             self.report()
 
-    def _read(self, digests: Sequence[bytes]) -> list[memoryview]:
-        """Returns the blocks of hashes up to the first that cannot be had."""
-        found: list[memoryview] = []
-        for digest in digests:
-            if (payload := self._files.read(digest)) is None:
-                break
-            found.append(payload)
-        return found
+    async def _write(self, digest: bytes, block: int) -> None:
+        """Writes a block on every rank. Returns, or raises, only when none of them reads it any more: what another
+        sequence writes to it must not come into a file. Raises OSError if a disk refuses it."""
+        command = worker_pb2.DiskBlocks(hashes=[digest], blocks=[block])
+        parts = [client.ask(0, write_disk=command) for client in self._clients]
+        for result in await asyncio.gather(self._disk.write(digest, block), *parts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
-    def _fill(self, block: int, payload: memoryview) -> None:
-        """Writes a block to the KV cache; `payload` is all of it, span after span."""
-        start = 0
-        for span in self._spans:
-            end = start + span.size(self._kv.layout)
-            self._kv.write([block], span, payload[start:end])
-            start = end
+    def _changed(self, known: set[bytes], changes: worker_pb2.DiskChanges) -> None:
+        """Takes in what has come to and gone from the disk of another rank, which has the hashes `known`."""
+        known |= set(changes.stored)
+        known -= set(changes.evicted)
+        self._report(changes.stored, changes.evicted)
+
+    def _report(self, stored: Iterable[bytes], evicted: Sequence[bytes]) -> None:
+        complete = [digest for digest in stored if digest in self]
+        if complete or evicted:
+            self.on_change(complete, evicted)
 
     def _measure(self, bytes_per_second: float) -> None:
         weight = _WEIGHT if self._bytes_per_second else 1.0
@@ -176,21 +200,3 @@ def reports_of(disk: DiskTier | None, thread: EngineThread) -> CacheReports:
     disk.on_change = partial(reports.change, "disk")
     disk.report()
     return reports
-
-
-def block_spans(layout: KvLayout, block_size: int) -> list[KvSpan]:
-    """Returns the spans of a block with all KV heads of all layers: one for each run of equal layers."""
-    spans = []
-    for _, run in itertools.groupby(range(layout.num_layers), key=lambda layer: layout.places[layer][0]):
-        layers = list(run)
-        spans.append(
-            KvSpan(
-                first_layer=layers[0],
-                num_layers=len(layers),
-                first_token=0,
-                num_tokens=block_size,
-                first_slot=0,
-                num_slots=layout.layers[layers[0]].num_kv_heads,
-            )
-        )
-    return spans

@@ -91,7 +91,7 @@ class PrefixImporter:
         these are, from the first on, 0 after a failure; until `KvGroup.stop` other ranks may then still write to the
         blocks."""
         if not event.from_remote:
-            return await self._disk.load(event) if self._disk is not None else 0
+            return await self._disk.load(event, self._kv) if self._disk is not None else 0
         try:
             async with asyncio.timeout(_FETCH_SECONDS):
                 return await self._fetch(event, spec, holder)

@@ -77,6 +77,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         rank: Rank,
         config: WorkerConfig,
         coordinator: TpCoordinator,
+        disk: DiskTier | None,
         *,
         worker_id: str,
         role: str,
@@ -94,7 +95,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self._canary_seconds = config.canary_seconds
         self._metrics = metrics
         self._progress, steps = Watchdog(), new_step_log()
-        self._disk = DiskTier.open(config.kv_disk, role, rank.kv, config.kv_disk_bytes) if config.kv_disk else None
+        self._disk = disk
         watched = WatchedExecutor(rank.executor, self._progress, steps)
         self._engine = Engine(watched, rank.engine_config(config.budgets), source=self._disk)
         self._context_tokens = min(rank.context_tokens, self._engine.config.capacity_tokens)
@@ -199,7 +200,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     ) -> Self:
         """Serves a loaded rank. `frame_hook` wraps the frames that the KV sender yields, for fault tests."""
         coordinator = coordinator or TpCoordinator()
-        worker = cls(rank, config, coordinator, worker_id=worker_id, role=role, frame_hook=frame_hook, metrics=metrics)
+        disk = None
+        if config.kv_disk:
+            disk = await DiskTier.open(config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients)
+        worker = cls(
+            *(rank, config, coordinator, disk), worker_id=worker_id, role=role, frame_hook=frame_hook, metrics=metrics
+        )
         if listens:
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
             worker._endpoint.serve_on(worker._server)

@@ -79,10 +79,6 @@ def test_flags_alone_are_enough() -> None:
         ),
         ("model: m\ndecode: {kv_disk: /x}", "decode.kv_disk: goes with kv_disk_gb above 0, and that with it"),
         ("model: m\nprefill: {kv_disk_gb: 1}", "prefill.kv_disk: goes with kv_disk_gb above 0, and that with it"),
-        (
-            "model: m\ndecode: {kv_disk: /x, kv_disk_gb: 1, tp: 2}",
-            "decode.kv_disk: needs tp 1, got 2; a group of ranks keeps none on disk",
-        ),
         ("model: m\nkv_cache_dtype: int4", "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int4'"),
         ("model: m\nspeculative: {method: eagle}", "speculative.method: must be 'ngram' or 'draft_model', got 'eagle'"),
         (

@@ -2,10 +2,15 @@
 request."""
 
 import asyncio
+import functools
 import logging
+import os
 import shutil
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +18,117 @@ import pytest
 
 from tandem.proto import worker_pb2
 from tandem.proto.hashing import hash_chain
+from tandem.tests import service
 from tandem.tests.fleet import VOCAB, fake_rank
-from tandem.tests.workers.engine.fake import FakeExecutor, expected_tokens
+from tandem.tests.peers import peer_channel
+from tandem.tests.tiny import make_tiny_model
+from tandem.tests.worker_config import worker_config
+from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
 from tandem.workers import disk_tier
 from tandem.workers.disk_tier import DiskTier
 from tandem.workers.kv_cache.block_files import BlockFiles
+from tandem.workers.model.footprint import kv_bytes_per_token
+from tandem.workers.model.loader import open_checkpoint
+from tandem.workers.tp.rank_disk import RankDisk
+from tandem.workers.tp.rank_server import RankServer
 from tandem.workers.worker import Worker
 
 PROMPTS = [range(first, first + 100) for first in (0, 200, 400)]  # of six full blocks and four tokens
 MAX_TOKENS = 20
+PAGE = 4_096
 
 
 def on_disk(folder: Path, num_bytes: int = 2**20) -> dict[str, Any]:
     return {"kv_disk": str(folder), "kv_disk_bytes": num_bytes}
 
 
-async def answer(session: RawSession, prompt: range, name: str = "") -> int:
-    """Has a prompt answered, which must be right; returns how many of its tokens were cached."""
-    name = name or str(prompt.start)
-    await session.send(submit(name, token_ids=prompt, max_tokens=MAX_TOKENS))
-    await session.until(lambda output: output.request_id == name and ended(output))
-    assert session.tokens(name) == expected_tokens(prompt, MAX_TOKENS, VOCAB)
-    (admitted,) = [output.admitted for output in session.outputs(name) if output.HasField("admitted")]
-    return admitted.cached_tokens
+@dataclass(frozen=True)
+class Served:
+    """What serves: on one rank a fake model, whose KV memory notices every misplaced byte; on two a real one."""
+
+    tp: int
+    model: Path
+
+    @functools.cache  # noqa: B019  as long as the model
+    def answer_to(self, prompt: range) -> list[int]:
+        if self.tp == 1:
+            return expected_tokens(prompt, MAX_TOKENS, VOCAB)
+        return service.expected_tokens(self.model, [prompt], MAX_TOKENS)[0]
+
+    @asynccontextmanager
+    async def worker(
+        self, folder: Path, *, num_bytes: int = 2**20, num_blocks: int = 256
+    ) -> AsyncIterator[tuple[Worker, RawSession]]:
+        """A worker, and a session to it."""
+        if self.tp == 1:
+            async with worker_of(fake_rank(num_blocks), **on_disk(folder, num_bytes)) as found:
+                yield found
+            return
+        block_bytes = 16 * kv_bytes_per_token(open_checkpoint(self.model).config, self.tp, "float32")
+        sizes = {"dtype": "float32", "kv_cache_bytes": num_blocks * block_bytes}
+        config = worker_config(str(self.model), **sizes, **on_disk(folder, num_bytes))
+        async with AsyncExitStack() as stack:
+            ranks = [await RankServer.start(config.rank) for _ in range(1, self.tp)]
+            for rank in ranks:
+                stack.push_async_callback(rank.stop)
+            worker = await Worker.start(config, worker_id="split", ranks=[rank.address for rank in ranks])
+            stack.push_async_callback(worker.stop)
+            yield worker, RawSession(await stack.enter_async_context(peer_channel(worker.address)))
+            await idle(worker)
+            assert [rank.num_transfers for rank in ranks] == [0] * len(ranks)
+
+    async def answer(self, session: RawSession, prompt: range, name: str = "") -> int:
+        """Has a prompt answered, which must be right; returns how many of its tokens were cached."""
+        name = name or str(prompt.start)
+        await session.send(submit(name, token_ids=prompt, max_tokens=MAX_TOKENS, ignore_eos=True))
+        await session.until(lambda output: output.request_id == name and ended(output))
+        assert session.tokens(name) == self.answer_to(prompt)
+        (admitted,) = [output.admitted for output in session.outputs(name) if output.HasField("admitted")]
+        return admitted.cached_tokens
+
+    async def answers(self, session: RawSession, name: str = "") -> list[int]:
+        """Has all prompts answered."""
+        return [await self.answer(session, prompt, name and f"{name} {prompt.start}") for prompt in PROMPTS]
+
+    async def written(self, worker: Worker, prompt: range) -> None:
+        """Waits until the blocks of a prompt and its answer are on disk."""
+        chain = hash_chain([*prompt, *self.answer_to(prompt)[:-1]], 16)
+        disk = worker._disk
+        assert disk is not None
+        async with asyncio.timeout(10):
+            while disk._writing is not None or any(digest not in disk for digest in chain):
+                await asyncio.sleep(0.005)
+
+    async def fill(self, folder: Path) -> None:
+        """Leaves all prompts on disk."""
+        async with self.worker(folder) as (worker, session):
+            for prompt in PROMPTS:
+                assert await self.answer(session, prompt) == 0
+                await self.written(worker, prompt)
+
+    def last_folder(self, folder: Path) -> Path:
+        """That of the last rank."""
+        return folder / ("decode-0" if self.tp == 1 else f"decode-rank{self.tp - 1}-0")
+
+    def file_of(self, folder: Path, digest: bytes) -> Path:
+        """The file of a block, of the last rank."""
+        (path,) = self.last_folder(folder).glob(f"*-{digest.hex()}.kv")
+        return path
+
+    def is_last(self, files: BlockFiles) -> bool:
+        """Whether these are the files of the last rank."""
+        return Path(os.readlink(f"/proc/self/fd/{files._folder}")).name == self.last_folder(Path()).name
 
 
-async def written(worker: Worker, prompt: range) -> None:
-    """Waits until the blocks of a prompt and its answer are on disk."""
-    chain = hash_chain([*prompt, *expected_tokens(prompt, MAX_TOKENS - 1, VOCAB)], 16)
-    assert worker._disk is not None
-    async with asyncio.timeout(10):
-        while worker._disk._writing is not None or any(digest not in worker._disk._files for digest in chain):
-            await asyncio.sleep(0.005)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", num_attention_heads=8)
+
+
+@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"], scope="module")
+def served(request: pytest.FixtureRequest, model: Path) -> Served:
+    return Served(request.param, model)
 
 
 @pytest.fixture(autouse=True)
@@ -54,133 +137,194 @@ def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiskTier, "_measure", lambda tier, bytes_per_second: None)
 
 
-def file_of(folder: Path, digest: bytes) -> Path:
-    (path,) = folder.rglob(f"*-{digest.hex()}.kv")
-    return path
-
-
-def size_of(folder: Path) -> int:
-    """Bytes on disk of all blocks."""
-    return sum(-(-path.stat().st_size // 4_096) * 4_096 for path in folder.rglob("*.kv"))
-
-
-async def fill(folder: Path) -> None:
-    """Leaves all prompts on disk."""
-    async with worker_of(fake_rank(), **on_disk(folder)) as (worker, session):
-        for prompt in PROMPTS:
-            assert await answer(session, prompt) == 0
-            await written(worker, prompt)
+def sizes_of(folder: Path) -> list[int]:
+    """Bytes on disk of each block."""
+    return [-(-path.stat().st_size // PAGE) * PAGE for path in folder.rglob("*.kv")]
 
 
 @pytest.mark.parametrize("num_blocks", [10, 256])
-async def test_prefixes_come_back_after_a_restart(tmp_path: Path, num_blocks: int) -> None:
-    await fill(tmp_path)
-    async with worker_of(fake_rank(num_blocks=num_blocks), **on_disk(tmp_path)) as (worker, session):
-        assert [await answer(session, prompt) for prompt in PROMPTS] == [96, 96, 96]
+async def test_prefixes_come_back_after_a_restart(tmp_path: Path, served: Served, num_blocks: int) -> None:
+    await served.fill(tmp_path)
+    async with served.worker(tmp_path, num_blocks=num_blocks) as (worker, session):
+        assert await served.answers(session) == [96, 96, 96]
         status = await idle(worker)
-        executor = worker._rank.executor
-        assert isinstance(executor, FakeExecutor)
-        assert executor.num_tokens == 3 * (4 + MAX_TOKENS - 1)
         assert (status.num_restored_tokens, status.integrity_ok) == (3 * 96, True)
+        if isinstance(executor := worker._rank.executor, FakeExecutor):
+            assert executor.num_tokens == 3 * (4 + MAX_TOKENS - 1)
 
 
-async def test_prefixes_come_back_that_have_left_the_kv_cache(tmp_path: Path) -> None:
-    async with worker_of(fake_rank(num_blocks=10), **on_disk(tmp_path)) as (worker, session):
+async def test_prefixes_come_back_that_have_left_the_kv_cache(tmp_path: Path, served: Served) -> None:
+    async with served.worker(tmp_path, num_blocks=10) as (worker, session):
         for prompt in PROMPTS:
-            assert await answer(session, prompt) == 0
-            await written(worker, prompt)
-        assert [await answer(session, prompt, f"again {prompt.start}") for prompt in PROMPTS] == [96, 96, 96]
+            assert await served.answer(session, prompt) == 0
+            await served.written(worker, prompt)
+        assert await served.answers(session, "again") == [96, 96, 96]
 
 
-async def test_a_session_hears_of_what_is_on_disk(tmp_path: Path) -> None:
-    await fill(tmp_path)
+async def test_a_session_hears_of_what_is_on_disk(tmp_path: Path, served: Served) -> None:
+    await served.fill(tmp_path)
     chain = {digest for prompt in PROMPTS for digest in hash_chain(prompt, 16)}
-    async with worker_of(fake_rank(), **on_disk(tmp_path)) as (_, session):
-        await answer(session, range(600, 640))
+    lost = hash_chain(PROMPTS[0], 16)[2]
+    served.file_of(tmp_path, lost).unlink()
+    async with served.worker(tmp_path) as (_, session):
+        await served.answer(session, range(150, 190))
         stored = [digest for message in session.messages for digest in message.stored_blocks]
-        assert chain < set(stored)
+        assert chain - {lost} < set(stored)
+        assert lost not in stored
         assert len(stored) == len(set(stored))
 
 
 @pytest.mark.parametrize("size", [0, 50, 700])
-async def test_damaged_files_are_computed_again(tmp_path: Path, size: int) -> None:
-    """Of the first prompt all are cut off, of the second that of its fourth block is changed."""
-    await fill(tmp_path)
+async def test_damaged_files_are_computed_again(tmp_path: Path, served: Served, size: int) -> None:
+    """Of the first prompt all are cut off, of the second that of its fourth block is changed, and of the third that is
+    missing: of the last rank. Then they are there again."""
+    await served.fill(tmp_path)
     for digest in hash_chain(PROMPTS[0], 16):
-        path = file_of(tmp_path, digest)
+        path = served.file_of(tmp_path, digest)
         path.write_bytes(path.read_bytes()[:size])
-    path = file_of(tmp_path, hash_chain(PROMPTS[1], 16)[3])
+    path = served.file_of(tmp_path, hash_chain(PROMPTS[1], 16)[3])
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    async with worker_of(fake_rank(), **on_disk(tmp_path)) as (_, session):
-        assert [await answer(session, prompt) for prompt in PROMPTS] == [0, 48, 96]
+    served.file_of(tmp_path, hash_chain(PROMPTS[2], 16)[1]).unlink()
+    async with served.worker(tmp_path) as (worker, session):
+        assert await served.answers(session) == [0, 48, 16]
+        for prompt in PROMPTS:
+            await served.written(worker, prompt)
+    async with served.worker(tmp_path) as (_, session):
+        assert await served.answers(session) == [96, 96, 96]
 
 
-async def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_hangs_is_given_up(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written to the blocks when it answers at last, and meanwhile it is left alone."""
-    await fill(tmp_path)
+    await served.fill(tmp_path)
     go_on, asked, read = threading.Event(), threading.Semaphore(0), BlockFiles.read
 
     def hang(files: BlockFiles, digest: bytes) -> memoryview | None:
-        asked.release()
-        assert go_on.wait(60)
+        if served.is_last(files):
+            asked.release()
+            assert go_on.wait(60)
         return read(files, digest)
 
     monkeypatch.setattr(BlockFiles, "read", hang)
     monkeypatch.setattr(disk_tier, "_LOAD_SECONDS", 0.05)
-    async with worker_of(fake_rank(), **on_disk(tmp_path)) as (_, session):
-        assert [await answer(session, prompt) for prompt in PROMPTS] == [0, 0, 0]
+    async with served.worker(tmp_path) as (_, session):
+        assert await served.answers(session) == [0, 0, 0]
         go_on.set()
         assert asked.acquire(timeout=0)
-        assert await answer(session, PROMPTS[0], "again") == 96
+        assert await served.answer(session, PROMPTS[0], "again") == 96
 
 
 async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await fill(tmp_path)
+    await served.fill(tmp_path)
     go_on, asked, read = threading.Event(), asyncio.Event(), BlockFiles.read
     loop = asyncio.get_running_loop()
 
     def hang(files: BlockFiles, digest: bytes) -> memoryview | None:
-        loop.call_soon_threadsafe(asked.set)
-        assert go_on.wait(60)
+        if served.is_last(files):
+            loop.call_soon_threadsafe(asked.set)
+            assert go_on.wait(60)
         return read(files, digest)
 
     monkeypatch.setattr(BlockFiles, "read", hang)
-    async with worker_of(fake_rank(), **on_disk(tmp_path)) as (worker, session):
+    async with served.worker(tmp_path) as (worker, session):
         await session.send(submit("a", token_ids=PROMPTS[0], max_tokens=MAX_TOKENS))
         async with asyncio.timeout(10):
             await asked.wait()
         await session.send(worker_pb2.Cancel(request_id="a", attempt=1))
         await idle(worker)
         go_on.set()
-        assert [await answer(session, prompt) for prompt in PROMPTS] == [96, 96, 96]
+        assert await served.answers(session) == [96, 96, 96]
 
 
-async def test_a_disk_that_refuses_writes_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with worker_of(fake_rank(), **on_disk(tmp_path)) as (worker, session):
-        shutil.rmtree(tmp_path / "decode-0")
+async def test_a_disk_that_refuses_writes_costs_nothing_else(
+    tmp_path: Path, served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served.worker(tmp_path) as (worker, session):
+        shutil.rmtree(served.last_folder(tmp_path))
         with caplog.at_level(logging.WARNING):
-            assert [await answer(session, prompt) for prompt in PROMPTS] == [0, 0, 0]
+            assert await served.answers(session) == [0, 0, 0]
             await idle(worker)
         assert sum("KV cache on disk: writing failed" in record.message for record in caplog.records) == 1
 
 
-async def test_the_bound_holds_while_it_serves(tmp_path: Path) -> None:
-    num_bytes = 5 * 4_096
-    async with worker_of(fake_rank(), **on_disk(tmp_path, num_bytes)) as (worker, session):
+async def test_the_bound_holds_while_it_serves(tmp_path: Path, served: Served) -> None:
+    """Over all ranks, of which each has room for five blocks."""
+    await served.fill(tmp_path / "roomy")
+    (file_bytes,) = set(sizes_of(tmp_path / "roomy"))
+    num_bytes = 5 * served.tp * file_bytes
+    for _ in range(2):
+        async with served.worker(tmp_path / "small", num_bytes=num_bytes) as (worker, session):
+            await served.answers(session)
+            await idle(worker)
+            assert worker._disk is not None
+            async with asyncio.timeout(10):
+                while worker._disk._writing is not None:
+                    await asyncio.sleep(0.005)
+        assert sum(sizes_of(tmp_path / "small")) == num_bytes
+
+
+async def test_files_of_another_split_are_not_read(tmp_path: Path, model: Path) -> None:
+    """They count, and leave first; those of the ranks that are no more stay, within their share."""
+    split, whole = Served(2, model), Served(1, model)
+    await split.fill(tmp_path)
+    share = sum(sizes_of(tmp_path / "decode-0"))
+    async with whole.worker(tmp_path) as (worker, session):
+        assert await whole.answers(session) == [0, 0, 0]
         for prompt in PROMPTS:
-            await answer(session, prompt)
-        await idle(worker)
-    assert 0 < size_of(tmp_path) <= num_bytes
+            await whole.written(worker, prompt)
+        assert sum(sizes_of(tmp_path / "decode-0")) > share
+    async with split.worker(tmp_path) as (_, session):
+        assert await split.answers(session) == [96, 96, 96]
+
+
+def test_each_rank_of_each_split_has_files_of_its_own(tmp_path: Path) -> None:
+    names = set()
+    for tp, rank in [(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)]:
+        disk = RankDisk.open(str(tmp_path / f"{tp}-{rank}"), "decode", part_of(tp, rank), max_bytes=2**20)
+        disk.files.write(b"h" * 16, [memoryview(bytes(disk.block_bytes))])
+        disk.files.close()
+        (path,) = (tmp_path / f"{tp}-{rank}").rglob("*.kv")
+        names.add(path.name)
+    assert len(names) == 5
+
+
+def part_of(tp: int, rank: int) -> FakeKv:
+    kv = fake_rank().kv
+    assert isinstance(kv, FakeKv)
+    kv.tp, kv.rank = tp, rank
+    return kv
+
+
+async def test_a_rank_takes_the_folder_of_the_number_that_its_rank_0_has(tmp_path: Path, model: Path) -> None:
+    """Of two workers that share a disk one comes back, whose rank 0 cannot have the first folder."""
+    split = Served(2, model)
+    async with split.worker(tmp_path) as (worker, session), split.worker(tmp_path) as (other, beside):
+        assert await split.answer(session, PROMPTS[0]) == 0
+        await split.written(worker, PROMPTS[0])
+        for prompt in PROMPTS[1:]:
+            assert await split.answer(beside, prompt) == 0
+            await split.written(other, prompt)
+    stranger = RankDisk.open(str(tmp_path), "decode", part_of(2, 0), max_bytes=2**20)
+    async with split.worker(tmp_path) as (_, session):
+        assert await split.answers(session) == [0, 96, 96]
+    stranger.files.close()
+    assert sorted(os.listdir(tmp_path)) == ["decode-0", "decode-1", "decode-rank1-0", "decode-rank1-1"]
+
+
+async def test_a_rank_whose_folder_cannot_be_used_ends_the_start_with_a_line(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "decode-rank1-0").write_text("")
+    with pytest.raises(ValueError, match=r"kv_disk: .*decode-rank1-0: Not a directory"):
+        async with Served(2, model).worker(tmp_path):
+            pass
 
 
 async def test_what_is_computed_faster_is_not_read(tmp_path: Path) -> None:
-    await fill(tmp_path)
+    await Served(1, tmp_path).fill(tmp_path)
     chain = hash_chain(PROMPTS[0], 16)
-    tier = DiskTier.open(str(tmp_path), "decode", fake_rank().kv, 2**20)
+    tier = await DiskTier.open(str(tmp_path), "decode", fake_rank().kv, 2**20)
     assert tier.count(chain, 0.0) == tier.count(chain, 1e-9) == 6  # nothing is known yet
-    tier._bytes_per_second, tier._measured = tier._block_bytes / 0.01, time.monotonic()
+    tier._bytes_per_second, tier._measured = tier._disk.block_bytes / 0.01, time.monotonic()
     assert [tier.count(chain, seconds) for seconds in (0.0, 0.001, 0.009, 0.011, 1.0)] == [6, 0, 0, 6, 6]
     assert tier.count([b"?" * 16, *chain], 1.0) == 0
     tier._measured -= 1e6  # so long ago that the disk may be another
@@ -190,7 +334,7 @@ async def test_what_is_computed_faster_is_not_read(tmp_path: Path) -> None:
 
 async def test_blocks_of_another_size_are_not_found(tmp_path: Path) -> None:
     """The files of another block size have other names, whatever their hashes are."""
-    await fill(tmp_path)
-    tier = DiskTier.open(str(tmp_path), "decode", fake_rank(block_size=32).kv, 2**20)
+    await Served(1, tmp_path).fill(tmp_path)
+    tier = await DiskTier.open(str(tmp_path), "decode", fake_rank(block_size=32).kv, 2**20)
     assert tier.count(hash_chain(PROMPTS[0], 16), 1.0) == 0
     await tier.close()

@@ -36,9 +36,10 @@ class BlockFiles:
 
     Thread-safe, with one thread that writes."""
 
-    def __init__(self, folder: int, *, kind: bytes, block_bytes: int, max_bytes: int) -> None:
+    def __init__(self, folder: int, number: int, *, kind: bytes, block_bytes: int, max_bytes: int) -> None:
         """`folder` is the descriptor of a locked folder; its files are adopted. See `open`."""
         self.max_bytes = max_bytes
+        self.number = number  # of the folder
         self._folder = folder
         self._kind = kind
         self._size = _HEADER.size + block_bytes
@@ -49,17 +50,17 @@ class BlockFiles:
         self._adopt()
 
     @classmethod
-    def open(cls, parent: Path, role: str, *, kind: bytes, block_bytes: int, max_bytes: int) -> Self:
-        """Opens the first of the folders ROLE-0, ROLE-1, ... in `parent` that no other process has open; makes it at
-        need. `kind` are 16 bytes, different for blocks that are not to be mixed up.
+    def open(cls, parent: Path, role: str, *, kind: bytes, block_bytes: int, max_bytes: int, number: int = 0) -> Self:
+        """Opens the first of the folders ROLE-NUMBER, ROLE-0, ROLE-1, ... in `parent` that nobody else has open; makes
+        it at need. `kind` are 16 bytes, different for blocks that are not to be mixed up.
 
         Raises ValueError, with one line for the user, if max_bytes holds no block or the folder cannot be used."""
         if max_bytes < (least := _on_disk(_HEADER.size + block_bytes)):
             raise ValueError(f"kv_disk_gb: {max_bytes} bytes hold no block, which takes {least}")
         try:
-            folder = _open_folder(parent, role)
+            folder, number = _open_folder(parent, role, number)
             try:
-                return cls(folder, kind=kind, block_bytes=block_bytes, max_bytes=max_bytes)
+                return cls(folder, number, kind=kind, block_bytes=block_bytes, max_bytes=max_bytes)
             except BaseException:
                 os.close(folder)
                 raise
@@ -191,10 +192,10 @@ def _touch(file: int) -> None:
     os.utime(file, ns=(now, now))
 
 
-def _open_folder(parent: Path, role: str) -> int:
-    """Returns the descriptor of a folder that is locked as long as it is open. Raises OSError."""
+def _open_folder(parent: Path, role: str, first: int) -> tuple[int, int]:
+    """Returns the descriptor of a folder that is locked as long as it is open, and its number. Raises OSError."""
     os.makedirs(parent, mode=0o700, exist_ok=True)
-    for number in range(_MAX_FOLDERS):
+    for number in (first, *range(_MAX_FOLDERS)):
         path = str(parent / f"{role}-{number}")
         with suppress(FileExistsError):
             os.mkdir(path, mode=0o700)
@@ -204,7 +205,7 @@ def _open_folder(parent: Path, role: str) -> int:
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise OSError(0, "is another user's, or others may write to it", path)
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return folder
+            return folder, number
         except BlockingIOError:
             os.close(folder)
         except BaseException:

@@ -88,6 +88,13 @@ class KvGroup:
         self.set_target(sequence_id, *target)
         await fetching
 
+    def read_disk(self, sequence_id: int, blocks: worker_pb2.DiskBlocks) -> "list[asyncio.Future[int]]":
+        """Has the other ranks fill blocks of a sequence from their disks, in what `load` runs; each returns how many it
+        has filled, from the first on. Until `stop` they may go on, if they are not waited for."""
+        if self._clients:
+            self._commanded.add(sequence_id)
+        return [client.ask(sequence_id, read_disk=blocks) for client in self._clients]
+
     def channel(self, address: str) -> PeerChannel:
         """Returns the channel to another worker, which stays open."""
         return self._endpoint.receiver.connections.channel(address)

@@ -55,6 +55,7 @@ class RankClient:
     ) -> None:
         """`on_lost` is called once, unless `close` comes first."""
         self._silence_seconds = silence_seconds
+        self.disk_changed: Callable[[worker_pb2.DiskChanges], object] = lambda changes: None
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the rank's KV endpoint
         self._on_lost = on_lost
         self._commands: asyncio.Queue[worker_pb2.RankControlRequest] = asyncio.Queue()
@@ -71,7 +72,9 @@ class RankClient:
     def ask(self, sequence_id: int, **command: Any) -> "asyncio.Future[Any]":
         """Queues `fetch_kv=`, whose answer is a KvReceived or raises TransferError if the rank's part could not be
         fetched, or `stop_kv=`, whose answer comes when the rank neither reads nor writes the sequence's blocks, or
-        `load_adapter=` with the adapter's number instead of the sequence's, whose answer is that of `LoadOnRank`."""
+        `load_adapter=` with the adapter's number instead of the sequence's, whose answer is that of `LoadOnRank`, or
+        `open_disk=`, which raises ValueError for the user, or `read_disk=`, whose answer is how many blocks are filled,
+        or `write_disk=`, which raises OSError if the disk refuses the block."""
         self.send(worker_pb2.RankControlRequest(sequence_id=sequence_id, **command))
         (kind,) = command
         answer = self._answers[kind, sequence_id] = asyncio.get_running_loop().create_future()
@@ -124,8 +127,19 @@ class RankClient:
                 self._answer("fetch_kv", event, error=TransferError("KV transfer failed"))
             case "adapter_error":
                 self._answer("load_adapter", event, event.adapter_error)
+            case "disk_changes":
+                self.disk_changed(event.disk_changes)
+            case "disk_opened":
+                error = ValueError(event.disk_opened) if event.disk_opened else None
+                self._answer("open_disk", event, error=error)
+            case "disk_read":
+                self._answer("read_disk", event, event.disk_read)
+            case "disk_written":
+                refused = OSError(event.disk_written) if event.disk_written else None
+                self._answer("write_disk", event, error=refused)
             case "stopped":
-                self._answers.pop(("fetch_kv", event.sequence_id), None)
+                for kind in ("fetch_kv", "read_disk"):
+                    self._answers.pop((kind, event.sequence_id), None)
                 self._answer("stop_kv", event)
 
     def _answer(

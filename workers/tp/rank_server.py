@@ -16,6 +16,7 @@ import grpc.aio
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...proto.channel import PeerServer
 from ..engine.plan import FirstTokens
+from ..kv_cache.store import KvStore
 from ..malloc import keep_freed_memory
 from ..model.device import enter_device
 from ..threads import in_thread, settle
@@ -28,10 +29,12 @@ from .kv_group import KvGroup
 from .process_group import TpGroup, rank_loop
 from .rank import Rank, RankConfig, enter_engine_thread, load_rank
 from .rank_client import next_or_heartbeat, unless_silent
+from .rank_disk import RankDisk
 
 logger = logging.getLogger(__name__)
 
 _FIRST_SECONDS = 30.0  # timeout of rank 0's first command
+_NUM_HASHES = 65_536  # of a message, in which each takes 18 bytes
 
 
 class RankServer(worker_pb2_grpc.RankServicer):
@@ -45,6 +48,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
         self._is_led = False
         self._kv: KvGroup | None = None
         self._load_adapter: LoadOnRank | None = None
+        self._rank_kv: KvStore | None = None
+        self._disk: RankDisk | None = None
+        self._writing: asyncio.Task[None] | None = None  # to the disk
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._server = PeerServer(config.identity)
         self._kv_server = PeerServer(config.identity)
@@ -71,6 +77,9 @@ class RankServer(worker_pb2_grpc.RankServicer):
         await self._kv_server.stop(0)
         if self._kv:
             await self._kv.close()
+        if self._disk:
+            self._disk.files.close()
+            self._disk = None
         self.ended.set()
 
     async def Control(
@@ -141,7 +150,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
         kv_endpoint.serve_on(self._kv_server)
         address = self._kv_server.bind(self._config.host, 0)
         await self._kv_server.start()
-        self._load_adapter = rank.load_adapter
+        self._load_adapter, self._rank_kv = rank.load_adapter, rank.kv
         self._kv = KvGroup(kv_endpoint)
         self._events.put_nowait(worker_pb2.RankControlResponse(ready=address))
         await in_thread(partial(self._execute_plans, group, rank), "tandem-engine")
@@ -183,6 +192,17 @@ class RankServer(worker_pb2_grpc.RankServicer):
             case "load_adapter" if self._load_adapter:
                 load = in_thread(partial(self._load_adapter, sequence_id, command.load_adapter), "tandem-adapter")
                 load.add_done_callback(partial(self._adapter_loaded, sequence_id))
+            case "open_disk" if self._rank_kv:
+                opening = partial(_open_disk, command.open_disk, self._rank_kv)
+                in_thread(opening, "tandem-disk-open").add_done_callback(self._disk_opened)
+            case "read_disk" if self._disk:
+                wanted = command.read_disk
+                reading = kv.load(sequence_id, self._disk.read(wanted.hashes, wanted.blocks))
+                reading.add_done_callback(partial(self._disk_read, sequence_id, self._disk))
+            case "write_disk" if self._disk:
+                (digest,), (block,) = command.write_disk.hashes, command.write_disk.blocks
+                self._writing = asyncio.create_task(self._disk.write(digest, block))
+                self._writing.add_done_callback(partial(self._disk_written, self._disk))
             case "stop_kv":
                 stopped = worker_pb2.RankControlResponse(sequence_id=sequence_id, stopped=True)
                 kv.stop(sequence_id, lambda: self._events.put_nowait(stopped))
@@ -195,6 +215,49 @@ class RankServer(worker_pb2_grpc.RankServicer):
         else:
             event = worker_pb2.RankControlResponse(sequence_id=number, adapter_error=load.result())
             self._events.put_nowait(event)
+
+    def _disk_opened(self, opening: "asyncio.Future[RankDisk]") -> None:
+        if opening.cancelled():
+            return
+        match opening.exception():
+            case None:
+                self._disk = opening.result()
+                self._report_changes(self._disk)
+                self._events.put_nowait(worker_pb2.RankControlResponse(disk_opened=""))
+            case ValueError() as refused:
+                self._events.put_nowait(worker_pb2.RankControlResponse(disk_opened=str(refused)))
+            case error:
+                settle(self._failure, None, error)
+
+    def _disk_read(self, sequence_id: int, disk: RankDisk, reading: "asyncio.Task[int]") -> None:
+        """Reports how many blocks are filled, unless rank 0 has stopped it."""
+        self._report_changes(disk)
+        if reading.cancelled():
+            return
+        if error := reading.exception():
+            settle(self._failure, None, error)
+        else:
+            self._events.put_nowait(worker_pb2.RankControlResponse(sequence_id=sequence_id, disk_read=reading.result()))
+
+    def _disk_written(self, disk: RankDisk, writing: "asyncio.Task[None]") -> None:
+        self._report_changes(disk)
+        if writing.cancelled():
+            return
+        match writing.exception():
+            case None:
+                self._events.put_nowait(worker_pb2.RankControlResponse(disk_written=""))
+            case OSError() as refused:
+                self._events.put_nowait(worker_pb2.RankControlResponse(disk_written=str(refused) or "refused"))
+            case error:
+                settle(self._failure, None, error)
+
+    def _report_changes(self, disk: RankDisk) -> None:
+        """Reports to rank 0 what has come to the disk and gone from it since the last call."""
+        stored, evicted = disk.files.take_changes()
+        for first in range(0, max(len(stored), len(evicted)), _NUM_HASHES):
+            part = slice(first, first + _NUM_HASHES)
+            changes = worker_pb2.DiskChanges(stored=stored[part], evicted=evicted[part])
+            self._events.put_nowait(worker_pb2.RankControlResponse(disk_changes=changes))
 
     def _fetched(self, sequence_id: int, task: "asyncio.Task[FetchResult]") -> None:
         """Reports a fetch to rank 0, unless rank 0 has stopped it."""
@@ -212,3 +275,7 @@ class RankServer(worker_pb2_grpc.RankServicer):
                     self._failure.set_exception(error)
                 return
         self._events.put_nowait(event)
+
+
+def _open_disk(command: worker_pb2.OpenDisk, kv: KvStore) -> RankDisk:
+    return RankDisk.open(command.folder, command.role, kv, max_bytes=command.max_bytes, number=command.number)

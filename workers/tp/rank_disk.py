@@ -1,0 +1,101 @@
+"""Keeps one rank's part of blocks of KV cache on disk.
+
+Knows nothing of other ranks, nor which blocks are worth it.
+"""
+
+import itertools
+import struct
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, Self
+
+from ..kv_cache.block_files import BlockFiles
+from ..kv_cache.layout import KvSpan
+from ..kv_cache.store import KvStore
+from ..threads import in_thread
+
+_PART: Final = struct.Struct(">II")  # ranks, rank
+
+
+class RankDisk:
+    """Moves whole blocks between a rank's KV cache and its files, see `BlockFiles`. Lives in one event loop.
+
+    The files are of this layout, block size, degree of tensor parallelism and rank alone: those of others have other
+    names, and another checksum."""
+
+    def __init__(self, files: BlockFiles, kv: KvStore) -> None:
+        self.files = files
+        self.block_bytes = _block_bytes(kv)
+        self._kv = kv
+
+    @classmethod
+    def open(cls, folder: str, role: str, kv: KvStore, *, max_bytes: int, number: int = 0) -> Self:
+        """Opens a folder of this rank in `folder`, of this number if it can be had. May take long: call it in a thread.
+        Raises ValueError as `BlockFiles.open` does."""
+        described = kv.layout.digest + kv.block_size.to_bytes(4)
+        if kv.tp > 1:
+            described += _PART.pack(kv.tp, kv.rank)
+        files = BlockFiles.open(
+            Path(folder),
+            f"{role}-rank{kv.rank}" if kv.rank else role,
+            kind=blake2b(described, digest_size=16).digest(),
+            block_bytes=_block_bytes(kv),
+            max_bytes=max_bytes,
+            number=number,
+        )
+        return cls(files, kv)
+
+    async def write(self, digest: bytes, block: int) -> None:
+        """Writes a block to a file, unless there is one; one call at a time. The block is read before the first await.
+        Raises OSError if the disk refuses it."""
+        parts = [self._kv.read([block], span) for span in _spans(self._kv)]
+        await in_thread(partial(self.files.write, digest, parts), "tandem-disk-write")
+
+    async def read(self, digests: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Fills blocks of the KV cache. Returns how many, from the first on: fewer if a file is missing or damaged. A
+        call that is cancelled fills none any more."""
+        payloads = await in_thread(partial(self._read, digests), "tandem-disk-read")
+        for block, payload in zip(blocks, payloads, strict=False):
+            self._fill(block, payload)
+        return len(payloads)
+
+    def _read(self, digests: Sequence[bytes]) -> list[memoryview]:
+        """Returns the blocks of hashes up to the first that cannot be had."""
+        found: list[memoryview] = []
+        for digest in digests:
+            if (payload := self.files.read(digest)) is None:
+                break
+            found.append(payload)
+        return found
+
+    def _fill(self, block: int, payload: memoryview) -> None:
+        """Writes a block to the KV cache; `payload` is all of it, span after span."""
+        start = 0
+        for span in _spans(self._kv):
+            end = start + span.size(self._kv.layout)
+            self._kv.write([block], span, payload[start:end])
+            start = end
+
+
+def _block_bytes(kv: KvStore) -> int:
+    return sum(span.size(kv.layout) for span in _spans(kv))
+
+
+def _spans(kv: KvStore) -> list[KvSpan]:
+    """Returns the spans of a block with all KV slots of a rank in all layers: one for each run of equal layers."""
+    spans = []
+    for _, run in itertools.groupby(range(kv.layout.num_layers), key=lambda layer: kv.layout.places[layer][0]):
+        layers = list(run)
+        spans.append(
+            KvSpan(
+                first_layer=layers[0],
+                num_layers=len(layers),
+                first_token=0,
+                num_tokens=kv.block_size,
+                first_slot=0,
+                num_slots=kv.num_slots(layers[0]),
+            )
+        )
+    return spans
