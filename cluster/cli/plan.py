@@ -10,10 +10,10 @@ from typing import Annotated, Final, get_args
 import typer
 from rich.table import Table
 
-from ...proto.errors import InvalidArgument
+from ...proto.errors import InvalidArgument, TandemError
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError, ModelConfig
-from ...workers.model.footprint import check_config_split, kv_bytes_per_token
+from ...workers.model.footprint import check_config_split, check_draft, kv_bytes_per_token
 from ..config import KvCacheDtype, ModelImpl, Quantization, TandemConfig
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
 from ..store.store import resolve_model
@@ -30,12 +30,13 @@ plan_app = typer.Typer(help="Compute what a service will need.", no_args_is_help
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Holds what each of `tp` ranks keeps, in bytes."""
+    """Holds what each of `tp` ranks keeps, in bytes; with a draft model, which is whole on rank 0, what rank 0 does."""
 
     tp: int
     weights: int
     kv_per_token: int
-    num_copies: int  # of a KV head's cache, on all ranks together
+    kv_on_all_ranks: int  # of a token
+    num_copies: int  # of a KV head's cache, on all ranks together, but for the draft model's
 
     def kv_cache(self, num_bytes: int, block_size: int, context_tokens: int) -> tuple[int, int, int]:
         """Returns what the weights leave of the `num_bytes` that the rank may use, negative if they do not fit; the
@@ -46,7 +47,9 @@ class RankMemory:
         return rest, num_blocks * block_size, num_blocks // -(-context_tokens // block_size)
 
 
-def rank_memory(config: ModelConfig, tp: int, dtype: str, kv_cache_dtype: str = "auto") -> RankMemory:
+def rank_memory(
+    config: ModelConfig, tp: int, dtype: str, kv_cache_dtype: str = "auto", draft: ModelConfig | None = None
+) -> RankMemory:
     """Computes what each rank keeps. Raises InvalidArgument if the model's heads cannot be split so."""
     from ...workers.model.loader import weight_bytes  # with torch, which takes a second
 
@@ -55,8 +58,14 @@ def rank_memory(config: ModelConfig, tp: int, dtype: str, kv_cache_dtype: str = 
     except ValueError as error:
         raise InvalidArgument(f"--{error}") from None
     per_rank, whole = (kv_bytes_per_token(config, ranks, dtype, kv_cache_dtype) for ranks in (tp, 1))
-    weights = weight_bytes(config, tp, dtype)
-    return RankMemory(tp=tp, weights=weights, kv_per_token=per_rank, num_copies=per_rank * tp // whole)
+    draft_kv = kv_bytes_per_token(draft, 1, dtype) if draft else 0
+    return RankMemory(
+        tp=tp,
+        weights=weight_bytes(config, tp, dtype) + (weight_bytes(draft, 1, dtype) if draft else 0),
+        kv_per_token=per_rank + draft_kv,
+        kv_on_all_ranks=per_rank * tp + draft_kv,
+        num_copies=per_rank * tp // whole,
+    )
 
 
 @plan_app.command("memory")
@@ -68,6 +77,7 @@ def memory_command(
         str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")] = "auto",
+    draft_model: Annotated[str | None, typer.Option(help="That of `tandem serve --speculative draft=`.")] = None,
     gpu_memory_gb: Annotated[float | None, typer.Option(help="GiB of memory of each rank's device.")] = None,
     utilization: Annotated[float, typer.Option(help="The part of it for weights and KV cache.")] = 0.9,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
@@ -75,8 +85,9 @@ def memory_command(
 ) -> None:
     """Show what MODEL takes on each of its ranks: weights, KV cache per token, tokens that fit.
 
-    Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. In bfloat16 on CPUs a model whose head is
-    tied to its embedding holds the latter twice, and the figure here has it once.
+    Without --tp: 1, 2, 4 and 8 ranks, as far as they divide the query heads. With --draft-model: on rank 0, which alone
+    holds that one, too, whole; no rank has more tokens than rank 0. In bfloat16 on CPUs a model whose head is tied to
+    its embedding holds the latter twice, and the figure here has it once.
     """
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(f"must be one of {', '.join(ITEM_BYTES)}", "--dtype")
@@ -92,17 +103,31 @@ def memory_command(
     from ...workers.model.loader import open_checkpoint
 
     config = open_checkpoint(folder, quantization=quantization).config
+    draft = _open_draft(draft_model, config, dtype) if draft_model else None
     sizes = tp or [each for each in DEFAULT_TPS if _divides(each, config)]
-    rows = [rank_memory(config, each, dtype, kv_cache_dtype) for each in sizes]
+    rows = [rank_memory(config, each, dtype, kv_cache_dtype, draft) for each in sizes]
     budget = None
     if gpu_memory_gb is not None:
         context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)
         budget = int(gpu_memory_gb * GIB * utilization), block_size, context
-    typer.echo(f"{model}, {quantization or dtype}: {_heads(config)}; on each rank:")
+    where = "each rank" if draft is None else f"rank 0, with {draft_model} in {dtype}"
+    typer.echo(f"{model}, {quantization or dtype}: {_heads(config)}; on {where}:")
     table_console().print(memory_table(rows, budget))
     for row in rows:
         if budget and row.weights > budget[0]:
             typer.echo(f"tp {row.tp}: the weights alone, {_size(row.weights)}, do not fit {_size(budget[0])}")
+
+
+def _open_draft(name: str, model: ModelConfig, dtype: str) -> ModelConfig:
+    """Returns the configuration of a model that is to draft for `model`. Raises InvalidArgument if it cannot."""
+    from ...workers.model.loader import open_checkpoint
+
+    try:
+        draft = open_checkpoint(resolve_model(name, dtype=dtype, progress=True)).config
+        check_draft(draft, model)
+    except (TandemError, ValueError) as error:
+        raise InvalidArgument(str(error).removeprefix("model: "), "--draft-model") from None
+    return draft
 
 
 def check(
@@ -173,7 +198,7 @@ def memory_table(rows: Sequence[RankMemory], budget: tuple[int, int, int] | None
         columns += ["for KV cache", "tokens", f"sequences of {budget[2]:,}"]
     table = make_table(numbers=columns)
     for row in rows:
-        kv_cells = [f"{row.kv_per_token:,} B", f"{row.kv_per_token * row.tp:,} B", str(row.num_copies)]
+        kv_cells = [f"{row.kv_per_token:,} B", f"{row.kv_on_all_ranks:,} B", str(row.num_copies)]
         cells = [str(row.tp), _size(row.weights), *kv_cells]
         if budget:
             rest, num_tokens, num_sequences = row.kv_cache(*budget)

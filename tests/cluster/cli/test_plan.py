@@ -54,6 +54,24 @@ def test_a_quantized_cache_has_a_scale_for_each_head(cache_dtype: str) -> None:
     assert rank_memory(LLAMA, 1, "bfloat16", cache_dtype).kv_per_token == 32 * 8 * 2 * 130
 
 
+def test_a_draft_model_is_whole_on_rank_0() -> None:
+    """Its weights and its KV cache come on top of a rank's, not of each rank's."""
+    whole = rank_memory(LLAMA, 1, "bfloat16", "int8")
+    drafting = rank_memory(LLAMA, 4, "bfloat16", "int8", draft=LLAMA)
+    alone = rank_memory(LLAMA, 4, "bfloat16", "int8")
+    assert drafting.weights == alone.weights + whole.weights
+    assert drafting.kv_per_token == alone.kv_per_token + 128 * 1024  # not in int8
+    assert drafting.kv_on_all_ranks == whole.kv_on_all_ranks + 128 * 1024
+    assert drafting.num_copies == 1
+
+
+def test_the_draft_model_is_counted_where_memory_is_shown(model: Path) -> None:
+    args = [str(model), "--dtype", "float32", "--gpu-memory-gb", "0.002", "--utilization", "0.8"]
+    ((tp, weights, *_, tokens, _),) = plan(*args, "--tp", "1", "--draft-model", str(model))
+    # 1,717,986 bytes less twice 509,184 of weights are 42 blocks of 16 tokens of twice 512 bytes.
+    assert (tp, weights, tokens) == ("1", "1.0 MiB", "672")
+
+
 def test_only_whole_blocks_and_whole_sequences_count() -> None:
     plan = rank_memory(LLAMA, 1, "bfloat16")
     rest = 10 * 16 * plan.kv_per_token - 1  # one byte less than ten blocks
@@ -95,6 +113,7 @@ def test_weights_that_do_not_fit_are_named(model: Path) -> None:
         (["--utilization", "1.1"], "--utilization: must be from 0.01 to 1"),
         (["--block-size", "0"], "--block-size: must be from 1 to 1024"),
         (["--context-tokens", "1"], "--context-tokens: must be from 2 to 1048576"),
+        (["--draft-model", "/none"], "--draft-model: there is no folder /none"),
     ],
 )
 def test_bad_options_are_named(model: Path, args: list[str], message: str) -> None:
