@@ -313,14 +313,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+NULL: Final = object()
+
+
 def load_config(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> TandemConfig:
-    """Reads a YAML file, if one is named, and applies `overrides` to it (dotted keys; None leaves the file's value).
+    """Reads a YAML file, if one is named, and applies `overrides` to it: dotted keys; None leaves the file's value, and
+    NULL puts a null in its place.
 
     Raises InvalidArgument; its text has one line for each wrong value, naming its key and the bound."""
     tree = {} if path is None else read_yaml(path)
     for key, value in (overrides or {}).items():
         if value is not None:
-            _put(tree, key, value)
+            _put(tree, key, None if value is NULL else value)
     try:
         return TandemConfig.model_validate(tree)
     except ValidationError as error:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ...router.auth.keys import load_keys
-from ..config import TandemConfig, load_config
+from ..config import NULL, TandemConfig, load_config
 from ..environment import prepare_ray_environment
 from ..store.checked import checked_folder, with_draft_folder
 from ..store.generation_defaults import FILE, describe_defaults, generation_defaults
@@ -77,7 +77,8 @@ def serve(
         load_keys(checked.auth.keys_file)  # raises what is wrong with it before anything starts
     if checked.router.tls is not None:
         checked.router.tls.files.load()
-    serve_in_foreground(with_draft_folder(checked), checked_folder(checked), address)
+    checked = with_draft_folder(checked)
+    serve_in_foreground(checked, checked_folder(checked), address)
 
 
 def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
@@ -90,7 +91,7 @@ def _overrides(flags: Mapping[str, Any]) -> dict[str, object]:
     values["kv_disk"] = None if values["kv_disk"] is None else str(values["kv_disk"])
     method, given, model = (values.pop("speculative") or "").partition("=")
     values["speculative.method"] = "draft_model" if method == "draft" else method or None
-    values["speculative.model"] = model if given else None
+    values["speculative.model"] = model if given else NULL if method else None  # ngram has none, whatever the file says
     for name in ("kv_host_gb", "kv_disk", "kv_disk_gb"):
         values |= dict.fromkeys((f"prefill.{name}", f"decode.{name}"), values.pop(name))
     if values["api_keys"] is not None:

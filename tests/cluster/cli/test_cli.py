@@ -177,10 +177,11 @@ def test_clients_say_in_one_line_that_nobody_answers(run: Callable[..., Done]) -
     [
         (None, "draft_model", "small"),
         ("draft=other=model", "draft_model", "other=model"),
+        ("ngram", "ngram", None),
     ],
 )
-def test_a_flag_names_the_draft_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str | None, method: str, model: str
+def test_a_flag_names_the_draft_model_or_drops_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str | None, method: str, model: str | None
 ) -> None:
     asked: list[TandemConfig] = []
 
