@@ -52,7 +52,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     config = load_config(None, args)
     if config.identity_file is None:
         raise InvalidArgument("missing; make one with `tandem key identity`", "identity_file")
-    folder, config = str(checked_folder(config)), with_draft_folder(config)
+    config = with_draft_folder(config)
+    folder = str(checked_folder(config))
     return build_app(config, folder, _nodes(config), config.router.replicas or 1, first_continuity(config, folder))
 
 

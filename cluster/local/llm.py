@@ -316,10 +316,11 @@ def _start(config: TandemConfig) -> "tuple[LoopThread, LocalEngine]":
     from ..store.checked import checked_folder, with_draft_folder
     from .engine import LocalEngine  # with torch, which takes a second
 
+    config = with_draft_folder(config)
     folder = checked_folder(config)
     loop = LoopThread("tandem-llm")
     try:
-        return loop, loop.run(LocalEngine.start(with_draft_folder(config), folder))
+        return loop, loop.run(LocalEngine.start(config, folder))
     except ValueError as error:
         loop.stop()
         raise InvalidArgument(str(error)) from None

@@ -13,7 +13,7 @@ from .store import resolve_model
 
 def checked_folder(config: TandemConfig) -> Path:
     """Returns the model's folder, fetched if it has to be, after the check that it can be served as configured, and
-    split over the ranks of each pool.
+    split over the ranks of each pool. `config` is as `with_draft_folder` returns it.
 
     Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads, and for an adapter
     that cannot be used."""
@@ -28,7 +28,7 @@ def checked_folder(config: TandemConfig) -> Path:
         Tokenizer.load(folder).check_chat_template()
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    draft = with_draft_folder(config).speculative
+    draft = config.speculative
     wrong = []
     if draft is not None and draft.model is not None:
         try:
