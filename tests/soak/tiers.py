@@ -96,6 +96,7 @@ def restart(options: argparse.Namespace, given: dict[str, Any], last: Sequence[T
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--tp", type=int, default=1, help="processes of each LLM, with --kv-cache-gb each")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--question", type=int, default=96, help="tokens")
@@ -106,6 +107,7 @@ def main() -> int:
     parser.add_argument("--kv-disk-gb", type=float, default=0.25)
     options = parser.parse_args()
     given = {"kv_cache_gb": options.kv_cache_gb, "kv_cache_dtype": options.kv_cache_dtype}
+    given["tensor_parallel_size"] = options.tp
     with tempfile.TemporaryDirectory() as folder:
         both, disk = ({"kv_disk": f"{folder}/{name}", "kv_disk_gb": options.kv_disk_gb} for name in ("both", "disk"))
         with (

@@ -27,6 +27,7 @@ from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_toke
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
 from tandem.workers import disk_tier
 from tandem.workers.disk_tier import DiskTier
+from tandem.workers.engine.config import SpeculativeConfig
 from tandem.workers.kv_cache.block_files import BlockFiles
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
@@ -45,14 +46,20 @@ def on_disk(folder: Path, num_bytes: int = 2**20) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Served:
-    """What serves: on one rank a fake model, whose KV memory notices every misplaced byte; on two a real one."""
+    """What serves: a real model on two ranks, or drafting; else a fake one, whose KV memory notices every misplaced
+    byte."""
 
     tp: int
     model: Path
+    drafts: bool = False  # with the model itself in the place of a smaller one
+
+    @property
+    def is_real(self) -> bool:
+        return self.tp > 1 or self.drafts
 
     @functools.cache  # noqa: B019  as long as the model
     def answer_to(self, prompt: range) -> list[int]:
-        if self.tp == 1:
+        if not self.is_real:
             return expected_tokens(prompt, MAX_TOKENS, VOCAB)
         return service.expected_tokens(self.model, [prompt], MAX_TOKENS)[0]
 
@@ -61,13 +68,15 @@ class Served:
         self, folder: Path, *, num_bytes: int = 2**20, num_blocks: int = 256
     ) -> AsyncIterator[tuple[Worker, RawSession]]:
         """A worker, and a session to it."""
-        if self.tp == 1:
+        if not self.is_real:
             async with worker_of(fake_rank(num_blocks), **on_disk(folder, num_bytes)) as found:
                 yield found
             return
         block_bytes = 16 * kv_bytes_per_token(open_checkpoint(self.model).config, self.tp, "float32")
-        sizes = {"dtype": "float32", "kv_cache_bytes": num_blocks * block_bytes}
-        config = worker_config(str(self.model), **sizes, **on_disk(folder, num_bytes))
+        fields: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": num_blocks * block_bytes}
+        if self.drafts:
+            fields |= {"draft_model": str(self.model), "speculative": SpeculativeConfig(model=str(self.model))}
+        config = worker_config(str(self.model), **fields, **on_disk(folder, num_bytes))
         async with AsyncExitStack() as stack:
             ranks = [await RankServer.start(config.rank) for _ in range(1, self.tp)]
             for rank in ranks:
@@ -177,7 +186,7 @@ async def test_a_session_hears_of_what_is_on_disk(tmp_path: Path, served: Served
 @pytest.mark.parametrize("size", [0, 50, 700])
 async def test_damaged_files_are_computed_again(tmp_path: Path, served: Served, size: int) -> None:
     """Of the first prompt all are cut off, of the second that of its fourth block is changed, and of the third that is
-    missing: of the last rank. Then they are there again."""
+    missing: of the last rank. Those that were noticed are then there again."""
     await served.fill(tmp_path)
     for digest in hash_chain(PROMPTS[0], 16):
         path = served.file_of(tmp_path, digest)
@@ -190,7 +199,7 @@ async def test_damaged_files_are_computed_again(tmp_path: Path, served: Served, 
         for prompt in PROMPTS:
             await served.written(worker, prompt)
     async with served.worker(tmp_path) as (_, session):
-        assert await served.answers(session) == [96, 96, 96]
+        assert await served.answers(session) == [16, 96, 96]
 
 
 async def test_a_disk_that_hangs_is_given_up(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +326,20 @@ async def test_a_rank_whose_folder_cannot_be_used_ends_the_start_with_a_line(tmp
     with pytest.raises(ValueError, match=r"kv_disk: .*decode-rank1-0: Not a directory"):
         async with Served(2, model).worker(tmp_path):
             pass
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_a_worker_that_drafts_brings_back_prefixes_and_drafts_after_them(
+    tmp_path: Path, model: Path, tp: int
+) -> None:
+    """The draft model, whose KV cache is nowhere else, computes the prompts itself."""
+    drafting = Served(tp, model, drafts=True)
+    await drafting.fill(tmp_path)
+    async with drafting.worker(tmp_path) as (worker, session):
+        assert await drafting.answers(session) == [96, 96, 96]
+        status = await idle(worker)
+        assert status.num_restored_tokens == 3 * 96
+        assert MAX_TOKENS < status.num_accepted_tokens == status.num_draft_tokens
 
 
 async def test_what_is_computed_faster_is_not_read(tmp_path: Path) -> None:

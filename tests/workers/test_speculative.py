@@ -109,6 +109,29 @@ async def test_streams_of_a_draining_worker_go_on_elsewhere(prophet: type[Prophe
         assert sum(status.num_recomputed_tokens for status in await running.statuses()) == 0
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_streams_of_a_draining_worker_with_a_draft_model_go_on_elsewhere(folder: Path, tp: int) -> None:
+    """The other worker's draft model computes what it knows nothing of, and guesses on."""
+    prompts = [[(17 * i + 5 * n) % 400 + 3 for i in range(40 + n)] for n in range(6)]
+    expected = model_tokens(folder, prompts, 500)
+    config = SpeculativeConfig(model=str(folder))
+    tps = {"prefill": [1], "decode": [tp, 1]}
+    async with split_fleet(folder, tps, speculative=config, draft_model=str(folder), kv_cache_bytes=2**23) as running:
+        requests = [token_request(prompt, 500, ignore_eos=True) for prompt in prompts]
+        streams = [asyncio.create_task(running.generate(request)) for request in requests]
+        leaving, other = running.workers[1:]
+        async with asyncio.timeout(20):
+            while leaving._engine.requests.num_accepted_tokens < 20:
+                await asyncio.sleep(0.001)
+        assert await leaving.drain(20) == 0
+        num_before = other._engine.requests.num_accepted_tokens
+        made = await asyncio.gather(*streams)
+        assert [tokens for tokens, _ in made] == expected
+        assert max(timeline.attempts for _, timeline in made) == 2
+        assert sum(status.num_recomputed_tokens for status in await running.statuses()) == 0
+        assert other._engine.requests.num_accepted_tokens > num_before
+
+
 async def test_choices_and_seeds(prophet: type[Prophet]) -> None:
     sampling = inference_pb2.SamplingParams(
         temperature=1, top_k=0, top_p=1, min_p=0, seed=7, typical_p=1, repetition_penalty=1
