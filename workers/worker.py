@@ -91,8 +91,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.failed = asyncio.Event()  # then only `stop` may be called
         self._coordinator = coordinator
         self._rank = rank
-        self._hang_seconds = config.hang_seconds
-        self._canary_seconds = config.canary_seconds
+        self._config = config
         self._metrics = metrics
         self._progress, steps = Watchdog(), new_step_log()
         self._disk = disk
@@ -204,7 +203,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         if config.kv_disk:
             disk = await DiskTier.open(config.kv_disk, role, rank.kv, config.kv_disk_bytes, coordinator.clients)
         worker = cls(
-            *(rank, config, coordinator, disk), worker_id=worker_id, role=role, frame_hook=frame_hook, metrics=metrics
+            rank, config, coordinator, disk, worker_id=worker_id, role=role, frame_hook=frame_hook, metrics=metrics
         )
         if listens:
             worker_pb2_grpc.add_WorkerServicer_to_server(worker, worker._server)  # type: ignore[no-untyped-call]
@@ -244,11 +243,12 @@ class Worker(worker_pb2_grpc.WorkerServicer):
     def check_health(self) -> None:
         """Raises RuntimeError if the engine has failed or hangs. Called now and then in the event loop. One that has
         been idle for long gets a sequence of its own, whose steps fail or hang if no others would succeed."""
-        if self._failure is None and self._progress.stalled_seconds() > self._hang_seconds:
-            self._fail(TimeoutError(f"no progress of the engine for {self._hang_seconds:g} seconds (hang_seconds)"))
+        hang_seconds = self._config.hang_seconds
+        if self._failure is None and self._progress.stalled_seconds() > hang_seconds:
+            self._fail(TimeoutError(f"no progress of the engine for {hang_seconds:g} seconds (hang_seconds)"))
         if self._failure is not None:
             raise RuntimeError(f"the engine of {self.worker_id} has failed") from self._failure
-        if self._progress.idle_seconds() >= self._canary_seconds:
+        if self._progress.idle_seconds() >= self._config.canary_seconds:
             self._thread.post(lambda engine: engine.submit(_CANARY))
 
     async def report_figures(self, with_integrity: bool) -> None:
