@@ -45,7 +45,7 @@ _Origin = Annotated[str, Field(max_length=256, pattern=r"^(\*|[a-z][a-z0-9+.-]*:
 HostNames = Annotated[tuple[_Name, ...], Field(max_length=64), Strict(False)]
 CorsOrigins = Annotated[tuple[_Origin, ...], Field(max_length=64), Strict(False)]
 PoolRole = Literal["prefill", "decode"]
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8"]
 KvCacheDtype = Literal["auto", "int8", "fp8"]
 ModelImpl = Literal["auto", "tandem", "transformers"]
 Resources = Annotated[dict[str, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=32)]

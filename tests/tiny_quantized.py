@@ -90,7 +90,8 @@ def compressed(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple
     (group,) = config["config_groups"].values()
     args = group["weights"]
     if args["type"] == "float":
-        block = {"channel": (1, None), "tensor": (None, None), "block": args.get("block_structure")}[args["strategy"]]
+        blocks = {"channel": (1, None), "tensor": (None, None), "group": (1, args["group_size"])}
+        block = (blocks | {"block": args.get("block_structure")})[args["strategy"]]
         stored, scales, restored = float8(weight, *block)
         scales = scales.flatten() if args["strategy"] == "tensor" else scales
         return {f"{name}.weight": stored, f"{name}.weight_scale": scales}, restored
@@ -172,6 +173,7 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     "W4A16 static order": compressed_config("pack-quantized", 4, "group", 32, order="static"),
     "FP8 channels": compressed_config("float-quantized", 8, "channel", kind="float", activations=8),
     "FP8 tensor": compressed_config("float-quantized", 8, "tensor", kind="float", activations=8),
+    "FP8 groups": compressed_config("float-quantized", 8, "group", 64, kind="float", activations=8),
     "FP8 blocks": compressed_config("float-quantized", 8, "block", kind="float", block_structure=[32, 48]),
     "fp8": FP8,
     "GPTQ": gptq_config(),
@@ -183,8 +185,9 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
     "GPTQ act-order": gptq_config(size=32, sym=False, order=True),
     "AWQ": AWQ,
 }
-DEQUANTISED: Final = {name for name in FORMATS if "FP8" in name or "act-order" in name or name == "fp8"}
+DEQUANTISED: Final = {name for name in FORMATS if "act-order" in name}
 """Those that no kernel takes."""
+FLOATS: Final = {name for name in FORMATS if "FP8" in name or name == "fp8"}
 
 _WRITERS: Final[dict[str, Callable[[str, torch.Tensor, dict[str, Any]], tuple[Tensors, torch.Tensor]]]] = {
     "gptq": gptq,

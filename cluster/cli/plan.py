@@ -74,7 +74,7 @@ def memory_command(
     tp: Annotated[list[int] | None, typer.Option(help="Ranks; several times for several rows.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
-        str | None, typer.Option(help="Of the weights, when they are loaded: int8 or int4.")
+        str | None, typer.Option(help="Of the weights, when they are loaded: int8, int4 or fp8.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")] = "auto",
     draft_model: Annotated[str | None, typer.Option(help="That of `tandem serve --speculative draft=`.")] = None,

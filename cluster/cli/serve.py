@@ -43,7 +43,7 @@ def serve(
     prefill_tp: Annotated[int | None, typer.Option(help="The same for prefill workers; wins over --tp.")] = None,
     decode_tp: Annotated[int | None, typer.Option(help="The same for decode workers; wins over --tp.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="Of the weights at loading: int8 or int4.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Of the weights at loading: int8, int4 or fp8.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the KV cache: auto (--dtype), int8 or fp8.")] = None,
     kv_host_gb: Annotated[float | None, typer.Option(help="GiB of host memory a rank, for what leaves it.")] = None,
     kv_disk: Annotated[Path | None, typer.Option(help="A folder that keeps KV cache beyond a restart.")] = None,

@@ -99,7 +99,7 @@ class LLM:
         """Loads `model`: a built-in name, a folder, a GGUF file or a hub id, as `tandem serve` takes it.
 
         `tensor_parallel_size`: processes of this machine that share the model. `quantization`: of the weights, when
-        they are loaded: int8 or int4; None takes them as they are. `kv_cache_dtype`: auto takes `dtype`; or int8, fp8.
+        they are loaded: int8, int4 or fp8; None takes them as they are. `kv_cache_dtype`: auto (`dtype`), int8 or fp8.
         `speculative_config`: as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 5}. `max_model_len`: the
         longest prompt plus completion; None is the model's own. `max_num_seqs`: in one batch. `kv_cache_gb`: of each
         process. `kv_host_gb`: the same, of host memory for what leaves it. `kv_disk`: a folder that keeps it beyond the

@@ -22,13 +22,22 @@ from ..model.loader import ReadWeight, check_checkpoint, checkpoint_reader, open
 from ..model.registry import load_model_config, parse_model_config, with_quantization
 from .compare import adapter_variants, compare
 from .floor import BUFFER_BYTES, Floors, measure_floors
-from .options import COMPARED_CACHES, SWEEP_BATCHES, SWEEP_CONTEXT_BATCH, SWEEP_CONTEXTS, EngineBenchOptions, parse
+from .options import (
+    COMPARED_CACHES,
+    COMPARED_WEIGHTS,
+    SWEEP_BATCHES,
+    SWEEP_CONTEXT_BATCH,
+    SWEEP_CONTEXTS,
+    EngineBenchOptions,
+    parse,
+)
 from .report import DecodeFigure, PrefillFigure, Report, plot, print_progress
 from .shapes import HF_CONFIGS, decode_cost, loaded_bytes, prefill_flops, random_weight
 from .steps import BLOCK_SIZE, PARTS, BenchRunner, blocks_for
 
 _OTHERS: Final[dict[str, dict[str, Any]]] = {
     **{name: {"kv_cache_dtype": dtype} for name, dtype in COMPARED_CACHES.items()},
+    **{name: {"quantization": quantization} for name, quantization in COMPARED_WEIGHTS.items()},
     "model-impl": {"model_impl": "transformers"},
 }
 """What `--compare` has in turns with the options as they are."""

@@ -12,7 +12,7 @@ import torch
 from ..engine.config import default_chunk_tokens
 from ..kv_cache.layout import QUANTIZED
 from ..model.device import DTYPES
-from ..model.quant.integer import BITS
+from ..model.registry import ROUNDED
 from .floor import BUFFER_BYTES
 from .shapes import SHAPES
 
@@ -21,7 +21,8 @@ SWEEP_CONTEXTS: Final = (128, 256, 512, 1024, 2048, 4096)
 SWEEP_CONTEXT_BATCH: Final = 8  # of the sequences whose context grows
 PROFILE_BATCH: Final = 32
 COMPARED_CACHES: Final = {f"{dtype}-kv-cache": dtype for dtype in QUANTIZED}
-COMPARED: Final = (*COMPARED_CACHES, "model-impl", "adapter")
+COMPARED_WEIGHTS: Final = {f"{name}-weights": name for name in ROUNDED}
+COMPARED: Final = (*COMPARED_CACHES, *COMPARED_WEIGHTS, "model-impl", "adapter")
 
 _DESCRIPTION: Final = "How fast the engine runs on this device, beside what the device could do."
 _EPILOG: Final = """
@@ -31,8 +32,8 @@ floors are measured in the same run: the sum and the copy of a large tensor, and
 layer over 512 tokens. A decode step's floor is the longer of reading the weights and the KV cache once and of
 computing its products; its roofline share is that floor over its time. On a GPU --profile waits for the device
 between the parts, which makes the steps slower: take the step times from a run without it. --compare measures, in
-turns and on the same machine, a KV cache of 8 bits, transformers' code in place of ours, or an adapter of --lora-rank,
-used by all rows and loaded but unused, and states their time over that without.
+turns and on the same machine, a KV cache of 8 bits, weights rounded when they are loaded, transformers' code in place
+of ours, or an adapter of --lora-rank, used by all rows and loaded but unused, and states their time over that without.
 """
 
 
@@ -111,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--random-weights", action="store_true", help="of --model only config.json is read")
     add("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--quantization", choices=BITS, help="of plain weights, when they are loaded")
+    add("--quantization", choices=ROUNDED, help="of plain weights, when they are loaded")
     add("--kv-cache-dtype", choices=("auto", *QUANTIZED), default="auto")
     add("--compare", choices=COMPARED, help="in turns: its time, over that without")
     add("--batches", type=_numbers(1, 1024), default=(1, 16, 64, 256), metavar="N,N")

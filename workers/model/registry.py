@@ -29,7 +29,7 @@ from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
 from .quant.base import LinearMethod, LinearMethodOf
 from .quant.compressed_tensors import CompressedTensorsMethod
-from .quant.fp8 import Fp8LinearMethod
+from .quant.fp8 import FP8, StoredFp8LinearMethod
 from .quant.gptq import AwqLinearMethod, GptqLinearMethod
 from .quant.integer import BITS, IntegerLinearMethod
 from .quant.unquantized import UnquantizedLinearMethod
@@ -54,9 +54,11 @@ LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {
     "compressed-tensors": CompressedTensorsMethod,
     "gptq": GptqLinearMethod,
     "awq": AwqLinearMethod,
-    "fp8": Fp8LinearMethod,
+    FP8: StoredFp8LinearMethod,
 }
 """By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
+ROUNDED: Final = (*BITS, FP8)
+"""What plain weights can be rounded to when they are loaded."""
 _PAGE: Final = """# Models
 
 Written by `python -m tandem.workers.model.registry`; do not edit.

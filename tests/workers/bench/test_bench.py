@@ -95,6 +95,7 @@ def test_a_run_reports_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("compared", "names"),
     [
         (["--compare", "fp8-kv-cache"], ["fp8-kv-cache"]),
+        (["--compare", "fp8-weights"], ["fp8-weights"]),
         (["--compare", "model-impl"], ["model-impl"]),
         (["--compare", "adapter", "--lora-rank", "4"], ["unused", "adapter"]),
     ],

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tandem.tests.tiny_quantized import (
     AWQ,
     DEQUANTISED,
+    FLOATS,
     FORMATS,
     FP8,
     compressed_config,
@@ -26,13 +27,14 @@ from tandem.workers.model.config import CheckpointError
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.loader import check_checkpoint, rank_weight_bytes, weight_schemes
 from tandem.workers.model.module import all_parameters
-from tandem.workers.model.quant.integer import IntegerLinearMethod
+from tandem.workers.model.quant.rounded import RoundedLinearMethod
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.runner import ModelRunner
 
 WEIGHTS = "model.safetensors"
 DOWN = "model.layers.0.mlp.down_proj"
 HAS_KERNEL = cpu.can_multiply_int(64, 64)
+HAS_FP8_KERNEL = cpu.can_multiply_fp8(64, 64)
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -59,7 +61,7 @@ def test_the_tokens_are_those_of_the_dequantised_weights(folders: tuple[Path, Pa
 
 def test_the_products_are_those_of_the_dequantised_weights(folders: tuple[Path, Path], form: str) -> None:
     """In bfloat16: by the kernel, where it has the format, and else by the weights in bfloat16; each layer whole and
-    split over two ranks, gates fused and not."""
+    split over two ranks, gates fused and not, and a row whatever the others."""
     quantized, plain = folders
     weights = load_file(plain / WEIGHTS)
     gate_up = torch.cat([weights[DOWN.replace("down", name) + ".weight"] for name in ("gate", "up")])
@@ -80,8 +82,13 @@ def test_the_products_are_those_of_the_dequantised_weights(folders: tuple[Path, 
     assert_near(mlp.gate_up_proj.method.apply(x[:, :128]), expected)
     gate, up = expected.chunk(2, dim=-1)
     assert_near(mlp.gate_up_proj.method.apply_gated(x[:, :128]), torch.nn.functional.silu(gate) * up)
+    for each, inputs in ((mlp.down_proj, x), (mlp.gate_up_proj, x[:, :128])):
+        alone = [each.method.apply(row[None]) for row in inputs]
+        assert torch.equal(torch.cat(alone), each.method.apply(inputs))
     made = mlp.down_proj.method._method
-    assert isinstance(made, IntegerLinearMethod) == (HAS_KERNEL and form not in DEQUANTISED)
+    assert isinstance(made, RoundedLinearMethod) == (
+        HAS_FP8_KERNEL if form in FLOATS else HAS_KERNEL and form not in DEQUANTISED
+    )
 
 
 def assert_near(found: Any, expected: torch.Tensor) -> None:
@@ -95,7 +102,7 @@ def test_the_plan_counts_the_bytes_that_are_kept(folders: tuple[Path, Path], dty
     modules = list(runner._model.modules())
     tensors = [each.data for each in all_parameters(runner._model)]
     for each in modules:
-        if isinstance(each, IntegerLinearMethod):
+        if isinstance(each, RoundedLinearMethod):
             tensors += [tensor for tensor in (*each._packed, each._bias) if tensor is not None]
         elif isinstance(each, UnquantizedLinearMethod):
             tensors.append(each._matrix)
@@ -240,8 +247,10 @@ def test_a_pattern_that_takes_for_ever_is_given_up(tmp_path: Path) -> None:
 
 def test_the_scheme_is_said(tmp_path: Path) -> None:
     folder, plain = make_quantized_model(tmp_path, FP8, num_hidden_layers=1)
-    text = "FP8, blocks of 48 x 32, turned into bfloat16 when they are loaded"
-    assert weight_schemes(check_checkpoint(folder), "bfloat16") == [text]
+    kept = "multiplied so on CPUs like this one" if HAS_FP8_KERNEL else "turned into bfloat16 when they are loaded"
+    assert weight_schemes(check_checkpoint(folder), "bfloat16") == [f"FP8, blocks of 48 x 32, {kept}"]
+    text = "FP8, blocks of 48 x 32, turned into float16 when they are loaded"
+    assert weight_schemes(check_checkpoint(folder), "float16") == [text]
     assert weight_schemes(check_checkpoint(plain), "bfloat16") == []
     set_quantization(folder, AWQ)
     with pytest.raises(CheckpointError, match=r"down_proj\.qweight|q_proj\.qweight: missing"):

@@ -18,8 +18,8 @@ _PANEL: Final = 32  # as in linear.c
 _QUANTIZED: Final = {torch.int8: "_int8", torch.uint8: "_fp8"}  # kernels, by what a quantised KV cache has
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
-PackedInt = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Numbers, scales and zeros from `pack_linear_int`."""
+PackedNumbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Numbers, scales and zeros from `pack_linear_int` or `pack_linear_fp8`."""
 
 
 def usable(tensor: torch.Tensor) -> bool:
@@ -159,8 +159,30 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     weight = weight.contiguous()
     packed = weight.new_empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2)
-    call("pack_linear", None, outputs, weight, packed, inputs)
+    call("pack_linear", None, outputs, weight, packed, inputs, 8 * weight.itemsize)
     return packed
+
+
+def can_multiply_fp8(inputs: int, group_size: int) -> bool:
+    """Returns whether `linear` takes weights in FP8, which needs a processor with the dot product of bfloat16."""
+    kernels = library()
+    return kernels is not None and bool(kernels.has_linear_fp8(inputs, group_size))
+
+
+def pack_linear_fp8(
+    weight: torch.Tensor,  # [outputs, inputs] uint8, the bits of numbers in E4M3
+    scales: torch.Tensor,  # [outputs, groups] float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packs a weight and its scales in the order in which `linear` reads them: as `pack_linear`, and [panels, groups,
+    32]."""
+    return pack_linear(weight), _by_panel(scales)
+
+
+def _by_panel(terms: torch.Tensor) -> torch.Tensor:
+    """Maps [outputs, groups] to [panels, groups, 32]; of outputs past the last they are zero."""
+    outputs, groups = terms.shape
+    padded = torch.nn.functional.pad(terms, (0, 0, 0, -outputs % _PANEL))
+    return padded.view(-1, _PANEL, groups).transpose(1, 2).contiguous()
 
 
 def can_gate(gate: torch.Tensor) -> bool:
@@ -186,6 +208,7 @@ def linear(
     bias: torch.Tensor | None = None,  # [outputs]
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous
     activation: str | None = None,
+    scales: torch.Tensor | None = None,  # of weights in FP8, from pack_linear_fp8
 ) -> torch.Tensor:
     """Computes x W^T + bias + residual: [rows, outputs].
 
@@ -193,7 +216,9 @@ def linear(
     rows, inputs = x.shape
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
-    call("linear", x.dtype, rows, x, x.stride(0), packed, bias, residual, out, outputs, inputs, gated)
+    group_size = inputs if scales is None else inputs // scales.shape[1]
+    places = (x, x.stride(0), packed, bias, residual, out)
+    call("linear", x.dtype, rows, *places, outputs, inputs, gated, scales, group_size)
     return out
 
 
@@ -208,7 +233,7 @@ def pack_linear_int(
     scales: torch.Tensor,  # [outputs, groups] bfloat16
     zeros: torch.Tensor | None,  # [outputs, groups] uint8, what stands for 0, in 256ths of 2**bits; None: 128
     bits: int,
-) -> PackedInt:
+) -> PackedNumbers:
     """Packs a weight, its scales and zeros in the order in which `linear_int` reads them: [panels, inputs * bits / 8,
     32] and twice [panels, groups, 32]."""
     outputs, inputs = weight.shape
@@ -217,15 +242,12 @@ def pack_linear_int(
     packed_scales = scales.new_empty(panels, groups, _PANEL)
     weight, scales = weight.contiguous(), scales.contiguous()
     call("pack_linear_int", None, outputs, weight, scales, packed, packed_scales, inputs, groups, bits)
-    if zeros is not None:
-        zeros = torch.nn.functional.pad(zeros, (0, 0, 0, panels * _PANEL - outputs))
-        zeros = zeros.view(panels, _PANEL, groups).transpose(1, 2).contiguous()
-    return packed, packed_scales, zeros
+    return packed, packed_scales, None if zeros is None else _by_panel(zeros)
 
 
 def linear_int(
     x: torch.Tensor,  # [rows, inputs] bfloat16
-    packed: PackedInt,
+    packed: PackedNumbers,
     outputs: int,
     bias: torch.Tensor | None = None,  # [outputs]
     residual: torch.Tensor | None = None,  # [rows, outputs], contiguous

@@ -1,88 +1,124 @@
-// y = x W^T for the few rows of a decode step and for prompt chunks alike, on the bfloat16 dot product of AVX-512.
+// y = x W^T for the few rows of a decode step and for prompt chunks alike, on the bfloat16 dot product of AVX-512, with
+// weights in bfloat16, or in FP8 with a scale for each output and group of inputs. Those are turned into bfloat16, which
+// holds each of them, in registers, and the scale multiplies a group's sums: x is taken as it is.
 //
 // A small product is bound by how fast the weights come from memory, so these are packed in the very order in which
 // they are read: panels of 32 outputs, and in a panel, for each pair of inputs, the 32 pairs of weights side by side.
 // A block of up to 12 rows keeps its sums in registers while it reads a panel once.
 
+#include "fp8.h"
 #include "linear.h"
 
-enum { ROWS = 12 };  // 24 registers of sums, 2 of weights, and the broadcast input
+#ifdef __AVX512BF16__
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX, oneDNN's own product is faster
-
+#ifdef __AMX_BF16__  // with which oneDNN's own product is faster
+int has_linear(int64_t inputs) { return (void)inputs, 0; }
+#else
 int has_linear(int64_t inputs) { return inputs % 2 == 0; }
+#endif
 
-// weight [outputs, inputs] to packed [ceil(outputs / 32), inputs / 2, 32] pairs; outputs past the last are zero.
+#ifdef HAS_FP8
+int has_linear_fp8(int64_t inputs, int64_t group) { return group % 2 == 0 && inputs % group == 0; }
+#else
+int has_linear_fp8(int64_t inputs, int64_t group) { return (void)inputs, (void)group, 0; }
+static inline void e4m3_widen(__m512i numbers, __m512i *low, __m512i *high) { *low = *high = numbers; }  // not called
+#endif
+
+// Where the pair of an output lies among those of its panel: in FP8 such that they are in order once they are widened.
+static inline int64_t place(int64_t i, int64_t bits) { return bits == 16 ? i : i % 16 / 4 * 8 + i / 16 * 4 + i % 4; }
+
+// weight [outputs, inputs] of 16 or 8 bits to packed [ceil(outputs / 32), inputs / 2, 32] pairs; outputs past the last
+// are zero. An item is a panel.
 int64_t pack_linear(const Arg *a, int64_t outputs, int64_t panel) {
-    const uint16_t *weight = a[0].p;
-    uint32_t *packed = a[1].p;
-    const int64_t inputs = a[2].n, pairs = inputs / 2;
+    const uint8_t *weight = a[0].p;
+    const int64_t inputs = a[2].n, bits = a[3].n, size = bits / 4, pairs = inputs / 2;  // bytes of a pair
     if (panel < 0) return ceil_div(outputs, PANEL);
-    for (int64_t pair = 0; pair < pairs; pair++)
+    uint8_t *packed = (uint8_t *)a[1].p + panel * pairs * PANEL * size;
+    for (int64_t pair = 0; pair < pairs; pair++, packed += PANEL * size)
         for (int64_t i = 0; i < PANEL; i++) {
             const int64_t output = panel * PANEL + i;
             uint32_t both = 0;
-            if (output < outputs) memcpy(&both, weight + output * inputs + 2 * pair, sizeof both);
-            packed[(panel * pairs + pair) * PANEL + i] = both;
+            if (output < outputs) memcpy(&both, weight + (output * pairs + pair) * size, size);
+            memcpy(packed + place(i, bits) * size, &both, size);
         }
     return 0;
 }
 
-// sums [rows, 32] of `rows` rows of x with one panel. `ahead` is fetched meanwhile, line by line: what is read next.
-static inline __attribute__((always_inline)) void multiply(const uint16_t *x, int64_t x_stride, const uint32_t *panel,
-                                                           const uint32_t *ahead, float *sums, int64_t pairs,
-                                                           const int rows) {
+// A group of a panel and of the rows of x, in FP8 with its scales [32]; in bfloat16 the group is the whole panel.
+// `ahead` is fetched meanwhile, line by line: what is read next.
+struct Group {
+    const uint16_t *x;
+    const uint8_t *panel, *ahead;
+    const float *scales;
+    int64_t x_stride, pairs;
+};
+
+// Writes, or in FP8 adds to, the results [rows, 32] the products of `rows` rows with a group.
+static inline __attribute__((always_inline)) void multiply(const Group *g, float *results, const int rows,
+                                                           const int bits) {
+    const uint16_t *const x = g->x;
+    const int64_t x_stride = g->x_stride, pairs = g->pairs, size = PANEL * bits / 4;
+    const uint8_t *const panel = g->panel, *const ahead = g->ahead;
     __m512 sum[ROWS][2];
-    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    EACH_ROW sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     for (int64_t i = 0; i < pairs; i++) {
-        const __m512bh low = (__m512bh)_mm512_load_si512(panel + i * PANEL);
-        const __m512bh high = (__m512bh)_mm512_load_si512(panel + i * PANEL + 16);
-        _mm_prefetch((const char *)(ahead + i * PANEL), _MM_HINT_T1);
-        _mm_prefetch((const char *)(ahead + i * PANEL + 16), _MM_HINT_T1);
-        for (int r = 0; r < rows; r++) {
+        __m512i low = _mm512_load_si512(panel + i * size), high;
+        _mm_prefetch((const char *)(ahead + i * size), _MM_HINT_T1);
+        if (bits == 16) {
+            high = _mm512_load_si512(panel + i * size + 64);
+            _mm_prefetch((const char *)(ahead + i * size + 64), _MM_HINT_T1);
+        } else {
+            e4m3_widen(low, &low, &high);
+        }
+        EACH_ROW {
             int32_t both;
             memcpy(&both, x + r * x_stride + 2 * i, sizeof both);
             const __m512bh one = (__m512bh)_mm512_set1_epi32(both);
-            sum[r][0] = _mm512_dpbf16_ps(sum[r][0], one, low);
-            sum[r][1] = _mm512_dpbf16_ps(sum[r][1], one, high);
+            sum[r][0] = _mm512_dpbf16_ps(sum[r][0], one, (__m512bh)low);
+            sum[r][1] = _mm512_dpbf16_ps(sum[r][1], one, (__m512bh)high);
         }
     }
-    for (int r = 0; r < rows; r++) {
-        _mm512_store_ps(sums + r * PANEL, sum[r][0]);
-        _mm512_store_ps(sums + r * PANEL + 16, sum[r][1]);
+    EACH_ROW for (int h = 0; h < 2; h++) {
+        float *const result = results + r * PANEL + 16 * h;
+        const __m512 scaled = bits == 16 ? sum[r][h] : _mm512_fmadd_ps(sum[r][h], _mm512_load_ps(g->scales + 16 * h),
+                                                                        _mm512_load_ps(result));
+        _mm512_store_ps(result, scaled);
     }
 }
 
-#define CASE(R)                                                                                                        \
-    case R:                                                                                                            \
-        multiply(x, x_stride, panel, ahead, sums, pairs, R);                                                           \
-        break;
+MULTIPLY_ROWS(16)
+MULTIPLY_ROWS(8)
 
-static void multiply_rows(const uint16_t *x, int64_t x_stride, const uint32_t *panel, const uint32_t *ahead,
-                          float *sums, int64_t pairs, int64_t rows) {
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-    }
-}
-
-// x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs]. An item is a panel.
-//
-// Bias, residual and gate as in linear.h.
+// x [rows, inputs], rows x_stride elements apart; packed as above; y [rows, outputs]. Weights in FP8 have scales [..,
+// groups, 32], those in bfloat16 NULL, and one group. Bias, residual and gate as in linear.h. An item is a panel.
 int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
     const uint16_t *x = a[0].p;
-    const uint32_t *packed = a[2].p;
     const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
-    const int64_t x_stride = a[1].n, inputs = a[7].n;
+    const int64_t x_stride = a[1].n, inputs = a[7].n, group = a[10].n;
     if (item < 0) return ceil_div(end.outputs, PANEL);
-    const int64_t pairs = inputs / 2, blocks = ceil_div(rows, ROWS), first = item * PANEL;
-    const uint32_t *panel = packed + item * pairs * PANEL;
+    const float *scales = a[9].p ? (const float *)a[9].p + item * (inputs / group) * PANEL : NULL;
+    const int64_t pair_bytes = scales ? 2 * PANEL : 4 * PANEL, size = inputs / 2 * pair_bytes;
+    const uint8_t *panel = (const uint8_t *)a[2].p + item * size;
+    const int64_t blocks = ceil_div(rows, ROWS), first = item * PANEL;
     for (int64_t block = 0, row = 0; block < blocks; block++) {
         const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
         // While a panel comes from memory, the line 4 KiB on; while it is read again, a share of the next panel.
-        const uint32_t *ahead = block ? panel + pairs * PANEL + (block - 1) * pairs * PANEL / blocks : panel + 1024;
-        _Alignas(64) float sums[ROWS][PANEL];
-        multiply_rows(x + row * x_stride, x_stride, panel, ahead, sums[0], pairs, height);
-        finish_rows(&end, sums[0], row, height, first);
+        const uint8_t *ahead = block ? panel + size + (block - 1) * size / blocks : panel + 4096;
+        Multiply *const multiply_group = (scales ? multiply_rows_8 : multiply_rows_16)[height - 1];
+        _Alignas(64) float results[ROWS * PANEL];
+        if (scales) memset(results, 0, sizeof *results * height * PANEL);
+        Group each = {.x = x + row * x_stride,
+                      .panel = panel,
+                      .ahead = ahead,
+                      .scales = scales,
+                      .x_stride = x_stride,
+                      .pairs = group / 2};
+        for (int64_t at = 0; at < inputs; at += group) {
+            multiply_group(&each, results);
+            each.x += group, each.panel += group / 2 * pair_bytes, each.ahead += group / 2 * pair_bytes;
+            each.scales += scales ? PANEL : 0;
+        }
+        finish_rows(&end, results, row, height, first);
         row += height;
     }
     return 0;
@@ -90,4 +126,5 @@ int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
 
 #else
 int has_linear(int64_t inputs) { return (void)inputs, 0; }
+int has_linear_fp8(int64_t inputs, int64_t group) { return (void)inputs, (void)group, 0; }
 #endif

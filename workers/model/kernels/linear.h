@@ -3,7 +3,7 @@
 
 #include "common.h"
 
-enum { PANEL = 32 };
+enum { PANEL = 32, ROWS = 12 };  // of a block: 24 registers of sums, 2 of weights, and the broadcast input
 
 // `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL; y [rows, outputs]. If `gated` is not
 // 0, the weights of gates and of what they gate alternate in runs of 16, and y [rows, outputs / 2] = act(gate) * gated,
@@ -15,6 +15,25 @@ typedef struct {
 } Epilogue;
 
 #ifdef __AVX512BF16__
+
+// Else the compiler keeps the sums in memory.
+#define EACH_ROW _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
+
+typedef struct Group Group;  // what multiplies some rows by inputs of a panel, of each file its own
+typedef void Multiply(const Group *group, float *results);
+
+// multiply_rows_BITS, a function for each number of rows: in a loop over the groups, the compiler spills the sums.
+#define EACH_HEIGHT(F, BITS)                                                                                           \
+    F(1, BITS) F(2, BITS) F(3, BITS) F(4, BITS) F(5, BITS) F(6, BITS) F(7, BITS) F(8, BITS) F(9, BITS) F(10, BITS)     \
+    F(11, BITS) F(12, BITS)
+#define MULTIPLY(R, BITS)                                                                                              \
+    static __attribute__((noinline)) void multiply_##R##_##BITS(const Group *group, float *results) {                  \
+        multiply(group, results, R, BITS);                                                                             \
+    }
+#define NAME(R, BITS) multiply_##R##_##BITS,
+#define MULTIPLY_ROWS(BITS)                                                                                            \
+    EACH_HEIGHT(MULTIPLY, BITS)                                                                                        \
+    static Multiply *const multiply_rows_##BITS[ROWS] = {EACH_HEIGHT(NAME, BITS)};
 
 static inline void add(float *sums, const uint16_t *terms, __mmask32 some) {
     const __m512i both = _mm512_maskz_loadu_epi16(some, terms);

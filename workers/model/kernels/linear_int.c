@@ -9,7 +9,7 @@
 
 #include "linear.h"
 
-enum { ROWS = 12, QUAD = 4, FINER = 254 };  // rows as in linear.c; inputs of a dot product; steps of a second part
+enum { QUAD = 4, FINER = 254 };  // inputs of a dot product; steps of a second part
 enum { INFINITE = 0x7f80, TINY = 0x0400 };  // bfloat16 as bits: below 2^-119, 127 / x might be infinite
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
@@ -84,9 +84,6 @@ static inline __m512 load_scales(const uint16_t *scales) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16));
 }
 
-// Else the compiler keeps the sums in memory.
-#define EACH_ROW _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
-
 // As _mm512_dpbusd_epi32, for whose operands the compiler (gcc 12) makes copies in each turn, and spills them.
 #define ADD_BYTES(SUM, UNSIGNED, SIGNED) __asm__("vpdpbusd %2, %1, %0" : "+v"(SUM) : "v"(UNSIGNED), "v"(SIGNED))
 
@@ -106,13 +103,13 @@ static inline __m512i load_zeros(const uint8_t *zeros) {
 
 // A group of a panel and of the rows of q: its numbers, scales [32], and zeros [32] or, where they are all 128, NULL.
 // `terms` as from quantize_bf16. `ahead` is fetched meanwhile, line by line.
-typedef struct {
+struct Group {
     const int8_t *q;
     const float *terms;
     const uint8_t *panel, *ahead, *zeros;
     const uint16_t *scales;
     int64_t q_stride, terms_stride, steps;
-} Group;
+};
 
 // Adds to the results [rows, 32] the products of `rows` rows with a group: exact sums of bytes, scaled.
 static inline __attribute__((always_inline)) void multiply(const Group *g, float *results, const int rows,
@@ -153,19 +150,8 @@ static inline __attribute__((always_inline)) void multiply(const Group *g, float
     }
 }
 
-// One function for each number of rows: in a loop over the groups, the compiler spills the sums.
-typedef void Multiply(const Group *group, float *results);
-#define MULTIPLY(R, BITS)                                                                                              \
-    static __attribute__((noinline)) void multiply_##R##_##BITS(const Group *group, float *results) {                  \
-        multiply(group, results, R, BITS);                                                                             \
-    }
-#define ALL(F, BITS)                                                                                                   \
-    F(1, BITS) F(2, BITS) F(3, BITS) F(4, BITS) F(5, BITS) F(6, BITS) F(7, BITS) F(8, BITS) F(9, BITS) F(10, BITS)     \
-    F(11, BITS) F(12, BITS)
-ALL(MULTIPLY, 8)
-ALL(MULTIPLY, 4)
-#define NAME(R, BITS) multiply_##R##_##BITS,
-static Multiply *const multiply_rows[2][ROWS] = {{ALL(NAME, 4)}, {ALL(NAME, 8)}};
+MULTIPLY_ROWS(8)
+MULTIPLY_ROWS(4)
 
 // q and terms as from quantize_bf16; packed and packed_scales as above, zeros [.., groups, 32] or NULL; the rest as of
 // linear_bf16. An item is a panel.
@@ -184,7 +170,7 @@ int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
         const int64_t height = (rows - row + blocks - block - 1) / (blocks - block);
         // As in linear_bf16.
         const uint8_t *ahead = block ? panel + size + (block - 1) * size / blocks : panel + 4096;
-        Multiply *const multiply_group = multiply_rows[bits == 8][height - 1];
+        Multiply *const multiply_group = (bits == 8 ? multiply_rows_8 : multiply_rows_4)[height - 1];
         _Alignas(64) float results[ROWS * PANEL] = {0};
         Group each = {.q = q + row * parts * inputs,
                       .q_stride = parts * inputs,

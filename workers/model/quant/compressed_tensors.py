@@ -9,7 +9,7 @@ import torch
 from ..config import Fields
 from ..module import Parameter, WeightSlice
 from .base import LinearMethod, LinearPartition
-from .fp8 import Block, Fp8LinearMethod
+from .fp8 import Block, StoredFp8LinearMethod
 from .stored import WORD_BITS, GroupedLinearMethod, unpack, within_words, word_span
 from .unquantized import UnquantizedLinearMethod
 
@@ -135,7 +135,7 @@ def _method(fields: Fields, group: Fields) -> LinearMethod:
     if kind == "float":
         if bits != 8 or form == PACKED:
             raise weights.error("num_bits", f"{bits} of floating point is not supported in {form}, only 8")
-        return Fp8LinearMethod(f"{scheme} FP8", _block(weights, strategy), "weight_scale")
+        return StoredFp8LinearMethod(f"{scheme} FP8", _block(weights, strategy), "weight_scale")
     if kind != "int" or form == "float-quantized":
         raise weights.error("type", f"{kind!r:.60} is not supported in {form}")
     if strategy not in ("channel", "group"):

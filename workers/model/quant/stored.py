@@ -1,5 +1,6 @@
 """Linear weights in formats of checkpoints: numbers of few bits, blocks of which share a scale."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -71,9 +72,22 @@ class StoredLinearMethod(LinearMethod):
         outputs, inputs = self._partition.local_shape
         return outputs * inputs * self._dtype.itemsize
 
+    def kernel_group(self) -> int | None:
+        """Returns the largest number of inputs that a kernel for the numbers as they are can take as a group without
+        changing a scale; None if there is none."""
+        return None
+
     def scheme(self) -> str:
         """See `LinearMethod.scheme`."""
+        if self.kernel_group() is not None:
+            return "multiplied so on CPUs like this one"
         return f"turned into {str(self._dtype).removeprefix('torch.')} when they are loaded"
+
+    def groups(self, size: int | None) -> torch.Tensor:
+        """Returns the group of each input kept, [inputs], where groups of `size` lie one behind the other; None: all
+        inputs are one."""
+        begin, end, _ = self._partition.inputs.indices(self._partition.num_inputs)
+        return torch.arange(begin, end) // (size or self._partition.num_inputs)
 
     def whole(
         self, suffix: str, shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype, *, dim: int = 0
@@ -135,22 +149,21 @@ class GroupedLinearMethod(StoredLinearMethod):
     def make_method(self, bias: torch.Tensor | None) -> LinearMethod:
         """See `StoredLinearMethod.make_method`."""
         numbers, scales, zeros = self.numbers().contiguous(), self.scales(), self.zeros()
-        unit = self._kernel_group()
+        unit = self.kernel_group()
         if unit is None or numbers.device.type != "cpu":
             return super().make_method(bias)
-        groups = self._groups()[::unit]
+        groups = self.groups(self._group_size)[::unit]
         scales = scales[:, groups].bfloat16()
         is_centred = zeros is None or bool((zeros == 2 ** (self._bits - 1)).all())
         zeros = None if zeros is None or is_centred else zeros[:, groups] << 8 - self._bits
-        gated = self._partition.gated
-        return IntegerLinearMethod.from_numbers(numbers, scales, zeros, self._bits, bias, gated=gated)
+        return IntegerLinearMethod(self._bits).take((numbers, scales, zeros), bias, gated=self._partition.gated)
 
     def restore(self) -> torch.Tensor:
         """See `StoredLinearMethod.restore`."""
         numbers, scales, zeros = self.numbers(), self.scales().float(), self.zeros()
         if zeros is None:
             zeros = torch.full_like(scales, 2 ** (self._bits - 1), dtype=torch.uint8)
-        groups = [self._groups()] * len(self._partition.maps)
+        groups = [self.groups(self._group_size)] * len(self._partition.maps)
         if self.g_idx:
             groups = [each.long() for each in self.g_idx.parts()]
         groups_of = dict(zip(self._partition.maps, groups, strict=True))
@@ -167,33 +180,28 @@ class GroupedLinearMethod(StoredLinearMethod):
 
     def kept_bytes(self) -> int:
         """See `StoredLinearMethod.kept_bytes`."""
-        if (unit := self._kernel_group()) is None:
+        if (unit := self.kernel_group()) is None:
             return super().kept_bytes()
         outputs, inputs = self._partition.local_shape
         return outputs * (inputs * self._bits // 8 + inputs // unit * (2 if self._symmetric else 3))
 
     def scheme(self) -> str:
         """See `LinearMethod.scheme`."""
-        kept = super().scheme() if self._kernel_group() is None else "multiplied so on CPUs like this one"
-        return f"{self._text}, {kept}"
+        return f"{self._text}, {super().scheme()}"
 
-    def _groups(self) -> torch.Tensor:
-        """Returns the group of each input, [inputs], where they lie one behind the other."""
-        begin, end, _ = self._partition.inputs.indices(self._partition.num_inputs)
-        return torch.arange(begin, end) // (self._group_size or self._partition.num_inputs)
-
-    def _kernel_group(self) -> int | None:
-        """Returns the largest number of inputs that the kernel can take as a group without changing a scale; None if
-        there is none."""
-        groups, inputs = self._groups(), self._partition.local_shape[1]
+    def kernel_group(self) -> int | None:
+        """See `StoredLinearMethod.kernel_group`."""
+        unit, inputs = largest_run(self.groups(self._group_size)), self._partition.local_shape[1]
         if self._act_order or self._dtype is not torch.bfloat16:
             return None
-        for size in range(MAX_GROUP, 0, -UNIT):
-            if inputs % size == 0 and cpu.can_multiply_int(inputs, size):
-                runs = groups.view(-1, size)
-                if bool((runs == runs[:, :1]).all()):
-                    return size
-        return None
+        sizes = (size for size in range(MAX_GROUP, 0, -UNIT) if unit % size == 0)
+        return next((size for size in sizes if cpu.can_multiply_int(inputs, size)), None)
+
+
+def largest_run(groups: torch.Tensor) -> int:
+    """Returns into how long runs the inputs can be cut such that each run is of one group, by `groups` [inputs]."""
+    changes = (groups[1:] != groups[:-1]).nonzero().flatten() + 1
+    return math.gcd(len(groups), *changes.tolist())
 
 
 def is_plain(fields: Fields, name: str) -> bool:

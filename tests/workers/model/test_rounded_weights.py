@@ -1,6 +1,7 @@
-"""Weights of 8 and 4 bits: the kernel against what its numbers stand for, and whole models against transformers."""
+"""Weights of 8 and 4 bits and in FP8: the kernels against what their numbers stand for, and whole models against
+transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,10 @@ from tandem.workers.model.device import DTYPES
 from tandem.workers.model.kernels import cpu
 from tandem.workers.model.loader import open_checkpoint, rank_weight_bytes
 from tandem.workers.model.module import all_parameters
+from tandem.workers.model.quant.fp8 import Fp8LinearMethod
 from tandem.workers.model.quant.integer import BITS, IntegerLinearMethod, restore_weight, round_weight
-from tandem.workers.model.registry import with_quantization
+from tandem.workers.model.quant.rounded import RoundedLinearMethod
+from tandem.workers.model.registry import ROUNDED, with_quantization
 from tandem.workers.model.runner import ModelRunner
 
 from .helpers import Driver, prompt, reference, reference_greedy
@@ -25,6 +28,11 @@ needs_kernel = pytest.mark.skipif(
     not cpu.can_multiply_int(64, 64), reason="no kernel: AVX-512 VNNI and BF16 are missing"
 )
 
+METHODS: dict[str, Callable[[], RoundedLinearMethod]] = {
+    "int8": lambda: IntegerLinearMethod(8),
+    "int4": lambda: IntegerLinearMethod(4),
+    "fp8": Fp8LinearMethod,
+}
 NOT_FINITE = (float("nan"), -float("nan"), float("inf"), -float("inf"))
 
 
@@ -34,6 +42,20 @@ def rounded_inputs(x: torch.Tensor, group_size: int) -> torch.Tensor:
     scales = groups.abs().amax(-1, keepdim=True) / 127
     rounded: torch.Tensor = (groups / scales.where(scales > 0, 1)).round() * scales
     return rounded.view_as(x)
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> RoundedLinearMethod:
+    """A method for which there is a kernel."""
+    made = METHODS[request.param]()
+    if not made.can_multiply(64, 64):
+        pytest.skip("no kernel: AVX-512 VNNI, BF16 or VBMI is missing")
+    return made
+
+
+def taken_inputs(method: RoundedLinearMethod, x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """What the kernel of a method makes of x [rows, inputs]."""
+    return rounded_inputs(x, group_size) if isinstance(method, IntegerLinearMethod) else x.float()
 
 
 @pytest.mark.parametrize("bits", BITS.values())
@@ -47,37 +69,36 @@ def test_weights_are_rounded_to_the_nearest_number(bits: int) -> None:
     assert not restore_weight(numbers, scales, zeros, bits)[3].any()
 
 
-@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_a_weight_that_is_not_finite_stays_so(bits: int, value: float) -> None:
-    weight = torch.randn(4, 128)
-    plain = weight.clone()
+def test_a_weight_that_is_not_finite_stays_so(name: str, value: float) -> None:
+    method, weight = METHODS[name](), torch.randn(4, 128)
+    expected = method.restore(method.round(weight, 64))
     weight[2, 70] = value
-    numbers, scales, zeros = round_weight(weight, bits, 64)
-    assert numbers.int().max() < 2**bits
-    restored = restore_weight(numbers, scales, zeros, bits)
+    numbers = method.round(weight, 64)
+    restored = method.restore(numbers)
+    assert numbers[0].int().max() < {"int4": 16}.get(name, 256)
     assert restored[2, 64:].isnan().all()
-    expected = restore_weight(*round_weight(plain, bits, 64), bits)
     restored[2, 64:] = expected[2, 64:]
     assert torch.equal(restored, expected)
 
 
-@needs_kernel
-@pytest.mark.parametrize("bits", BITS.values())
 @pytest.mark.parametrize("value", NOT_FINITE)
-def test_an_input_that_is_not_finite_makes_its_row_nan_and_no_other(bits: int, value: float) -> None:
+def test_an_input_that_is_not_finite_makes_its_row_nan_and_no_other(method: RoundedLinearMethod, value: float) -> None:
     weight, x = torch.randn(96, 128), torch.randn(14, 128).bfloat16()
-    packed = cpu.pack_linear_int(*round_weight(weight, bits, 64), bits)
+    method.take(method.round(weight, 64), None, gated=False)
     for activation in (None, *cpu.ACTIVATIONS):
-        expected = cpu.linear_int(x, packed, 96, activation=activation)
+        expected = method.multiply(x, activation=activation)
         bad = x.clone()
         bad[3, 100] = value
-        expected[3] = float("nan")
-        found = cpu.linear_int(bad, packed, 96, activation=activation)
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+        found = method.multiply(bad, activation=activation)
+        if value != value or isinstance(method, IntegerLinearMethod):
+            assert found[3].isnan().all()
+        elif activation is None:  # of what is infinite a gate may make 0
+            assert not found[3].isfinite().any()
+        assert torch.equal(torch.cat((found[:3], found[4:])), torch.cat((expected[:3], expected[4:])))
     weight[5, 7] = value
-    y = cpu.linear_int(x, cpu.pack_linear_int(*round_weight(weight, bits, 64), bits), 96)
+    y = method.take(method.round(weight, 64), None, gated=False).multiply(x)
     assert y[:, 5].isnan().all()
     assert y.isnan().sum() == len(y)
 
@@ -88,22 +109,35 @@ def test_inputs_next_to_zero_are_zero() -> None:
     assert not cpu.linear_int(x, cpu.pack_linear_int(*round_weight(torch.ones(32, 64), 8, 64), 8), 32).any()
 
 
-@needs_kernel
-@pytest.mark.parametrize("bits", BITS.values())
 @pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 64), (64, 384, 192)])
-def test_the_kernel_computes_what_its_numbers_stand_for(bits: int, outputs: int, inputs: int, group_size: int) -> None:
-    torch.manual_seed(bits + outputs)
-    numbers, scales, zeros = round_weight(torch.randn(outputs, inputs), bits, group_size)
-    packed = cpu.pack_linear_int(numbers, scales, zeros, bits)
-    for rows in (1, 2, 7, 12, 13, 40):
+def test_the_kernel_computes_what_its_numbers_stand_for(
+    method: RoundedLinearMethod, outputs: int, inputs: int, group_size: int
+) -> None:
+    torch.manual_seed(outputs)
+    numbers = method.round(torch.randn(outputs, inputs), group_size)
+    weight, bias = method.restore(numbers), torch.randn(outputs).bfloat16()
+    method.take(numbers, bias, gated=False)
+    for rows in (1, 2, 7, 12, 13, 40, 64):
         x, residual = torch.randn(rows, inputs).bfloat16(), torch.randn(rows, outputs).bfloat16()
-        bias = torch.randn(outputs).bfloat16()
         x[0, :group_size] = 0
-        expected = rounded_inputs(x, group_size) @ restore_weight(numbers, scales, zeros, bits).T + bias + residual
-        y = cpu.linear_int(x, packed, outputs, bias, residual)
-        assert torch.allclose(y.float(), expected, rtol=0.01, atol=0.1)
-        alone = [cpu.linear_int(x[i : i + 1], packed, outputs, bias, residual[i : i + 1]) for i in range(rows)]
+        expected = taken_inputs(method, x, group_size) @ weight.T + bias + residual
+        y = method.apply(x, residual)
+        assert torch.allclose(y.float(), expected, rtol=0.01, atol=0.2)  # of halves another neighbour may be taken
+        alone = [method.apply(x[i : i + 1], residual[i : i + 1]) for i in range(rows)]
         assert torch.equal(torch.cat(alone), y)  # a row does not depend on the others
+
+
+def test_each_number_of_fp8_is_multiplied_as_it_is() -> None:
+    """Also the smallest, which are subnormal."""
+    if not cpu.can_multiply_fp8(256, 2):
+        pytest.skip("no kernel: AVX-512 BF16 or VBMI is missing")
+    bits = torch.arange(256, dtype=torch.uint8)
+    bits[bits & 0x7F == 0x7F] = 0  # NaN
+    numbers = torch.stack([bits.roll(by) for by in range(70)])  # [outputs, inputs]
+    scales = 2.0 ** torch.randint(-30, 30, (70, 128))
+    packed, packed_scales = cpu.pack_linear_fp8(numbers, scales)
+    y = cpu.linear(torch.eye(256).bfloat16(), packed, 70, scales=packed_scales)
+    assert torch.equal(y.float().T, numbers.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(2, dim=1))
 
 
 @needs_kernel
@@ -156,15 +190,14 @@ def test_weights_of_4_bits_with_a_step_and_a_smallest_weight_stay() -> None:
     assert (error < 0.1 * step).all()
 
 
-@needs_kernel
-@pytest.mark.parametrize("bits", BITS.values())
-def test_gate_and_up_are_fused(bits: int) -> None:
-    weight = torch.randn(128, 64).bfloat16()
+def test_gate_and_up_are_fused(method: RoundedLinearMethod) -> None:
     x = torch.randn(5, 64).bfloat16()
-    plain, fused = (round_weight(each, bits, 64) for each in (weight, cpu.alternate(*weight.chunk(2))))
-    gate, up = (rounded_inputs(x, 64) @ restore_weight(*plain, bits).T).chunk(2, dim=-1)
-    y = cpu.linear_int(x, cpu.pack_linear_int(*fused, bits), 128, activation="silu")
-    assert torch.allclose(y.float(), functional.silu(gate) * up, rtol=0.02, atol=0.3)
+    numbers = method.round(torch.randn(128, 64).bfloat16(), 64)
+    gate, up = (taken_inputs(method, x, 64) @ method.restore(numbers).T).chunk(2, dim=-1)
+    method.take(numbers, None, gated=True)
+    assert method.fuses_gate
+    assert torch.allclose(method.apply_gated(x).float(), functional.silu(gate) * up, rtol=0.02, atol=0.3)
+    assert torch.allclose(method.apply(x).float(), torch.cat((gate, up), dim=1), rtol=0.02, atol=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -181,19 +214,27 @@ def linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
     return ((name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
 
 
-@pytest.mark.parametrize("quantization", BITS)
+def rounded(weight: torch.Tensor, quantization: str) -> torch.Tensor:
+    """The weight [outputs, inputs] of a map as it is kept."""
+    if quantization == "fp8":
+        scales = weight.abs().amax(dim=1, keepdim=True) / 448
+        return (weight / scales).to(torch.float8_e4m3fn).float() * scales
+    bits = BITS[quantization]
+    group_size = next(size for size in range({8: 64, 4: 32}[bits], 0, -8) if weight.shape[1] % size == 0)
+    return restore_weight(*round_weight(weight, bits, group_size), bits)
+
+
+@pytest.mark.parametrize("quantization", ROUNDED)
 def test_a_model_generates_as_transformers_with_the_rounded_weights(folder: Path, quantization: str) -> None:
     expected = reference(folder)
     for name, linear in linears(expected):
-        bits = BITS["int8"] if name == "lm_head" else BITS[quantization]
-        weight = linear.weight.data
-        group_size = next(size for size in range({8: 64, 4: 32}[bits], 0, -8) if weight.shape[1] % size == 0)
-        linear.weight = torch.nn.Parameter(restore_weight(*round_weight(weight, bits, group_size), bits))
+        kept = rounded(linear.weight.data, "int8" if name == "lm_head" else quantization)
+        linear.weight = torch.nn.Parameter(kept)
     driver = Driver(load(folder, quantization, "float32"))
     assert driver.generate(1, prompt(30), 12) == reference_greedy(expected, prompt(30), 12)
 
 
-@pytest.mark.parametrize("quantization", BITS)
+@pytest.mark.parametrize("quantization", ROUNDED)
 def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path, quantization: str) -> None:
     runner = load(folder, quantization, "bfloat16")
     runner.warmup()
@@ -209,18 +250,19 @@ def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path, quantization: st
 
 
 def test_rounded_weights_take_fewer_bytes_and_have_caches_of_their_own(folder: Path) -> None:
-    plain, *rounded = (open_checkpoint(folder, quantization=quantization) for quantization in (None, *BITS))
-    sizes = [rank_weight_bytes(each.config, "bfloat16", 1, 0) for each in (plain, *rounded)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len({each.kv_layout("bfloat16").digest for each in (plain, *rounded)}) == 3
+    plain, *rounded = (open_checkpoint(folder, quantization=quantization) for quantization in (None, *ROUNDED))
+    whole, int8, int4, fp8 = (rank_weight_bytes(each.config, "bfloat16", 1, 0) for each in (plain, *rounded))
+    assert whole > max(int8, fp8)
+    assert int8 > int4
+    assert len({each.kv_layout("bfloat16").digest for each in (plain, *rounded)}) == 4
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), [(name, dtype) for name in BITS for dtype in DTYPES])
+@pytest.mark.parametrize(("quantization", "dtype"), [(name, dtype) for name in ROUNDED for dtype in DTYPES])
 def test_the_plan_counts_the_bytes_that_are_kept(folder: Path, quantization: str, dtype: str) -> None:
-    """Packed in 4 bits where there is a kernel, else in a byte."""
+    """Of 4 bits in half a byte where there is a kernel, else in a byte."""
     config = open_checkpoint(folder, quantization=quantization).config
     tree = load(folder, quantization, dtype)._model
-    methods = [each for each in tree.modules() if isinstance(each, IntegerLinearMethod) and not each._is_tied]
+    methods = [each for each in tree.modules() if isinstance(each, RoundedLinearMethod) and not each._is_tied]
     kept = sum(tensor.nbytes for each in methods for tensor in each._packed if tensor is not None)
     others = sum(each.data.nbytes for each in all_parameters(tree))
     assert rank_weight_bytes(config, dtype, 1, 0) == kept + others
