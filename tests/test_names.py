@@ -7,7 +7,7 @@ import pytest
 
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
-MAX_LINES = 44_500
+MAX_LINES = 44_700
 MAX_TYPES = 620
 
 # Names that this project alone used for what vLLM, SGLang, PyTorch or the papers call otherwise: words that no

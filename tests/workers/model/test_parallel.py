@@ -44,20 +44,20 @@ class ThreadGroup:
         return self.all_gather(x)[0]
 
 
-def load_rank(folder: Path, group: ThreadGroup, model_impl: str = "auto", dtype: str = "float32") -> ModelRunner:
-    checkpoint = open_checkpoint(folder, model_impl)
+def load_rank(
+    folder: Path, group: ThreadGroup, model_impl: str = "auto", dtype: str = "float32", quantization: str | None = None
+) -> ModelRunner:
+    checkpoint = open_checkpoint(folder, model_impl, quantization=quantization)
     return ModelRunner.load(checkpoint, dtype=dtype, device="cpu", num_blocks=128, block_size=16, group=group)
 
 
-def on_ranks(
-    folder: Path, size: int, work: Callable[[ModelRunner], Any], model_impl: str = "auto", dtype: str = "float32"
-) -> list[Any]:
-    """What `work` returns on each rank."""
+def on_ranks(folder: Path, size: int, work: Callable[[ModelRunner], Any], **options: Any) -> list[Any]:
+    """What `work` returns on each rank, whose model is loaded with these options."""
     barrier, box = threading.Barrier(size), [torch.empty(0)] * size
 
     def rank(number: int) -> Any:
         group = ThreadGroup(number, size, barrier, box)
-        return work(load_rank(folder, group, model_impl, dtype))
+        return work(load_rank(folder, group, **options))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))

@@ -23,6 +23,7 @@ from tandem.workers.model.registry import ROUNDED, with_quantization
 from tandem.workers.model.runner import ModelRunner
 
 from .helpers import Driver, prompt, reference, reference_greedy
+from .test_parallel import on_ranks
 
 needs_kernel = pytest.mark.skipif(
     not cpu.can_multiply_int(64, 64), reason="no kernel: AVX-512 VNNI and BF16 are missing"
@@ -217,8 +218,9 @@ def linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
 def rounded(weight: torch.Tensor, quantization: str) -> torch.Tensor:
     """The weight [outputs, inputs] of a map as it is kept."""
     if quantization == "fp8":
-        scales = weight.abs().amax(dim=1, keepdim=True) / 448
-        return (weight / scales).to(torch.float8_e4m3fn).float() * scales
+        groups = weight.view(len(weight), -1, next(size for size in range(64, 0, -2) if weight.shape[1] % size == 0))
+        scales = groups.abs().amax(dim=-1, keepdim=True) / 448
+        return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
     bits = BITS[quantization]
     group_size = next(size for size in range({8: 64, 4: 32}[bits], 0, -8) if weight.shape[1] % size == 0)
     return restore_weight(*round_weight(weight, bits, group_size), bits)
@@ -247,6 +249,15 @@ def test_tokens_do_not_depend_on_batch_and_chunks(folder: Path, quantization: st
     while len(generated) < 8:
         generated.append(driver.run(driver.step(1, generated[-1:], 44 + len(generated)))[0])
     assert generated == alone
+
+
+@pytest.mark.parametrize("quantization", ROUNDED)
+def test_two_ranks_round_as_one(tmp_path: Path, quantization: str) -> None:
+    """Where their slices hold whole groups."""
+    folder = make_tiny_model(tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
+    expected = Driver(load(folder, quantization, "float32")).generate(1, prompt(30), 12)
+    found = on_ranks(folder, 2, lambda runner: Driver(runner).generate(1, prompt(30), 12), quantization=quantization)
+    assert found == [expected] * 2
 
 
 def test_rounded_weights_take_fewer_bytes_and_have_caches_of_their_own(folder: Path) -> None:

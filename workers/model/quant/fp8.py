@@ -9,8 +9,8 @@ from ..config import Fields
 from ..kernels import cpu
 from ..module import Parameter
 from .base import LinearMethod, LinearPartition
-from .integer import IntegerLinearMethod
-from .rounded import Numbers, RoundedLinearMethod, finite_scales
+from .integer import MAX_GROUP, IntegerLinearMethod
+from .rounded import Numbers, RoundedLinearMethod, finite_scales, largest_group
 from .stored import StoredLinearMethod, is_plain, largest_run
 from .unquantized import UnquantizedLinearMethod
 
@@ -19,13 +19,14 @@ _ROWS: Final = 1024  # that are restored at once
 _LARGEST: Final = 448.0  # number
 _SCALE_BYTES: Final = 4
 
+
 Block = tuple[int | None, int | None]
 """Outputs and inputs that share a scale; None: all."""
 
 
 class Fp8LinearMethod(RoundedLinearMethod):
-    """Keeps numbers in FP8, by default with a scale for each output. Where there is a kernel, x is taken as it is:
-    numbers become bfloat16, which holds each of them, as they are multiplied."""
+    """Keeps numbers in FP8. Where there is a kernel, x is taken as it is: numbers become bfloat16, which holds each of
+    them, as they are multiplied."""
 
     def __init__(self) -> None:
         super().__init__(bits=8, term_bytes=_SCALE_BYTES)
@@ -37,7 +38,7 @@ class Fp8LinearMethod(RoundedLinearMethod):
 
     def group_size(self, inputs: int) -> int:
         """See `RoundedLinearMethod.group_size`."""
-        return inputs
+        return largest_group(inputs, MAX_GROUP, 2)
 
     def can_multiply(self, inputs: int, group_size: int) -> bool:
         """See `RoundedLinearMethod.can_multiply`."""
