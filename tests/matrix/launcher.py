@@ -88,7 +88,7 @@ def _answer(spec: dict[str, Any], **values: str) -> None:
 def _install(control: Control) -> None:
     """Has this process's worker obey `control`."""
     launch, accept, enqueue = WatchedExecutor.launch, RequestManager.submit, Engine.submit
-    grow, do_suspend = Scheduler._grow, RequestManager.suspend
+    grow, make_room, do_suspend = Scheduler._grow, Scheduler._make_room, RequestManager.suspend
 
     def held_launch(self: WatchedExecutor, plan: StepPlan, on_layers: Any = None) -> Any:
         control.wait(plan)
@@ -115,8 +115,14 @@ def _install(control: Control) -> None:
         preempted = self._requests.abort(self._requests.running[-1])
         return [*(Preempted(id=number) for number in preempted), *grow(self, sequence)]  # which may be another's
 
+    def starved_room(self: Scheduler, sequence: Sequence, count: int) -> int:
+        return (
+            0 if control.starves else make_room(self, sequence, count)
+        )  # a draft takes no block that `grow` is to miss
+
     WatchedExecutor.launch = held_launch  # type: ignore[method-assign]
     Scheduler._grow = starved_grow  # type: ignore[method-assign]
+    Scheduler._make_room = starved_room  # type: ignore[method-assign]
     RequestManager.suspend = counted_suspend  # type: ignore[method-assign]
     RequestManager.submit = counted_submit  # type: ignore[method-assign]
     Engine.submit = refused_submit  # type: ignore[method-assign]

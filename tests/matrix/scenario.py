@@ -13,10 +13,12 @@ from tandem.tests.matrix.cluster import Cluster, Result, collect, make_request, 
 from tandem.tests.matrix.nodes import Node
 from tandem.tests.peers import peer_channel
 from tandem.tests.workers.raw_session import RawSession, submit
+from tandem.workers.engine.config import SpeculativeConfig
 
 REACH_SECONDS: Final = 30.0
 REQUEST_SECONDS: Final = 60.0
 TOKEN_POINT: Final = 5  # tokens that the client has when "token" is reached
+_DRAFT_TOKENS: Final = SpeculativeConfig().num_speculative_tokens
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = REACH_SECONDS) -> None:
@@ -47,7 +49,8 @@ class Scenario:
         """Returns the position at which the holder stops for the point."""
         case, first = self.case, self.expected.choices[0]
         num_tokens = len(first.ids) if case.sampling == "stop string" else self.num_tokens
-        early = case.fault == "full"  # before the block that the worker does not get
+        # Before the block that the worker does not get, nor already has for a draft.
+        early = 0 if case.fault != "full" else 1 + _DRAFT_TOKENS if case.layout == "ngram" else 1
         return {
             "queued": 0,
             "prefill": 16,
