@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from tandem.router.request import TokenRequest
 from tandem.router.scheduling.prefix_index import Prefix
 from tandem.tests import demo_model
 from tandem.tests.fleet import Fleet, split_fleet
@@ -32,8 +31,9 @@ class Measured:
     seconds: list[float] = field(default_factory=list)
     num_cached: int = 0
 
-    async def answer(self, request: TokenRequest, *, returns: bool) -> list[int]:
+    async def answer(self, history: Sequence[int], num_tokens: int, *, returns: bool) -> list[int]:
         """Returns the answer, once the router has heard that the decode worker has its KV cache."""
+        request = token_request(history, num_tokens, ignore_eos=True)
         tokens, timeline = await self.running.generate(request)
         if returns:
             self.seconds.append(timeline.ttft_seconds)
@@ -54,8 +54,7 @@ async def compare(options: argparse.Namespace, both: Sequence[Measured]) -> int:
         for turn in range(options.turns):
             num_returning += len(history)
             history += rng.choices(range(1_000, 40_000), k=options.question)
-            request = token_request(history, options.answer, ignore_eos=True)
-            answers = [await each.answer(request, returns=turn > 0) for each in both]
+            answers = [await each.answer(history, options.answer, returns=turn > 0) for each in both]
             if answers[0] != answers[1]:
                 raise SystemExit(f"conversation {number}, turn {turn}: the answers differ: {answers}")
             history += answers[0]
