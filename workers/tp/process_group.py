@@ -101,7 +101,14 @@ class TpGroup:
         return open_group(store, backend=backend, rank=self.rank, size=self.size, host=self.host, timeout=self.timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the ranks' x, any shape; may overwrite x."""
+        """Returns the sum of the ranks' x, any shape; may overwrite x. On CPUs terms are added in float32, in the order
+        of the ranks."""
+        if self.device == "cpu" and self.size > 2:
+            # Gloo's own sum begins at another rank in each part of a tensor: a row would depend on the rows beside it.
+            total, *others = (part.float() for part in self.all_gather(x))
+            for part in others:
+                total += part
+            return total.to(x.dtype)
         x = x.contiguous()
         self._tensors.allreduce([x]).wait()
         return x

@@ -165,19 +165,20 @@ def test_a_plan_comes_as_it_was_sent(plan: StepPlan) -> None:
 WHERE: dict[str, Any] = {"host": "127.0.0.1", "size": 2, "device": "cpu", "timeout": 10, "start_timeout": 10}
 
 
-def on_two_ranks(first_rank: Callable[[TpGroup], T], second_rank: Callable[[TpGroup], T]) -> tuple[T, T]:
+def on_ranks(*works: Callable[[TpGroup], T]) -> tuple[T, ...]:
     """Runs each on a rank of its own of one group."""
-    first = TpGroup.listen(**WHERE)
+    where = WHERE | {"size": len(works)}
+    first = TpGroup.listen(**where)
 
-    def other() -> T:
-        second = TpGroup.join(first.address, rank=1, **WHERE)
-        second.connect()
-        return second_rank(second)
+    def other(rank: int) -> T:
+        group = TpGroup.join(first.address, rank=rank, **where)
+        group.connect()
+        return works[rank](group)
 
-    with ThreadPoolExecutor(1) as thread:
-        result = thread.submit(other)
+    with ThreadPoolExecutor(len(works)) as threads:
+        results = [threads.submit(other, rank) for rank in range(1, len(works))]
         first.connect()
-        return first_rank(first), result.result()
+        return works[0](first), *(result.result() for result in results)
 
 
 def test_messages_of_any_length_come_whole() -> None:
@@ -188,7 +189,7 @@ def test_messages_of_any_length_come_whole() -> None:
             group.broadcast_message(message)
         return messages
 
-    sent, received = on_two_ranks(send, lambda group: [group.receive_message() for _ in messages])
+    sent, received = on_ranks(send, lambda group: [group.receive_message() for _ in messages])
     assert sent == received
 
 
@@ -198,7 +199,20 @@ def test_a_tensor_of_rank_0_is_broadcast_in_place() -> None:
         assert group.broadcast(tokens) is tokens
         return tokens.tolist()
 
-    assert on_two_ranks(broadcast, broadcast) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    assert on_ranks(broadcast, broadcast) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_sum_of_a_row_does_not_depend_on_the_rows_beside_it(size: int) -> None:
+    terms = torch.randn(size, 7, 576).bfloat16()  # [ranks, rows, dim]
+
+    def reduce(group: TpGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        own = terms[group.rank]
+        return group.all_reduce(own.clone()), [group.all_reduce(row.clone()) for row in own]
+
+    for together, alone in on_ranks(*[reduce] * size):
+        assert torch.equal(together, torch.stack(alone))
+        assert torch.allclose(together.float(), terms.float().sum(0), rtol=0.01, atol=0.05)
 
 
 def test_a_blocking_abort_does_not_block_the_caller() -> None:
@@ -252,7 +266,7 @@ def test_a_stranger_at_the_ports_of_a_running_group_changes_nothing() -> None:
             intrude(place, listening() - before | {int(place.rpartition(":")[2])})
         return [part.tolist() for part in group.all_gather(torch.full((3,), group.rank))]
 
-    assert on_two_ranks(gather, gather) == ([[0] * 3, [1] * 3],) * 2
+    assert on_ranks(gather, gather) == ([[0] * 3, [1] * 3],) * 2
 
 
 def listening() -> set[int]:
