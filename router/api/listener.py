@@ -1,9 +1,11 @@
 """Serves an ASGI application over HTTP on one port, with uvicorn in the running event loop."""
 
 import asyncio
+import ctypes
 import errno
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +21,12 @@ _BUSY_SECONDS: Final = 1.0
 
 _FIRST_REQUEST_SECONDS: Final = 0.5
 """In which a connection that was accepted last may send its request before the server closes what has none."""
+
+
+_HANDSHAKE_SECONDS: Final = 0.1
+"""In which connections whose handshake has begun with a listener reach it before it is closed."""
+
+_SO_ATTACH_REUSEPORT_CBPF: Final = 51  # Linux
 
 
 class HttpListener:
@@ -78,8 +86,11 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def stop_accepting(self, seconds: float) -> None:
-        """Closes the listeners: at a moment when no connection waits in them, since it would be reset where another
-        process that shares the port could have had it. Then waits so long for the requests of those accepted last."""
+        """Closes the listeners, once other processes that share their ports get the new connections: one that waits in
+        a listener that is closed is reset. Then waits so long for the requests of those accepted last."""
+        are_shared = [_yield_port(each) for each in self._listeners]
+        if any(are_shared):
+            await asyncio.sleep(_HANDSHAKE_SECONDS)
         for _ in range(2):  # the loop accepts all that wait
             await asyncio.sleep(0)
         for each in self.servers:
@@ -99,6 +110,19 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _yield_port(listener: socket.socket) -> bool:
+    """Has the kernel give new connections to the second of the sockets that share the listener's port, in the order in
+    which they began to listen; if there is no second one, to the first as before. Returns whether it does."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 1))  # BPF_RET, of index 1
+    try:
+        listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, struct.pack("HP", 1, ctypes.addressof(program))
+        )
+    except OSError:  # the port is not shared, or the kernel knows no such programs
+        return False
+    return True
 
 
 @dataclass(eq=False)
