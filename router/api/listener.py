@@ -22,7 +22,6 @@ _BUSY_SECONDS: Final = 1.0
 _FIRST_REQUEST_SECONDS: Final = 0.5
 """In which a connection that was accepted last may send its request before the server closes what has none."""
 
-
 _HANDSHAKE_SECONDS: Final = 0.1
 """In which connections whose handshake has begun with a listener reach it before it is closed."""
 

@@ -164,7 +164,7 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply_fp8(inputs: int, group_size: int) -> bool:
-    """Returns whether `linear` takes weights in FP8, which needs a processor with the dot product of bfloat16."""
+    """Returns whether `linear` takes weights in FP8, which needs AVX-512 BF16 and VBMI."""
     kernels = library()
     return kernels is not None and bool(kernels.has_linear_fp8(inputs, group_size))
 

@@ -54,15 +54,10 @@ static void multiply_rows(float *c, int64_t c_stride, const uint32_t *a, int64_t
     }
 }
 
-// Into the second cache: the first takes too few lines at a time from memory, and waits (Zen 4).
-static inline void fetch(const uint16_t *head, int64_t D) {
-    for (int64_t d = 0; d < D; d += 32) _mm_prefetch((const char *)(head + d), _MM_HINT_T1);
-}
-
 // Loads the tile's first `count` keys, a multiple of 16; fetches the next tile's values.
 static void load_keys(Tile *t, const uint16_t *keys, const uint16_t *values, int64_t count, int64_t D) {
     for (int64_t i = 0; i < count; i += 16) {
-        for (int j = 0; j < 16; j++) fetch(values + t->next_slots[i + j], D);
+        for (int j = 0; j < 16; j++) fetch(values + t->next_slots[i + j], 2 * D);
         for (int64_t d = 0; d < D; d += 32) {
             __m512i rows[16];
             for (int j = 0; j < 16; j++) rows[j] = _mm512_loadu_si512(keys + t->slots[i + j] + d);
@@ -70,7 +65,7 @@ static void load_keys(Tile *t, const uint16_t *keys, const uint16_t *values, int
             for (int j = 0; j < 16; j++) _mm512_store_si512(t->key + (d / 2 + j) * TILE + i, rows[j]);
         }
     }
-    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], D);
+    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], 2 * D);
 }
 
 // Loads the values of these keys; fetches the next tile's keys.
@@ -80,7 +75,7 @@ static void load_values(Tile *t, const uint16_t *keys, const uint16_t *values, i
         0x70007, 0x60006, 0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0));
     const __m512i back = _mm512_add_epi16(front, _mm512_set1_epi16(16));
     for (int64_t i = 0; i < count; i += 2) {
-        fetch(keys + t->next_slots[i], D), fetch(keys + t->next_slots[i + 1], D);
+        fetch(keys + t->next_slots[i], 2 * D), fetch(keys + t->next_slots[i + 1], 2 * D);
         for (int64_t d = 0; d < D; d += 32) {
             const __m512i a = _mm512_loadu_si512(values + t->slots[i] + d);
             const __m512i b = _mm512_loadu_si512(values + t->slots[i + 1] + d);
@@ -88,7 +83,7 @@ static void load_values(Tile *t, const uint16_t *keys, const uint16_t *values, i
             _mm512_store_si512(t->value + i / 2 * D + d + 16, _mm512_permutex2var_epi16(a, back, b));
         }
     }
-    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], D);
+    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], 2 * D);
 }
 
 // Turns row r's scores into weights, masked outside keys [first, last].

@@ -73,11 +73,6 @@ static void multiply_rows(float *c, int64_t c_stride, const uint32_t *a, int64_t
     }
 }
 
-// Into the second cache: the first takes too few lines at a time from memory, and waits (Zen 4).
-static inline void fetch(const int8_t *head, int64_t row) {
-    for (int64_t d = 0; d < row; d += 64) _mm_prefetch((const char *)(head + d), _MM_HINT_T1);
-}
-
 // A part of a row, zeros past its end.
 static inline __m512i load_part(const int8_t *row, int64_t d, int64_t head_dim) {
     if (head_dim - d >= PART) return _mm512_loadu_si512(row + d);
