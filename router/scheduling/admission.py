@@ -24,7 +24,7 @@ from typing import Final
 from ...proto.errors import InvalidArgument, Overloaded, TandemError
 from ...proto.metrics import NULL_METRICS, REFUSALS, Metrics
 from ..request import TokenRequest
-from .capacity import Capacity, DrainRate, required_capacity
+from .capacity import NO_CAPACITY, Capacity, DrainRate, required_capacity
 from .fair_queue import FairQueue, QueueEntry
 from .registry import WorkerRegistry
 
@@ -234,7 +234,8 @@ class Admission:
         """Returns the seconds after which a worker would begin with the prompt of a new entry."""
         num_tokens, at_workers = self.queue.tokens_ahead(entry), self._registry.prefill_queue()
         prompts = at_workers.seconds(self._drain.prompt_tokens(num_tokens))
-        return max(prompts, at_workers.fixed + self._drain.seconds(num_tokens))
+        free = self._registry.free() or NO_CAPACITY
+        return max(prompts, at_workers.fixed + self._drain.seconds(num_tokens, free))
 
     def _slack(self, deadline: float | None) -> float:
         """Returns the seconds after which even a request that is next would miss its deadline."""

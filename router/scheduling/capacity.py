@@ -85,7 +85,8 @@ class DrainRate:
     """Measures how fast a queue drains since it was last empty: only then do those it waits for work at full rate.
 
     Counts the last ten seconds or so, and the time since the last departure. Before enough requests have departed, it
-    estimates by Little's law: the work in progress divided by the mean time for which work is in progress.
+    estimates by Little's law: the work in progress once the workers are full, divided by the mean time for which work
+    is in progress. What still finds room waits for no other to end.
     """
 
     _MEMORY_SECONDS: Final = 10.0
@@ -134,10 +135,13 @@ class DrainRate:
         """Returns how many of so many tokens of work are prompts, by the work in progress."""
         return num_tokens * self._in_progress.prompt_tokens / max(self._in_progress.kv_tokens, 1)
 
-    def seconds(self, num_tokens: int) -> float:
-        """Returns how long so many tokens of work take to depart; 0 while too little is known."""
+    def seconds(self, num_tokens: int, free: Capacity = NO_CAPACITY) -> float:
+        """Returns how long so many tokens of work take to depart where the workers have `free`; 0 while too little is
+        known."""
         if self._count < self._TRUSTED:
-            in_progress = self._in_progress.kv_tokens
-            return num_tokens * self._mean_seconds / in_progress if in_progress else 0.0
+            begun = self._in_progress
+            tokens_each = begun.kv_tokens / max(begun.sequences, 1)
+            room = max(min(free.kv_tokens, free.sequences * tokens_each), 0.0)
+            return max(num_tokens - room, 0.0) * self._mean_seconds / max(begun.kv_tokens + room, 1.0)
         waiting = self._clock() - self._last if self._last is not None else 0.0
         return num_tokens * (self._elapsed + waiting) / self._tokens

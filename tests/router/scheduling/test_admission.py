@@ -246,6 +246,25 @@ async def test_a_burst_is_measured_by_what_workers_report_before_anything_has_de
     await requests.cancel_all()
 
 
+async def test_a_burst_that_waits_for_prompts_alone_does_not_wait_for_the_end_of_long_requests() -> None:
+    """What runs takes minutes, and makes nobody wait: there are sequences and KV cache for all."""
+    clock = Clock()
+    requests = AdmittedRequests(max_sequences=64, clock=clock, max_queue_seconds=30.0)
+    report(requests.registry, "p0", load=load(0, prompt_token_seconds=1e-3))
+    await requests.ask(request([1] * 10, "long"))
+    clock.now += 120.0
+    await requests.finish("long")
+    await requests.ask(request([1] * 10, "runs"))
+    report(requests.registry, "p0", load=load(0, num_waiting=1, waiting_tokens=600, prompt_token_seconds=1e-3))
+    tasks = [await requests.ask(request([n] * 10, str(n))) for n in range(60)]
+    assert len(requests.admission.queue) == 60
+    assert not any(task.done() for task in tasks)
+    for n in range(60, 100):  # no more than 64 fit; for the others some have to end
+        await requests.ask(request([n] * 10, str(n)))
+    assert len(requests.admission.queue) < 85
+    await requests.cancel_all()
+
+
 async def test_requests_of_other_routers_count_and_their_end_admits_ours() -> None:
     requests = AdmittedRequests(max_sequences=4)
     await requests.ask(request([1], "first"))

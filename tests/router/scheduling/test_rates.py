@@ -106,3 +106,6 @@ def test_before_a_drain_rate_is_measured_it_is_that_of_the_work_in_progress() ->
         drain.finish(work, 2.0)
     assert drain.seconds(80) == pytest.approx(2.0)
     assert drain.prompt_tokens(80) == pytest.approx(60)
+    assert drain.seconds(80, Capacity(sequences=2, kv_tokens=1000)) == 0.0  # there is room for two more like these
+    assert drain.seconds(160, Capacity(sequences=2, kv_tokens=1000)) == pytest.approx(1.0)
+    assert drain.seconds(160, Capacity(sequences=9, kv_tokens=40)) == pytest.approx(2.0)
