@@ -253,8 +253,8 @@ async def running(service: Any) -> None:
 
 
 def pid_listening_on(address: str) -> int:
-    port = int(address.rpartition(":")[2])
     listening = (each for each in psutil.net_connections("tcp") if each.status == "LISTEN")
-    (pid,) = {each.pid for each in listening if each.laddr and each.laddr.port == port}
+    places = {(f"{each.laddr.ip.removeprefix('::ffff:')}:{each.laddr.port}", each.pid) for each in listening}
+    (pid,) = {pid for place, pid in places if place == address}
     assert pid is not None
     return pid
