@@ -253,8 +253,8 @@ async def running(service: Any) -> None:
 
 
 def pid_listening_on(address: str) -> int:
-    listening = (each for each in psutil.net_connections("tcp") if each.status == "LISTEN")
-    places = {(f"{each.laddr.ip.removeprefix('::ffff:')}:{each.laddr.port}", each.pid) for each in listening}
+    listening = [(each.laddr, each.pid) for each in psutil.net_connections("tcp") if each.status == "LISTEN"]
+    places = {(f"{at.ip.removeprefix('::ffff:')}:{at.port}", pid) for at, pid in listening if at}
     (pid,) = {pid for place, pid in places if place == address}
     assert pid is not None
     return pid
