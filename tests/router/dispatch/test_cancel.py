@@ -125,7 +125,9 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
             async with asyncio.timeout(5):
                 while any(now > then for now, then in zip(held(), quiet, strict=False)):
                     await asyncio.sleep(0.01)
-            gc.collect()
+                # Collecting gRPC's request iterators schedules their closing on this loop.
+                while gc.collect():
+                    await asyncio.sleep(0.01)
             return len(gc.get_objects())
 
         quiet: list[int] = []
@@ -133,4 +135,4 @@ async def test_five_hundred_requests_leave_no_object_behind() -> None:
         quiet = held()
         counts = [await num_objects(10) for _ in range(3)]
         grown = [after - before for before, after in pairwise(counts)]
-        assert min(grown) < 125, "a leak of one object in two requests"
+        assert min(grown) < 25, "a leak of one object in ten requests"
