@@ -301,7 +301,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("request_id", "tokenize_seconds", "queue_seconds", "dispatch_seconds", "prefill_seconds", "kv_transfer_seconds", "decode_seconds", "end_to_end_seconds", "ttft_seconds", "tpot_seconds", "kv_transfer_bytes", "kv_transfer_active_seconds", "prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "prefill_worker", "decode_worker", "kv_transport", "interruptions")
+    __slots__ = ("request_id", "tokenize_seconds", "queue_seconds", "dispatch_seconds", "prefill_seconds", "kv_transfer_seconds", "decode_seconds", "end_to_end_seconds", "ttft_seconds", "tpot_seconds", "kv_transfer_bytes", "kv_transfer_active_seconds", "prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "prefill_worker", "decode_worker", "kv_transport", "interruptions", "restore_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class Timeline(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     INTERRUPTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokenize_seconds: float
     queue_seconds: float
@@ -342,7 +343,8 @@ class Timeline(_message.Message):
     decode_worker: str
     kv_transport: str
     interruptions: _containers.RepeatedCompositeFieldContainer[Interruption]
-    def __init__(self, request_id: _Optional[str] = ..., tokenize_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., dispatch_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., kv_transfer_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., end_to_end_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., kv_transfer_bytes: _Optional[int] = ..., kv_transfer_active_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., kv_transport: _Optional[str] = ..., interruptions: _Optional[_Iterable[_Union[Interruption, _Mapping]]] = ...) -> None: ...
+    restore_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., tokenize_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., dispatch_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., kv_transfer_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., end_to_end_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., kv_transfer_bytes: _Optional[int] = ..., kv_transfer_active_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., kv_transport: _Optional[str] = ..., interruptions: _Optional[_Iterable[_Union[Interruption, _Mapping]]] = ..., restore_seconds: _Optional[float] = ...) -> None: ...
 
 class Interruption(_message.Message):
     __slots__ = ("cause", "worker", "at_seconds")

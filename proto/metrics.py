@@ -111,7 +111,9 @@ TPOT = _histogram(
 )
 E2E = _histogram("vllm:e2e_request_latency_seconds", _LATENCY, "From the arrival of a request to its last token.")
 QUEUE_TIME = _histogram("vllm:request_queue_time_seconds", _LATENCY, "In the queues of the router and its workers.")
-PREFILL_TIME = _histogram("vllm:request_prefill_time_seconds", _LATENCY, "From admission to the first token.")
+PREFILL_TIME = _histogram(
+    "vllm:request_prefill_time_seconds", _LATENCY, "From admission, or the end of a restore, to the first token."
+)
 DECODE_TIME = _histogram("vllm:request_decode_time_seconds", _LATENCY, "From the decode worker's batch to the end.")
 INFERENCE_TIME = _histogram("vllm:request_inference_time_seconds", _LATENCY, "At workers, without their queues.")
 REQUEST_PROMPT = _histogram("vllm:request_prompt_tokens", _TOKENS, "Prompt tokens of a request.")

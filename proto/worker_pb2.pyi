@@ -218,14 +218,16 @@ class Suspended(_message.Message):
     def __init__(self, kv: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("queue_seconds", "cached_tokens", "kv")
+    __slots__ = ("queue_seconds", "cached_tokens", "kv", "restore_seconds")
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     cached_tokens: int
     kv: KvHandle
-    def __init__(self, queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
+    restore_seconds: float
+    def __init__(self, queue_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., kv: _Optional[_Union[KvHandle, _Mapping]] = ..., restore_seconds: _Optional[float] = ...) -> None: ...
 
 class KvReceived(_message.Message):
     __slots__ = ("transfer_bytes", "transfer_active_seconds", "transport")

@@ -240,7 +240,7 @@ class RequestManager:
                             self._end_choice(request, choice)
                     case Admitted() if event.importing:
                         loading = self.kv.load(event.id, self.importer.load(event, request.spec, request.holder))
-                        loading.add_done_callback(partial(self._loaded, request, event))
+                        loading.add_done_callback(partial(self._loaded, request, event, time.monotonic()))
                     case Admitted():
                         request.session.put(request.key, admitted=self._admitted(request, event))
                     case Progress():
@@ -372,21 +372,22 @@ class RequestManager:
                 request.session.put(request.key, kv_received=received)
                 self.thread.post(lambda engine: engine.commit_import(request.spec.id, first_tokens))
 
-    def _loaded(self, request: WorkerRequest, event: Admitted, task: "asyncio.Task[int]") -> None:
+    def _loaded(self, request: WorkerRequest, event: Admitted, began: float, task: "asyncio.Task[int]") -> None:
         """Starts a sequence with what has come, as soon as nothing writes to its blocks any more."""
         if task.cancelled() or request not in self._requests:
             return
         if error := task.exception():  # a defect: what the disk or another worker does is no failure
             self.failed(error)
         else:
-            self.kv.stop(event.id, partial(self._start, request, event, task.result()))
+            self.kv.stop(event.id, partial(self._start, request, event, began, task.result()))
 
-    def _start(self, request: WorkerRequest, event: Admitted, num_tokens: int) -> None:
+    def _start(self, request: WorkerRequest, event: Admitted, began: float, num_tokens: int) -> None:
         if request not in self._requests:
             return
         self.metrics.add(RESTORED, num_tokens, tier="remote" if event.from_remote else "disk")
-        admitted = replace(event, num_cached=event.num_cached + num_tokens)
-        request.session.put(request.key, admitted=self._admitted(request, admitted))
+        message = self._admitted(request, replace(event, num_cached=event.num_cached + num_tokens))
+        message.restore_seconds = time.monotonic() - began
+        request.session.put(request.key, admitted=message)
         self.thread.post(lambda engine: engine.commit_prefix(event.id, num_tokens))
 
     def _refuse(self, request: WorkerRequest, kind: "worker_pb2.FailureKind", message: str) -> None:

@@ -19,6 +19,7 @@ _PARTS: Final = {
     "tokenize": "tokenize_seconds",
     "dispatch": "dispatch_seconds",
     "queue": "queue_seconds",
+    "restore": "restore_seconds",
     "prefill": "prefill_seconds",
     "KV wait": "kv_transfer_seconds",
     "decode": "decode_seconds",

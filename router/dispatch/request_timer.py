@@ -74,6 +74,7 @@ class RequestTimer:
         elif output.HasField("admitted") and self._first is None:
             self._queue = output.admitted.queue_seconds
             self._timeline.cached_tokens = output.admitted.cached_tokens
+            self._timeline.restore_seconds = output.admitted.restore_seconds
         elif output.HasField("tokens") and self._first is None:
             self._first = now
             self._timeline.ttft_seconds = now - self._arrived
@@ -125,7 +126,8 @@ class RequestTimer:
         waited = min(max((self._decode_admitted or first) - first, 0.0), received - first)
         timeline.tokenize_seconds = self._tokenized - self._arrived
         timeline.queue_seconds = dispatched - self._tokenized + self._queue + waited
-        timeline.dispatch_seconds = first - dispatched - self._queue - timeline.prefill_seconds
+        working = self._queue + timeline.restore_seconds + timeline.prefill_seconds
+        timeline.dispatch_seconds = first - dispatched - working
         timeline.kv_transfer_seconds = received - first - waited
         timeline.decode_seconds = end - received
         timeline.end_to_end_seconds = end - self._arrived

@@ -53,17 +53,19 @@ def required_capacity(request: TokenRequest) -> Capacity:
     )
 
 
-def used_capacity(request: TokenRequest, *, num_tokens: int, cached_tokens: int, decodes: bool) -> Capacity:
+def used_capacity(
+    request: TokenRequest, *, num_tokens: int, cached_tokens: int, decodes: bool, fetched_tokens: int = 0
+) -> Capacity:
     """Returns what a request will use on a worker that computes `num_tokens` of its prompt (0: none), holds
-    `cached_tokens` of it in its prefix cache and, if `decodes`, generates. Choices share the blocks of the prompt, and
-    all requests those of its cached part."""
+    `cached_tokens` of it in its prefix cache, fetches what it lacks of the first `fetched_tokens` and, if `decodes`,
+    generates. Choices share the blocks of the prompt, and all requests those of its cached part."""
     required = required_capacity(request)
     generated = required.kv_tokens - required.prompt_tokens if decodes else 0
     return Capacity(
         sequences=required.sequences if decodes else 1,
         prompts=1 if num_tokens else 0,
         prompt_tokens=num_tokens,
-        uncached_tokens=max(num_tokens - cached_tokens, 1) if num_tokens else 0,
+        uncached_tokens=max(num_tokens - max(cached_tokens, fetched_tokens), 1) if num_tokens else 0,
         kv_tokens=max(required.prompt_tokens - cached_tokens, 0) + generated,
     )
 

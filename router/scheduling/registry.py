@@ -205,16 +205,23 @@ class WorkerRegistry:
         *,
         decodes: bool = False,
         goes_ahead: bool = False,
+        fetched_tokens: int = 0,
     ) -> None:
         """Counts a request that is dispatched to the worker, which is to compute `num_tokens` of its prompt, less what
-        it has cached; `decodes` says so of a prefill worker, `goes_ahead` is as for `place`. Call it for the decode
-        worker last: that releases what was reserved for the request."""
+        it has cached or is to fetch from a holder of the first `fetched_tokens`; `decodes` says so of a prefill
+        worker, `goes_ahead` is as for `place`. Call it for the decode worker last: that releases what was reserved for
+        the request."""
         worker = self._workers.get(worker_id)
         decodes |= worker is None or worker.info.role == _DECODE
         if worker is not None:
             _, prefix, matched = self._last_look_up(request)
-            cached_tokens = matched.get(worker_id, 0)
-            used = used_capacity(request, num_tokens=num_tokens, cached_tokens=cached_tokens, decodes=decodes)
+            used = used_capacity(
+                request,
+                num_tokens=num_tokens,
+                cached_tokens=matched.get(worker_id, 0),
+                decodes=decodes,
+                fetched_tokens=fetched_tokens,
+            )
             worker.add(request.request_id, used, prefix, goes_ahead=goes_ahead)
             if used.prompt_tokens:
                 self.prefill_work.add(used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens))

@@ -36,7 +36,7 @@ from ...proto.metrics import (
 )
 from .trace import TraceContext
 
-PARTS: Final = ("tokenize", "queue", "dispatch", "prefill", "kv_transfer", "decode")
+PARTS: Final = ("tokenize", "queue", "dispatch", "restore", "prefill", "kv_transfer", "decode")
 """The parts of a timeline, which add up, in the order in which a request goes through them."""
 
 _REASONS: Final = {

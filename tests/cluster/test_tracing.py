@@ -25,7 +25,7 @@ CANARY = "canary-81ac"
 
 def ended(trace: TraceContext | None = CALLER, **fields: Any) -> EndedRequest:
     """A request that took 2.5 s, and ended just now."""
-    seconds = dict(zip(PARTS, (0.125, 0.25, 0.125, 0.5, 0.0, 1.5), strict=True))
+    seconds = dict(zip(PARTS, (0.125, 0.25, 0.125, 0.25, 0.25, 0.0, 1.5), strict=True))
     timeline = inference_pb2.Timeline(
         end_to_end_seconds=2.5, ttft_seconds=1.0, cached_tokens=16, attempts=1, decode_worker="d-0"
     )
@@ -70,7 +70,7 @@ def test_spans_take_the_times_of_the_timeline_and_follow_each_other() -> None:
     assert seconds_of(span) == pytest.approx(request.timeline.end_to_end_seconds)
     assert span.end_time is not None
     assert span.end_time / 1e9 == pytest.approx(time.time(), abs=60)
-    assert [child.name for child in children] == ["tokenize", "queue", "dispatch", "prefill", "decode"]
+    assert [child.name for child in children] == ["tokenize", "queue", "dispatch", "restore", "prefill", "decode"]
     for child in children:
         assert seconds_of(child) == pytest.approx(getattr(request.timeline, f"{child.name}_seconds"))
     edges = [child.start_time for child in children] + [children[-1].end_time]
@@ -99,8 +99,8 @@ def test_the_caller_decides_what_is_traced_and_else_the_configuration() -> None:
     unsampled = TraceContext(trace_id=CALLER.trace_id, span_id=CALLER.span_id, is_sampled=False)
     assert spans_of(ended(unsampled)) == ()
     assert spans_of(ended(None), sample_ratio=0.0) == ()
-    assert len(spans_of(ended(CALLER), sample_ratio=0.0)) == 6
-    assert len(spans_of(ended(None))) == 6
+    assert len(spans_of(ended(CALLER), sample_ratio=0.0)) == 7
+    assert len(spans_of(ended(None))) == 7
 
 
 def test_a_request_that_was_refused_is_neither_span_nor_line(lines: StringIO) -> None:

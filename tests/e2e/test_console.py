@@ -169,7 +169,7 @@ def test_by_keyboard(opened: Any, service: Any, keys: tuple[Path, str]) -> None:
     opened.switch_to.active_element.send_keys(Keys.ENTER)
     row = opened.switch_to.active_element
     assert row.get_attribute("aria-expanded") == "true"
-    assert count(opened, ".details:not([hidden]) .stages tr") == 7  # six stages and their sum
+    assert count(opened, ".details:not([hidden]) .stages tr") == 8  # seven stages and their sum
     opened.find_element("id", "tab-overview").click()
     chart = opened.find_element("css selector", ".plot")
     chart.send_keys(Keys.ARROW_LEFT)

@@ -1,6 +1,7 @@
 """A prompt whose beginning another worker has cached: it is fetched from there, and what cannot be had is computed."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -115,6 +116,29 @@ async def test_a_returning_conversation_is_fetched(block_sizes: tuple[int, int],
         assert both.figures.sums[RESTORED, ("remote",)] == cached - own
         status = await idle(both.workers[0])
         assert status.num_restored_tokens == cached - own
+
+
+async def test_the_time_of_a_fetch_is_reported_apart_from_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = prefix_transfer.PrefixImporter._fetch
+
+    async def slow(*args: Any) -> int:
+        await asyncio.sleep(0.25)
+        return await fetch(*args)
+
+    monkeypatch.setattr(prefix_transfer.PrefixImporter, "_fetch", slow)
+    async with two(fake_rank(), fake_rank()) as both:
+        prompt = await both.converse()
+        asked = submit("next", task=worker_pb2.TASK_PREFILL, token_ids=prompt, max_tokens=1)
+        asked.prefix_holder.CopyFrom(both.holder())
+        sent = time.monotonic()
+        await both.sessions[0].send(asked)
+        await both.sessions[0].until(lambda output: output.request_id == "next" and ended(output))
+        elapsed = time.monotonic() - sent
+        admitted, tokens = both.sessions[0].outputs("next")
+        assert admitted.admitted.restore_seconds >= 0.25
+        parts = (admitted.admitted.queue_seconds, admitted.admitted.restore_seconds, tokens.tokens.prefill_seconds)
+        assert sum(parts) <= elapsed, "a part counts twice"
+        assert min(parts) > 0
 
 
 async def test_what_is_here_already_is_not_fetched() -> None:

@@ -40,7 +40,7 @@ class NewTokens:
     first_index: int  # index of token_ids[0] among the generated tokens of the request
     token_ids: tuple[int, ...]
     finish: FinishReason | None
-    prefill_seconds: float  # from admission to the sequence's first token here; 0 with later tokens
+    prefill_seconds: float  # from admission, or the end of an import, to its first token here; 0 with later tokens
     logprobs: tuple[SampledLogprobs, ...] = ()  # one for each token, if requested
     prompt_logprobs: tuple[SampledLogprobs, ...] = ()  # of prompt tokens 1, 2, ...; with the first choice's first token
     score: float = 0.0  # of a hypothesis

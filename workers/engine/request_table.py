@@ -35,10 +35,12 @@ class RequestTable:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens to compute, in the queue or under way, without imports. Safe from any thread: the copies are
-        atomic."""
+        """Prompt tokens to compute: in the queue, under way, and what is left of prompts that are being imported. Safe
+        from any thread: the copies are atomic."""
         queued = sum(s.num_tokens for s in tuple(self.waiting) if s.spec.task is not Task.DECODE)
-        return queued + sum(s.num_uncomputed for s in tuple(self.running) if s.num_uncomputed > 1)
+        importing = [s for s in self.sequences.copy().values() if s.state is State.IMPORTING and s.importing]
+        rest = sum(s.num_uncomputed - len(s.importing) * self.config.block_size for s in importing)
+        return queued + rest + sum(s.num_uncomputed for s in tuple(self.running) if s.num_uncomputed > 1)
 
     def add(self, spec: SequenceSpec, submitted: float | None = None) -> None:
         """Queues a sequence behind those of its order. The caller has checked `Scheduler.fits` and the queue's bound.
@@ -76,7 +78,7 @@ class RequestTable:
         self.num_restored_tokens += sequence.num_restored
         sequence.num_cached = len(sequence.blocks) * self.config.block_size
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached
-        sequence.admitted = self.clock()
+        sequence.started = self.clock()
         self.waiting.remove(sequence)
         self.num_holding += sequence.num_slots
         if sequence.spec.task is Task.DECODE or sequence.importing:
@@ -99,6 +101,7 @@ class RequestTable:
     def commit_prefix(self, sequence: Sequence, num_tokens: int) -> None:
         """Starts an importing sequence that has the KV cache of num_tokens more than at its admission."""
         self.start(sequence)
+        sequence.started = self.clock()
         sequence.num_scheduled = sequence.num_computed = sequence.num_cached = sequence.num_cached + num_tokens
         self.num_restored_tokens += num_tokens
         self.publish(sequence)

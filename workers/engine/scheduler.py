@@ -201,7 +201,7 @@ class Scheduler:
         self._requests.admit(sequence, shared, restored)
         return Admitted(
             id=sequence.spec.id,
-            queue_seconds=sequence.admitted - sequence.submitted,
+            queue_seconds=sequence.started - sequence.submitted,
             num_cached=sequence.num_cached,
             num_restored=sequence.num_restored,
             importing=sequence.importing,

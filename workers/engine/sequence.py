@@ -151,7 +151,7 @@ class Sequence:
     reserved: list[int] = field(default_factory=list)  # for the import and for growth, in the order of use
     num_sent_blocks: int = 0  # how many of `blocks` the ranks know
     sampling_sent: bool = False
-    admitted: float = 0.0  # clock
+    started: float = 0.0  # clock; when its prompt could be computed: at admission, or once it had been imported
     max_length: int = field(init=False)  # tokens that get KV cache here; below the spec's once it is being suspended
     choices: list[int] = field(init=False)  # uncancelled choices that it will fork into
     num_slots: int = field(init=False)  # sequences that it counts for: those it will fork into

@@ -70,7 +70,7 @@ def append_tokens(
     those that this does not finish. `logprobs`: one for each of `tokens`, if they are known; `embedding`: of the
     prompt, if it is requested."""
     spec, num_generated = sequence.spec, sequence.num_generated + 1
-    seconds = table.clock() - sequence.admitted if num_generated == 1 else 0.0
+    seconds = table.clock() - sequence.started if num_generated == 1 else 0.0
     events: list[Event] = []
     for choice in sequence.choices.copy():
         finish = spec.finish_reason(tokens[choice], num_generated)
@@ -138,7 +138,7 @@ def advance_search(table: RequestTable, search: Search, candidates: Items[Items[
         return [_lease(table, first, FirstTokens(tokens=tokens, logprobs=logprobs))]
     is_start = first.num_generated == 0
     if is_start:
-        search.prefill_seconds = table.clock() - first.admitted
+        search.prefill_seconds = table.clock() - first.started
     moves = search.beams.advance(candidates)
     if not moves:
         return _finish_search(table, search)
@@ -172,7 +172,7 @@ def _fork_choices(table: RequestTable, sequence: Sequence, tokens: Items[int]) -
 
 def _lease(table: RequestTable, sequence: Sequence, first_tokens: FirstTokens) -> PrefillFinished:
     table.lease(sequence)
-    seconds = table.clock() - sequence.admitted
+    seconds = table.clock() - sequence.started
     return PrefillFinished(id=sequence.spec.id, first_tokens=first_tokens, prefill_seconds=seconds)
 
 

@@ -16,6 +16,7 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.registry import WorkerRegistry
+from tandem.router.telemetry.requests import PARTS
 from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
 from tandem.tests.peers import IDENTITY
 from tandem.tests.router.fake_worker import FakeWorker, token
@@ -60,15 +61,7 @@ async def test_tokens_equal_the_reference(prefill: int, length: int) -> None:
 async def test_the_timeline_adds_up() -> None:
     async with fleet(1, 1) as running:
         tokens, timeline = await running.generate(token_request(range(300), 20))
-    parts = (
-        timeline.tokenize_seconds
-        + timeline.queue_seconds
-        + timeline.dispatch_seconds
-        + timeline.prefill_seconds
-        + timeline.kv_transfer_seconds
-        + timeline.decode_seconds
-    )
-    assert parts == pytest.approx(timeline.end_to_end_seconds, rel=0.05)
+    assert sum(getattr(timeline, f"{part}_seconds") for part in PARTS) == pytest.approx(timeline.end_to_end_seconds, rel=0.05)
     assert min(timeline.queue_seconds, timeline.dispatch_seconds, timeline.kv_transfer_seconds) >= 0
     assert timeline.completion_tokens == len(tokens) == 20
     assert timeline.attempts == 1

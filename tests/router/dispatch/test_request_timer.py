@@ -69,6 +69,7 @@ class TimedRequest:
                     return
                 case "admitted":
                     output.admitted.queue_seconds = 0.25
+                    output.admitted.restore_seconds = 0.125
                 case "received":
                     output.kv_received.transfer_bytes = 1000
                 case "token":
@@ -97,7 +98,7 @@ def test_a_whole_request() -> None:
     timed = TimedRequest()
     for after, event in [*STAGES, (12.0, "stop")]:
         timed.at(100 + after, event)
-    assert timed.parts() == pytest.approx([0.0, 1.25, 2.25, 0.5, 3.0, 4.0])
+    assert timed.parts() == pytest.approx([0.0, 1.25, 2.125, 0.125, 0.5, 3.0, 4.0])
     assert timed.timeline.end_to_end_seconds == pytest.approx(11.0)
     assert timed.timeline.ttft_seconds == pytest.approx(4.0)
     assert timed.timeline.tpot_seconds == pytest.approx(3.5)
@@ -137,7 +138,7 @@ def test_waiting_for_blocks_after_the_first_token_is_queueing() -> None:
     late.insert(3, (6.0, "decode admitted"))
     for after, event in [*late, (12.0, "stop")]:
         timed.at(100 + after, event)
-    assert timed.parts() == pytest.approx([0.0, 3.25, 2.25, 0.5, 1.0, 4.0])
+    assert timed.parts() == pytest.approx([0.0, 3.25, 2.125, 0.125, 0.5, 1.0, 4.0])
 
 
 def gaps(timed: TimedRequest, *tokens: tuple[float, int, int]) -> OBSERVED:

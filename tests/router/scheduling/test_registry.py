@@ -443,6 +443,19 @@ def test_a_prefill_worker_is_told_where_more_of_a_prompt_is_cached() -> None:
     assert registry.find_holder(request(tokens[:200], "c"), "p0") is None  # 40 more
 
 
+def test_what_is_fetched_is_not_to_be_computed_but_needs_its_blocks() -> None:
+    tokens = prompt(1, 500)
+    registry = holders_of(tokens)
+    asked = request(tokens, "a")
+    registry.place(asked)
+    before = registry._workers["p0"].free_tokens
+    registry.dispatched("p0", asked, 500, fetched_tokens=480)
+    used = registry._workers["p0"]
+    assert used.own.uncached_tokens == 20
+    assert before - used.free_tokens == 500 - 160
+    assert registry.prefill_work.uncached_tokens == 20
+
+
 def test_no_prefix_is_fetched_from_a_worker_that_cannot_give_it() -> None:
     """One that drains, that was lost, that has another model, or no address."""
     tokens = prompt(1, 500)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import abc
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from queue import Full
 
 import pytest
@@ -336,6 +337,27 @@ def test_load_counts_the_prompt_tokens_ahead() -> None:
     target.step()
     target.step()
     assert requests.waiting_tokens == 6, "a decoding sequence waits for nothing"
+
+
+def test_what_comes_from_elsewhere_is_no_time_of_the_prefill() -> None:
+    """And nothing to compute, while it is on its way; the rest of the prompt is."""
+    now = 0.0
+    engine = Engine(FakeExecutor(8, 4), EngineConfig(num_blocks=8, block_size=4), clock=lambda: now)
+    engine.submit(replace(spec(1), num_remote=8))
+    now = 1.0
+    (admitted,) = engine.step()
+    assert isinstance(admitted, Admitted)
+    assert (admitted.queue_seconds, len(admitted.importing)) == (1.0, 2)
+    assert engine.requests.waiting_tokens == len(PROMPT) - 8
+    now = 31.0
+    engine.commit_prefix(1, 0)
+    assert engine.requests.waiting_tokens == len(PROMPT), "nothing has come"
+    now = 33.0
+    (first,) = (event for event in engine.step() if isinstance(event, NewTokens))
+    assert first.prefill_seconds == 2.0
+    engine.cancel(1)
+    engine.step()
+    engine.check_integrity()
 
 
 def test_after_a_failed_step_every_block_can_still_be_freed(worker: MakeWorker) -> None:

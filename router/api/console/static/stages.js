@@ -7,7 +7,8 @@ export const STAGES = [
   ["tokenize", "Tokenize", "checks, chat template and tokenizer in the router"],
   ["queue", "Queue", "waiting in the queues of the workers"],
   ["dispatch", "Dispatch", "to the prefill worker and back, and time lost to interruptions"],
-  ["prefill", "Prefill", "admission to first token, on the prefill worker"],
+  ["restore", "Restore", "reading cached KV from the disk or another worker"],
+  ["prefill", "Prefill", "computing the prompt, to the first token, on the prefill worker"],
   ["transfer", "KV transfer", "what was left of the transfer after the first token"],
   ["decode", "Decode", "from the KV cache's arrival to the last token"],
 ];
