@@ -17,7 +17,7 @@ from tandem.workers.engine.config import SpeculativeConfig
 
 REACH_SECONDS: Final = 30.0
 REQUEST_SECONDS: Final = 60.0
-TOKEN_POINT: Final = 5  # tokens that the client has when "token" is reached
+TOKEN_POINT: Final = 5  # tokens that the worker has when "token" is reached; the client has some of them
 _DRAFT_TOKENS: Final = SpeculativeConfig().num_speculative_tokens
 
 
@@ -43,6 +43,7 @@ class Scenario:
     num_tokens: int = NUM_TOKENS
     token_point: int = TOKEN_POINT
     tasks: list["asyncio.Task[Any]"] = field(default_factory=list)
+    has_tokens: bool = False  # the client
 
     @property
     def hold_from(self) -> int:
@@ -65,7 +66,7 @@ class Scenario:
         stop = stop_of(self.expected) if self.case.sampling == "stop string" else ()
         async with AsyncExitStack() as stack:
             await self._block(stack)
-            asked = asyncio.create_task(collect(self.cluster.dispatcher, request, stop))
+            asked = asyncio.create_task(collect(self.cluster.dispatcher, request, stop, self._see))
             stack.callback(asked.cancel)
             await until(lambda: self.entry.control.num_submits >= 2, "the request is submitted")
             self.cluster.show(*self.nodes)
@@ -75,6 +76,9 @@ class Scenario:
                 node.control.release()
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await asked
+
+    def _see(self, result: Result) -> None:
+        self.has_tokens = any(choice.ids for choice in result.choices)
 
     async def _block(self, stack: AsyncExitStack) -> None:
         """Has the entry's engine busy with another request, so that ours waits there."""
@@ -105,6 +109,9 @@ class Scenario:
         await until(lambda: self.victim.control.num_submits or asked.done(), "the victim has the request")
         if self.entry is not self.victim and self.case.point == "pull" and self.case.fault != "full":
             await until(lambda: self.entry.kv_link.num_bytes > num_bytes, "the victim fetches")
+        streams = self.case.sampling != "beam"  # which gives its tokens at its end
+        if self.case.point in ("token", "last") and streams:
+            await until(lambda: self.has_tokens or asked.done(), "the client has tokens")
         assert not asked.done(), f"it was over before: {asked.exception() or asked.result()}"
 
     async def _inject(self) -> None:

@@ -61,7 +61,8 @@ async def test_tokens_equal_the_reference(prefill: int, length: int) -> None:
 async def test_the_timeline_adds_up() -> None:
     async with fleet(1, 1) as running:
         tokens, timeline = await running.generate(token_request(range(300), 20))
-    assert sum(getattr(timeline, f"{part}_seconds") for part in PARTS) == pytest.approx(timeline.end_to_end_seconds, rel=0.05)
+    parts = sum(getattr(timeline, f"{part}_seconds") for part in PARTS)
+    assert parts == pytest.approx(timeline.end_to_end_seconds, rel=0.05)
     assert min(timeline.queue_seconds, timeline.dispatch_seconds, timeline.kv_transfer_seconds) >= 0
     assert timeline.completion_tokens == len(tokens) == 20
     assert timeline.attempts == 1

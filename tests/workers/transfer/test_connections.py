@@ -345,8 +345,9 @@ async def test_shared_memory_outlives_its_connection() -> None:
 
 
 async def test_a_transfer_that_stalls_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with two(transports=("gloo",), stall_seconds=0.3) as pair:
+    async with two(transports=("gloo",)) as pair:
         await pair.move()
+        pair.receiver._stall_seconds = 0.3
         monkeypatch.setattr(CollectiveConnector, "offer", lambda *args: b"")
         with pytest.raises(TransferError, match="no progress"):
             await pair.move(1)
