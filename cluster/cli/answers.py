@@ -12,18 +12,11 @@ from ...proto import inference_pb2
 from ...proto.errors import TandemError
 from ...router.client.client import Stream
 from ...router.client.types import Choice, Completion, Logprob, Timeline, TokenLogprobs
+from ...router.telemetry.requests import PARTS
 from ..tables import make_table, table_console
 
 _USAGE: Final = ("prompt_tokens", "completion_tokens", "cached_tokens")
-_PARTS: Final = {
-    "tokenize": "tokenize_seconds",
-    "dispatch": "dispatch_seconds",
-    "queue": "queue_seconds",
-    "restore": "restore_seconds",
-    "prefill": "prefill_seconds",
-    "KV wait": "kv_transfer_seconds",
-    "decode": "decode_seconds",
-}
+_PARTS: Final = {"KV wait" if part == "kv_transfer" else part: f"{part}_seconds" for part in PARTS}
 _TIMES: Final = _PARTS | {"total": "end_to_end_seconds", "TTFT": "ttft_seconds", "TPOT": "tpot_seconds"}
 
 

@@ -6,15 +6,14 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
-from ...router.telemetry.requests import EndedRequest
+from ...router.telemetry.requests import PARTS, EndedRequest
 from ...router.telemetry.trace import CURRENT_REQUEST
 
 _REQUESTS: Final = logging.getLogger("tandem.requests")
 _FIELDS: Final = "tandem_fields"
 _NAMES: Final = (
-    *("tokenize_seconds", "queue_seconds", "dispatch_seconds", "restore_seconds", "prefill_seconds"),
-    *("kv_transfer_seconds", "decode_seconds", "end_to_end_seconds", "ttft_seconds", "tpot_seconds"),
-    *("attempts", "cached_tokens"),
+    *(f"{part}_seconds" for part in PARTS),
+    *("end_to_end_seconds", "ttft_seconds", "tpot_seconds", "attempts", "cached_tokens"),
     *("prefill_worker", "decode_worker", "kv_transport", "kv_transfer_bytes"),
 )
 

@@ -180,13 +180,12 @@ class Attempt:
             self._registry.dispatched(decode_id, self.part, num_tokens, decodes=True, goes_ahead=goes_ahead)
         else:
             self._submit.task = worker_pb2.TASK_PREFILL
+            prefill = self.placement.prefill
             # A stream that stands still waits for no third worker.
-            if not goes_ahead and (holder := self._registry.find_holder(self.part, self.placement.prefill)):
+            if not goes_ahead and (holder := self._registry.find_holder(self.part, prefill)):
                 self._submit.prefix_holder.CopyFrom(holder)
             fetched = self._submit.prefix_holder.num_tokens
-            self._registry.dispatched(
-                self.placement.prefill, self.part, num_tokens, goes_ahead=goes_ahead, fetched_tokens=fetched
-            )
+            self._registry.dispatched(prefill, self.part, num_tokens, goes_ahead=goes_ahead, fetched_tokens=fetched)
             self._registry.dispatched(decode_id, self.part, 0)
         worker_id = self.placement.prefill or decode_id
         self._opener = self._send(worker_id, self._submit)

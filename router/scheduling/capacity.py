@@ -54,7 +54,7 @@ def required_capacity(request: TokenRequest) -> Capacity:
 
 
 def used_capacity(
-    request: TokenRequest, *, num_tokens: int, cached_tokens: int, decodes: bool, fetched_tokens: int = 0
+    request: TokenRequest, num_tokens: int, cached_tokens: int, fetched_tokens: int, *, decodes: bool
 ) -> Capacity:
     """Returns what a request will use on a worker that computes `num_tokens` of its prompt (0: none), holds
     `cached_tokens` of it in its prefix cache, fetches what it lacks of the first `fetched_tokens` and, if `decodes`,

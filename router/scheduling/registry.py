@@ -215,13 +215,8 @@ class WorkerRegistry:
         decodes |= worker is None or worker.info.role == _DECODE
         if worker is not None:
             _, prefix, matched = self._last_look_up(request)
-            used = used_capacity(
-                request,
-                num_tokens=num_tokens,
-                cached_tokens=matched.get(worker_id, 0),
-                decodes=decodes,
-                fetched_tokens=fetched_tokens,
-            )
+            cached_tokens = matched.get(worker_id, 0)
+            used = used_capacity(request, num_tokens, cached_tokens, fetched_tokens, decodes=decodes)
             worker.add(request.request_id, used, prefix, goes_ahead=goes_ahead)
             if used.prompt_tokens:
                 self.prefill_work.add(used.uncached_tokens, self._prefill_cost(worker).seconds(used.uncached_tokens))

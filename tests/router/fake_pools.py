@@ -206,6 +206,7 @@ class FakePools:
         *,
         decodes: bool = False,
         goes_ahead: bool = False,
+        fetched_tokens: int = 0,
     ) -> None:
         self.held[worker_id, request.request_id] = 1
 
