@@ -1,6 +1,7 @@
 """Provides the demo model for tests: its folder, ranks, varied prompts, and transformers as the reference."""
 
 import functools
+import gc
 import os
 import random
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def rank(**config: Any) -> Rank:
     """Returns a loaded rank in float32, with fields of RankConfig as given. Threads are the process's: give each of two
     workers one of two cores."""
+    gc.collect()  # the parts of a worker know each other: those of the tests before keep gigabytes
     return load_rank(RankConfig(model=str(folder()), identity=IDENTITY, **({"dtype": "float32"} | config)))
 
 
