@@ -142,8 +142,8 @@ def _poison(hook: dict[str, Any]) -> None:
 
 
 def _plain(hook: dict[str, Any]) -> None:
-    """Computes chunks by plain torch, which adds in another order."""
-    cpu.can_attend_chunks = lambda *_: False
+    """Computes attention by plain torch, which adds in another order for chunks."""
+    cpu.can_attend = lambda *_: False
 
 
 def _shorten(hook: dict[str, Any]) -> None:

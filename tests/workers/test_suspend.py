@@ -130,7 +130,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
 )
 @pytest.mark.parametrize(
     ("prefix_caching", "kv_cache_dtype"), [(False, "auto"), (True, "auto"), (True, "int8"), (True, "fp8")]

@@ -26,7 +26,7 @@ class StepProgram:
     def __init__(self, model: CausalLM, backend: TorchAttentionBackend, *, decodes_only: bool) -> None:
         """Raises NotImplementedError if some part of the step has no kernel."""
         self._max_tokens = _MAX_DECODES if decodes_only else _MAX_TOKENS
-        static = backend.static(self._max_tokens, decodes_only=decodes_only)
+        static = backend.static(self._max_tokens)
         if static is None:
             raise NotImplementedError("no kernel for the attention of some layer")
         attention, self._fill = static

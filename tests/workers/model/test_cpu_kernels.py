@@ -21,6 +21,7 @@ from tandem.workers.model.kernels import build, cpu
 from tandem.workers.model.kv_store import PagedKv
 from tandem.workers.model.layers.norm import RMSNorm
 from tandem.workers.model.layers.rotary import RotaryEmbedding, apply_rotary
+from tandem.workers.model.quant.integer import BITS, restore_weight, round_weight
 from tandem.workers.model.quant.unquantized import UnquantizedLinearMethod
 from tandem.workers.model.sampling.gumbel import sample
 
@@ -117,19 +118,48 @@ def test_small_kernels_equal_plain_torch(dtype: str, rows: int) -> None:
     assert torch.equal(x.view(rows, 9, 64)[:, 7:], untouched)
 
 
+@pytest.fixture(params=["this processor's form", "widened"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How weights are multiplied: also as on a processor without dot products of few bits."""
+    if request.param == "widened":
+        monkeypatch.setattr(cpu, "linear_form", lambda kind="": cpu.WIDENED)
+    elif not cpu.can_multiply(torch.zeros(32, 32).bfloat16()):
+        pytest.skip("AMX")
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 40, 129])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (576, 1536), (50, 34), (1, 2)])
 def test_linear_equals_plain_torch(rows: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
-    if not cpu.can_multiply(weight):
-        pytest.skip("no bfloat16 dot product on this processor, or AMX")
     x = torch.randn(rows, 3 * inputs).bfloat16()[:, inputs : 2 * inputs]  # a view, as the decoder may have it
     residual = torch.randn(rows, outputs).bfloat16()
     plain = functional.linear(x.float(), weight.float())
     packed = cpu.pack_linear(weight)
     close(cpu.linear(x, packed, outputs), plain)
-    close(cpu.linear(x, packed, outputs, bias, residual), plain + bias.float() + residual.float())
+    y = cpu.linear(x, packed, outputs, bias, residual)
+    close(y, plain + bias.float() + residual.float())
+    for row in (0, rows - 1):  # is the same bits alone
+        assert torch.equal(cpu.linear(x[row:][:1], packed, outputs, bias, residual[row:][:1])[0], y[row])
+
+
+@pytest.mark.parametrize("bits", BITS.values())
+@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(96, 64, 64), (70, 192, 8)])
+def test_integers_are_widened(
+    bits: int, outputs: int, inputs: int, group_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor without their dot product: inputs are not rounded."""
+    monkeypatch.setattr(cpu, "linear_form", lambda kind="": cpu.WIDENED)
+    torch.manual_seed(0)
+    numbers, scales, _ = round_weight(torch.randn(outputs, inputs), bits, group_size)
+    for zeros in (None, torch.randint(0, 256, scales.shape, dtype=torch.uint8)):
+        packed, weight = cpu.pack_linear_int(numbers, scales, zeros, bits), restore_weight(numbers, scales, zeros, bits)
+        for rows in (1, 2, 13):
+            x = torch.randn(rows, inputs).bfloat16()
+            y = cpu.linear_int(x, packed, outputs)
+            close(y, functional.linear(x.float(), weight))
+            assert torch.equal(cpu.linear_int(x[:1], packed, outputs)[0], y[0])
 
 
 def test_a_soft_cap_lets_nan_pass() -> None:
@@ -137,12 +167,11 @@ def test_a_soft_cap_lets_nan_pass() -> None:
     assert cpu.soft_cap(torch.full((1, 40), torch.nan), 30.0).isnan().all()
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("rows", [1, 30])
 def test_gated_linear_equals_plain_torch(rows: int) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(2, 48, 64).bfloat16()
-    if not cpu.can_gate(gate):
-        pytest.skip("no bfloat16 dot product on this processor, or AMX")
     x = torch.randn(rows, 64).bfloat16() * 8  # gates of up to 200: where e^x leaves the range of float32
     packed = cpu.pack_linear(cpu.alternate(gate, up))
     expected = functional.silu(functional.linear(x.float(), gate.float())) * functional.linear(x.float(), up.float())
@@ -160,7 +189,7 @@ def test_gated_linear_equals_plain_torch(rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_without_our_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's packed form in bfloat16, plain torch else: on processors without the dot product, or with AMX."""
+    """oneDNN's packed form in bfloat16, plain torch else: on processors with AMX, and without a compiler."""
     monkeypatch.setattr(cpu, "can_multiply", lambda weight: False)
     torch.manual_seed(0)
     weight, bias, x, residual = (torch.randn(*shape).to(dtype) for shape in ((96, 64), (96,), (5, 64), (5, 96)))
@@ -306,7 +335,7 @@ def test_without_a_compiler_the_model_runs_in_plain_torch(tmp_path: Path) -> Non
     assert "no C kernels" in done.stderr
 
 
-@pytest.mark.skipif(not cpu.can_multiply(torch.zeros(64, 64).bfloat16()), reason="no kernel: AVX-512 BF16 is missing")
+@pytest.mark.skipif(not cpu.can_multiply(torch.zeros(64, 64).bfloat16()), reason="no kernel: AMX")
 def test_no_rows_are_computed_by_several_threads() -> None:
     """A chunk of a prompt that is not its last has no row whose logits are wanted."""
     program = """if True:

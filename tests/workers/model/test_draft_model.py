@@ -110,7 +110,7 @@ def test_all_kinds_together_have_the_tokens_of_plain_decoding(tmp_path: Path, al
     assert not draft._tables
 
 
-@pytest.mark.skipif(not is_exact, reason="no product of our own on this processor")
+@pytest.mark.skipif(not is_exact, reason="no product of our own with AMX")
 def test_in_bfloat16_all_is_the_same_to_the_bit(tmp_path: Path) -> None:
     model, draft = models(tmp_path, alike=True, dtype="bfloat16")
     prompts = [prompt(7 + 9 * row, row) for row in range(len(KINDS))]

@@ -116,7 +116,7 @@ def check(runner: ModelRunner, *, exact: bool, overlap: bool = False) -> None:
             assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
 
 
-@pytest.mark.skipif(not is_exact, reason="no product of our own on this processor")
+@pytest.mark.skipif(not is_exact, reason="no product of our own with AMX")
 @pytest.mark.parametrize("family", DENSE)
 def test_in_bfloat16_all_is_the_same_to_the_bit(tmp_path: Path, family: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256} | ({} if family == "qwen2" else {"head_dim": 32})

@@ -34,7 +34,7 @@ from tandem.workers.model.runner import ModelRunner
 TOLERANCE = 1e-4
 LENGTHS = (1, 2, 17, 64, 130, 300)
 needs_kernels = pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
 )
 
 

@@ -150,7 +150,7 @@ def test_ours_is_taken_where_there_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own on this processor"
+    not cpu.can_multiply(torch.zeros(32, 32, dtype=torch.bfloat16)), reason="no product of our own with AMX"
 )
 def test_steps_of_transformers_code_are_recorded_as_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And give what the same code computes call by call, but for what torch rounds otherwise."""

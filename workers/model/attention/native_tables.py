@@ -8,7 +8,7 @@ import torch
 
 from .backend import SequenceSpan
 
-_PART: Final = 5  # numbers of each part, as in wide_attention.h
+_PART: Final = 5  # numbers of each part, as in paged_attention.c
 
 
 class NativeTables:
@@ -16,7 +16,7 @@ class NativeTables:
 
     def __init__(self, window: int | None, rows: Sequence[tuple[int, SequenceSpan]] = ()) -> None:
         self._window = window
-        self.addresses = torch.zeros(2, dtype=torch.int64)  # of block tables and parts, see wide_attention.h
+        self.addresses = torch.zeros(2, dtype=torch.int64)  # of block tables and parts, see paged_attention.c
         self._writable = self.addresses.numpy()
         self.fill(rows)
 

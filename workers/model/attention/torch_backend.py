@@ -14,15 +14,15 @@ from .backend import PLAIN, AttentionOptions, SequenceSpan, StepAttention
 from .native_tables import NativeTables
 from .quantized_cache import dequantize, quantize
 
-_Attend = Callable[[int, torch.Tensor, torch.Tensor, AttentionOptions], None]
-"""Attends in a layer for query [rows, num_heads, head_dim]; writes the result to out [rows, num_heads * head_dim]."""
+_Attend = Callable[[int, torch.Tensor, AttentionOptions], torch.Tensor]
+"""Attends in a layer for query [rows, num_heads, head_dim]; returns [rows, num_heads * head_dim]."""
 
-_Part = tuple[slice | torch.Tensor, _Attend]
+_Part = tuple[torch.Tensor, _Attend]
 """Some of the step's sequences, attended to at once: their rows of the flat batch, and how."""
 
-_LayerTables = tuple[torch.Tensor, bool, NativeTables | None, list[_Part]]
+_LayerTables = tuple[torch.Tensor, NativeTables | None, list[_Part]]
 """What layers of one geometry share in a step: where each token's keys and values go, [num_tokens * num_kv_heads], as
-rows of (block, head, token); whether a C kernel puts them there; what C kernels attend for; the other sequences."""
+rows of (block, head, token); what the C kernel takes, or where there is none, the sequences."""
 
 StaticStep = tuple[StepAttention, Callable[[Sequence[SequenceSpan]], None]]
 """A step whose tables stay in place, and what loads the sequences of its next run."""
@@ -36,41 +36,33 @@ class TorchAttentionBackend:
         """`layers` have this rank's head counts; `native=False` keeps to plain torch."""
         self._kv = kv
         self._layers = tuple(layers)
-        self._kernels: dict[LayerGeometry, tuple[bool, bool]] = {}  # whether they decode, and take chunks
+        self._has_kernel: dict[LayerGeometry, bool] = {}
         for layer in self._layers:
-            if layer not in self._kernels:
-                query = torch.empty(layer.head_dim, dtype=kv.dtype, device=kv.device)
-                group = layer.num_heads // layer.num_kv_heads
-                uses = native and cpu.can_attend(query, group), native and cpu.can_attend_chunks(query, group)
-                self._kernels[layer] = uses
-        self.reads_whole_blocks = not all(decodes for decodes, _ in self._kernels.values())
+            query = torch.empty(layer.head_dim, dtype=kv.dtype, device=kv.device)
+            self._has_kernel[layer] = native and cpu.can_attend(query, layer.num_heads // layer.num_kv_heads)
+        self.reads_whole_blocks = not all(self._has_kernel.values())
 
     def plan(self, spans: Sequence[SequenceSpan]) -> StepAttention:
         """See `AttentionBackend.plan`. Layers of equal geometry share their tables."""
         rows = _first_rows(spans)
         slots: dict[int, torch.Tensor] = {}
         tables: dict[LayerGeometry, _LayerTables] = {}
-        for layer, (decodes, chunks) in self._kernels.items():
+        for layer, has_kernel in self._has_kernel.items():
             if layer.num_kv_heads not in slots:
                 slots[layer.num_kv_heads] = self._slots(layer.num_kv_heads, spans)
-            read_in_place: list[tuple[int, SequenceSpan]] = []
-            rest: list[tuple[int, SequenceSpan]] = []
-            for row, span in rows:
-                has_kernel = decodes if span.num_tokens == 1 else chunks
-                (read_in_place if has_kernel else rest).append((row, span))
-            native = NativeTables(layer.window, read_in_place) if read_in_place else None
-            parts = _Planner(self._kv, layer, rest).parts() if rest else []
-            tables[layer] = (slots[layer.num_kv_heads], decodes, native, parts)
+            native = NativeTables(layer.window, rows) if has_kernel else None
+            parts = [] if has_kernel else _Planner(self._kv, layer, rows).parts()
+            tables[layer] = (slots[layer.num_kv_heads], native, parts)
         return partial(self._step, [tables[layer] for layer in self._layers])
 
-    def static(self, max_tokens: int, *, decodes_only: bool) -> StaticStep | None:
-        """Returns a step whose tables stay in place, of up to `max_tokens` tokens in all, each of a sequence of its own
-        if `decodes_only`; None if there are no kernels for it."""
-        if not all(decodes and (decodes_only or chunks) for decodes, chunks in self._kernels.values()):
+    def static(self, max_tokens: int) -> StaticStep | None:
+        """Returns a step whose tables stay in place, of up to `max_tokens` tokens in all; None if there are no kernels
+        for it."""
+        if not all(self._has_kernel.values()):
             return None
-        heads = {layer.num_kv_heads for layer in self._kernels}
+        heads = {layer.num_kv_heads for layer in self._has_kernel}
         slots = {num_kv_heads: torch.zeros(max_tokens * num_kv_heads, dtype=torch.int64) for num_kv_heads in heads}
-        tables = {layer: NativeTables(layer.window) for layer in self._kernels}
+        tables = {layer: NativeTables(layer.window) for layer in self._has_kernel}
 
         def fill(spans: Sequence[SequenceSpan]) -> None:
             rows = _first_rows(spans)
@@ -80,8 +72,7 @@ class TorchAttentionBackend:
             for table in tables.values():
                 table.fill(rows)
 
-        shared: list[_LayerTables] = [(slots[layer.num_kv_heads], True, tables[layer], []) for layer in self._layers]
-        return partial(self._step, shared), fill
+        return partial(self._step, [(slots[each.num_kv_heads], tables[each], []) for each in self._layers]), fill
 
     def _slots(self, num_kv_heads: int, spans: Sequence[SequenceSpan]) -> torch.Tensor:
         """Returns where each new token's keys and values go: [num_tokens * num_kv_heads], rows of (block, head,
@@ -104,9 +95,9 @@ class TorchAttentionBackend:
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """See `StepAttention.__call__`; `tables` are by layer."""
-        slots, native_store, native, parts = tables[layer]
+        slots, native, parts = tables[layer]
         key_rows, value_rows = self._kv.scatter_rows[layer]
-        if native_store:
+        if native:
             cpu.store_kv(key, value, key_rows, value_rows, slots)
         else:
             for rows_of, new in ((key_rows, key), (value_rows, value)):
@@ -118,12 +109,7 @@ class TorchAttentionBackend:
             scale = options.scale_of(query.shape[2])
             cpu.paged_attention(query, keys, values, native.addresses, result, scale, options.soft_cap, options.sinks)
         for rows, attend in parts:
-            if isinstance(rows, slice):
-                attend(layer, query[rows], result[rows], options)
-            else:
-                out = result.new_empty(len(rows), result.shape[1])
-                attend(layer, query[rows], out, options)
-                result[rows] = out
+            result[rows] = attend(layer, query[rows], options)
         return result
 
 
@@ -166,10 +152,10 @@ class _Planner:
             if span.num_tokens == 1:
                 groups.setdefault(self._num_blocks(span).bit_length(), []).append((row, span))
             else:
-                parts.append((slice(row, row + span.num_tokens), self._chunk(span)))
+                parts.append((torch.arange(row, row + span.num_tokens), self._chunk(span)))
         for group in groups.values():
-            parts.append((self._rows([row for row, _ in group]), self._decodes([span for _, span in group])))
-        return parts
+            parts.append((torch.tensor([row for row, _ in group]), self._decodes([span for _, span in group])))
+        return [(rows.to(self._kv.device), attend) for rows, attend in parts]
 
     def _decodes(self, spans: Sequence[SequenceSpan]) -> _Attend:
         """Attends for sequences with one new token and block tables of similar length by one batched product, whose
@@ -182,14 +168,14 @@ class _Planner:
         keys_of = torch.tensor(firsts)[:, None] * self._block_size + torch.arange(width * self._block_size)
         mask = self._mask(torch.tensor([span.start for span in spans]), keys_of)[:, None, None]
 
-        def attend(layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:
+        def attend(layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
             batch, num_heads, head_dim = query.shape
             products = batch * self._num_kv_heads
             query = query.reshape(products, -1, head_dim)
             keys, values = (each.view(products, -1, head_dim) for each in self._gather(layer, table))
             scores = torch.bmm(query, keys.transpose(1, 2)).view(batch, num_heads, 1, -1)
             weights = _weigh(scores, mask, options, head_dim).view(products, -1, keys.shape[1])
-            out.view(products, -1, head_dim).copy_(torch.bmm(weights, values))
+            return torch.bmm(weights, values).view(batch, -1)
 
         return attend
 
@@ -203,7 +189,7 @@ class _Planner:
         is_causal = span.start == 0 and (self._window is None or end <= self._window)
         mask = None if is_causal else self._mask(queries, positions[None])
 
-        def attend(layer: int, query: torch.Tensor, out: torch.Tensor, options: AttentionOptions) -> None:
+        def attend(layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
             num_tokens, num_heads, head_dim = query.shape
             group = num_heads // kv_heads
             query = query.reshape(num_tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -220,7 +206,7 @@ class _Planner:
                 hidden = self._mask(queries, positions[None]) if mask is None else mask
                 weights = _weigh(scores, hidden, options, head_dim)
                 result = weights.view(kv_heads, group, num_tokens, -1) @ values
-            out.view(num_tokens, kv_heads, group, head_dim).copy_(result.permute(2, 0, 1, 3))
+            return result.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
         return attend
 
@@ -234,11 +220,6 @@ class _Planner:
 
     def _first_block(self, span: SequenceSpan) -> int:
         return 0 if self._window is None else max(0, span.start + 1 - self._window) // self._block_size
-
-    def _rows(self, rows: list[int]) -> slice | torch.Tensor:
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            return slice(rows[0], rows[0] + len(rows))
-        return torch.tensor(rows, device=self._kv.device)
 
     def _head_rows(self, table: torch.Tensor) -> torch.Tensor:
         """Maps block tables [batch, width] to flat rows of (block, head), ordered [batch, head, width]."""

@@ -71,10 +71,10 @@ static inline float gelu(float x) { return sigmoid_mul(1.5957691216f * (x + 0.04
 
 enum { SILU = 1, GELU = 2 };  // what gates
 
-// New tokens of one sequence and its cache, see wide_attention.h.
+// New tokens of one sequence and its cache, see paged_attention.c.
 typedef struct {
-    const uint16_t *query;  // [tokens, kv_heads * group, head_dim], tokens query_stride elements apart
-    uint16_t *out;          // the same, tokens out_stride elements apart
+    const void *query;  // [tokens, kv_heads * group, head_dim], tokens query_stride elements apart
+    void *out;          // the same, tokens out_stride elements apart
     const void *keys, *values;
     const int32_t *table;
     int64_t query_stride, out_stride, kv_heads, group, head_dim, block_size;
@@ -89,8 +89,11 @@ typedef struct {
     int64_t head, first, last;
 } NextKeys;
 
-// See tile_attention.c and tile_attention_scaled.h.
+// Computes an item of a chunk, some tokens of a KV head with the query heads that share it. `next` may be NULL. See
+// tile_attention.c, tile_attention_scaled.h and, for what these do not take, tile_attention_wide.c.
 typedef void AttendTiles(const Chunk *chunk, int64_t item, const NextKeys *next);
-int has_tile_attention(int64_t group, int64_t head_dim);
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group);
 AttendTiles attend_tiles, attend_tiles_int8, attend_tiles_fp8;
+AttendTiles attend_wide_f32, attend_wide_int8_f32, attend_wide_fp8_f32;
+AttendTiles attend_wide_bf16, attend_wide_int8_bf16, attend_wide_fp8_bf16;
+int has_tile_attention(int64_t head_dim);
+int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group);

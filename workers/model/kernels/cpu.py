@@ -5,6 +5,7 @@ Without a compiler there are none. Tensors are on the CPU, in float32 or bfloat1
 
 import ctypes
 import os
+from functools import cache
 from typing import Final
 
 import torch
@@ -17,6 +18,8 @@ _MAX_GROUP: Final = 32  # as in common.h
 _PANEL: Final = 32  # as in linear.c
 _QUANTIZED: Final = {torch.int8: "_int8", torch.uint8: "_fp8"}  # kernels, by what a quantised KV cache has
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
+DOT_PRODUCT: Final = 1  # forms of a product, as in linear.h
+WIDENED: Final = 2
 
 PackedNumbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Numbers, scales and zeros from `pack_linear_int` or `pack_linear_fp8`."""
@@ -32,18 +35,11 @@ def can_attend(query: torch.Tensor, group: int) -> bool:
     return query.shape[-1] <= _MAX_HEAD_DIM and group <= _MAX_GROUP and usable(query)
 
 
-def can_attend_chunks(query: torch.Tensor, group: int) -> bool:
-    """Returns whether it also takes several tokens of a sequence, which needs bfloat16 and a processor with its dot
-    product."""
-    kernels = library() if usable(query) and query.dtype == torch.bfloat16 else None
-    return kernels is not None and bool(kernels.has_tile_attention(group, query.shape[-1]))
-
-
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     keys: torch.Tensor,  # [num_blocks, num_kv_heads, block_size, head_dim], or quantised as in PagedKv
     values: torch.Tensor,  # the same
-    tables: torch.Tensor,  # [2] int64, see wide_attention.h
+    tables: torch.Tensor,  # [2] int64, see paged_attention.c
     out: torch.Tensor,  # [num_tokens, num_heads * head_dim]
     scale: float,
     soft_cap: float | None = None,  # see AttentionOptions
@@ -146,11 +142,17 @@ def gather(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@cache
+def linear_form(kind: str = "") -> int:
+    """Returns how this processor multiplies weights in bfloat16, "_fp8" or "_int", as in linear.h; 0: by no kernel."""
+    kernels = library()
+    return 0 if kernels is None else int(kernels[f"form_of_linear{kind}"]())
+
+
 def can_multiply(weight: torch.Tensor) -> bool:
-    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and a processor with its
-    dot product and without AMX."""
-    kernels = library() if usable(weight) and weight.dtype == torch.bfloat16 else None
-    return kernels is not None and bool(kernels.has_linear(weight.shape[1]))
+    """Returns whether there is a `linear` for a weight [outputs, inputs], which needs bfloat16 and a processor without
+    AMX."""
+    return usable(weight) and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and linear_form() != 0
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
@@ -164,9 +166,8 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply_fp8(inputs: int, group_size: int) -> bool:
-    """Returns whether `linear` takes weights in FP8, which needs AVX-512 BF16 and VBMI."""
-    kernels = library()
-    return kernels is not None and bool(kernels.has_linear_fp8(inputs, group_size))
+    """Returns whether `linear` takes weights in FP8 with groups of so many inputs."""
+    return group_size % 2 == inputs % group_size == 0 and linear_form("_fp8") != 0
 
 
 def pack_linear_fp8(
@@ -217,15 +218,24 @@ def linear(
     gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
     out = x.new_empty(rows, outputs // 2 if gated else outputs)
     group_size = inputs if scales is None else inputs // scales.shape[1]
-    places = (x, x.stride(0), packed, bias, residual, out)
-    call("linear", x.dtype, rows, *places, outputs, inputs, gated, scales, group_size)
+    is_wide = linear_form("" if scales is None else "_fp8") == WIDENED
+    name, factor = ("linear_wide", _widen(x)) if is_wide else ("linear", x)
+    places = (factor, factor.stride(0), packed, bias, residual, out)
+    call(name, x.dtype, rows, *places, outputs, inputs, gated, scales, group_size)
     return out
 
 
+def _widen(x: torch.Tensor) -> torch.Tensor:
+    """Returns x [rows, inputs] in float32."""
+    rows, inputs = x.shape
+    wide = x.new_empty(rows, inputs, dtype=torch.float32)
+    call("widen_rows", x.dtype, rows, x, x.stride(0), wide, inputs)
+    return wide
+
+
 def can_multiply_int(inputs: int, group_size: int) -> bool:
-    """Returns whether there is a `linear_int`, which needs a processor with dot products of bytes and of bfloat16."""
-    kernels = library()
-    return kernels is not None and bool(kernels.has_linear_int(inputs, group_size))
+    """Returns whether `linear_int` takes weights with groups of so many inputs."""
+    return group_size % 8 == inputs % group_size == 0 and linear_form("_int") != 0
 
 
 def pack_linear_int(
@@ -254,19 +264,27 @@ def linear_int(
     activation: str | None = None,
     input_bits: int = 8,  # or 16
 ) -> torch.Tensor:
-    """Computes what `linear` does, with x rounded group by group."""
+    """Computes what `linear` does, with x rounded group by group where integers have a dot product."""
     weight, scales, zeros = packed
     rows, inputs = x.shape
-    groups, bits = scales.shape[1], 8 * weight.shape[1] // inputs
-    parts = input_bits // 8
+    groups, bits, parts = scales.shape[1], 8 * weight.shape[1] // inputs, input_bits // 8
+    is_wide = linear_form("_int") == WIDENED
+    name = "linear_int_wide" if is_wide else "linear_int"
+    gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
+    factors = (_widen(x), None) if is_wide else _quantize(x, groups, parts)
+    out = x.new_empty(rows, outputs // 2 if gated else outputs)
+    operands = (*factors, weight, scales, bias, residual, out)
+    call(name, x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros, parts)
+    return out
+
+
+def _quantize(x: torch.Tensor, groups: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds x [rows, inputs] to numbers [rows, parts, inputs] and terms [rows, parts, groups, 2], see linear_int.c."""
+    rows, inputs = x.shape
     q = x.new_empty(rows, parts, inputs, dtype=torch.int8)
     terms = x.new_empty(rows, parts, groups, 2, dtype=torch.float32)
     call("quantize", x.dtype, rows, x, x.stride(0), q, terms, inputs, inputs // groups, parts)
-    gated = 0 if activation is None else 1 + ACTIVATIONS.index(activation)  # as in common.h
-    out = x.new_empty(rows, outputs // 2 if gated else outputs)
-    operands = (q, terms, weight, scales, bias, residual, out)
-    call("linear_int", x.dtype, rows, *operands, outputs, inputs, inputs // groups, bits, gated, zeros, parts)
-    return out
+    return q, terms
 
 
 def sample(

@@ -9,23 +9,12 @@
 #include "fp8.h"
 #include "linear.h"
 
-#ifdef __AVX512BF16__
-
-#ifdef __AMX_BF16__  // with which oneDNN's own product is faster
-int has_linear(int64_t inputs) { return (void)inputs, 0; }
-#else
-int has_linear(int64_t inputs) { return inputs % 2 == 0; }
-#endif
-
-#ifdef HAS_FP8
-int has_linear_fp8(int64_t inputs, int64_t group) { return group % 2 == 0 && inputs % group == 0; }
-#else
-int has_linear_fp8(int64_t inputs, int64_t group) { return (void)inputs, (void)group, 0; }
-static inline void e4m3_widen(__m512i numbers, __m512i *low, __m512i *high) { *low = *high = numbers; }  // not called
-#endif
-
 // Where the pair of an output lies among those of its panel: in FP8 such that they are in order once they are widened.
+#ifdef HAS_FP8
 static inline int64_t place(int64_t i, int64_t bits) { return bits == 16 ? i : i % 16 / 4 * 8 + i / 16 * 4 + i % 4; }
+#else
+static inline int64_t place(int64_t i, int64_t bits) { return (void)bits, i; }
+#endif
 
 // weight [outputs, inputs] of 16 or 8 bits to packed [ceil(outputs / 32), inputs / 2, 32] pairs; outputs past the last
 // are zero. An item is a panel.
@@ -43,6 +32,25 @@ int64_t pack_linear(const Arg *a, int64_t outputs, int64_t panel) {
         }
     return 0;
 }
+
+#ifdef __AMX_BF16__  // with which oneDNN's own product is faster
+int form_of_linear(void) { return NO_LINEAR; }
+#elif defined(__AVX512BF16__)
+int form_of_linear(void) { return DOT_PRODUCT; }
+#else
+int form_of_linear(void) { return WIDENED; }
+#endif
+
+#ifdef HAS_FP8
+int form_of_linear_fp8(void) { return DOT_PRODUCT; }
+#else
+int form_of_linear_fp8(void) { return WIDENED; }
+#endif
+
+#ifdef __AVX512BF16__
+#ifndef HAS_FP8
+static inline void e4m3_widen(__m512i numbers, __m512i *low, __m512i *high) { *low = *high = numbers; }  // not called
+#endif
 
 // A group of a panel and of the rows of x, in FP8 with its scales [32]; in bfloat16 the group is the whole panel.
 // `ahead` is fetched meanwhile, line by line: what is read next.
@@ -123,8 +131,4 @@ int64_t linear_bf16(const Arg *a, int64_t rows, int64_t item) {
     }
     return 0;
 }
-
-#else
-int has_linear(int64_t inputs) { return (void)inputs, 0; }
-int has_linear_fp8(int64_t inputs, int64_t group) { return (void)inputs, (void)group, 0; }
 #endif

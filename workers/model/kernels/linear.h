@@ -3,6 +3,9 @@
 
 #include "common.h"
 
+// How a processor multiplies weights of a kind: not by our kernels, by its dot product, or as float32.
+enum { NO_LINEAR, DOT_PRODUCT, WIDENED };
+
 enum { PANEL = 32, ROWS = 12 };  // of a block: 24 registers of sums, 2 of weights, and the broadcast input
 
 // `bias` [outputs] and `residual` [rows, outputs] are added where they are not NULL; y [rows, outputs]. If `gated` is not
@@ -13,6 +16,13 @@ typedef struct {
     uint16_t *y;
     int64_t outputs, gated;
 } Epilogue;
+
+static inline void gate(const float *sums, uint16_t *y, int64_t by) {
+    if (by == SILU)
+        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
+    else
+        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(gelu(sums[i]) * sums[i + PANEL / 2]);
+}
 
 #ifdef __AVX512BF16__
 
@@ -44,13 +54,6 @@ static inline void add(float *sums, const uint16_t *terms, __mmask32 some) {
     }
 }
 
-static inline void gate(const float *sums, uint16_t *y, int64_t by) {
-    if (by == SILU)
-        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(silu(sums[i]) * sums[i + PANEL / 2]);
-    else
-        for (int i = 0; i < PANEL / 2; i++) y[i] = store_bf16(gelu(sums[i]) * sums[i + PANEL / 2]);
-}
-
 // Writes y of `rows` rows from `row` on, and of the outputs from `first` on, from their sums [rows, 32].
 static inline void finish_rows(const Epilogue *end, float *sums, int64_t row, int64_t rows, int64_t first) {
     const __mmask32 some = end->outputs - first < PANEL ? (1u << (end->outputs - first)) - 1 : ~0u;
@@ -64,6 +67,25 @@ static inline void finish_rows(const Epilogue *end, float *sums, int64_t row, in
         }
         const __m512 low = _mm512_load_ps(sums), high = _mm512_load_ps(sums + 16);
         _mm512_mask_storeu_epi16(end->y + at, some, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+#else
+
+static inline void add(float *sums, const uint16_t *terms, int64_t count) {
+    for (int64_t i = 0; i < count; i++) sums[i] += load_bf16(terms[i]);
+}
+
+// As above.
+static inline void finish_rows(const Epilogue *end, float *sums, int64_t row, int64_t rows, int64_t first) {
+    const int64_t some = least(PANEL, end->outputs - first);
+    for (int64_t r = 0; r < rows; r++, sums += PANEL) {
+        const int64_t at = (row + r) * end->outputs + first;
+        if (end->bias) add(sums, end->bias + first, some);
+        if (end->residual) add(sums, end->residual + at, some);
+        if (end->gated) gate(sums, end->y + (row + r) * (end->outputs / 2) + first / 2, end->gated);
+        else
+            for (int64_t i = 0; i < some; i++) end->y[at + i] = store_bf16(sums[i]);
     }
 }
 

@@ -4,17 +4,14 @@
 // of 8 (`parts` is 2): the second is what the first leaves, in 254ths of its step, and has products of its own.
 //
 // The dot product wants one side unsigned: the weights, with their zero in the middle or, for each output and group, at
-// a place of its own, in 256ths of the range of numbers; the group's sum of x, times that zero, is subtracted. Weights are packed in panels of 32 outputs
-// as in linear.c, in quads of inputs; 4-bit weights of two quads, the first one's in the low halves.
+// a place of its own, in 256ths of the range of numbers; the group's sum of x, times that zero, is subtracted. Weights
+// are packed in panels of 32 outputs as in linear.c, in quads of inputs; 4-bit weights of two quads, the first one's in
+// the low halves.
 
 #include "linear.h"
 
 enum { QUAD = 4, FINER = 254 };  // inputs of a dot product; steps of a second part
 enum { INFINITE = 0x7f80, TINY = 0x0400 };  // bfloat16 as bits: below 2^-119, 127 / x might be infinite
-
-#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
-
-int has_linear_int(int64_t inputs, int64_t group) { return group % (2 * QUAD) == 0 && inputs % group == 0; }
 
 // weight [outputs, inputs] of numbers 0..255 or 0..15 and scales [outputs, groups] to packed
 // [ceil(outputs / 32), inputs / 4, 32] quads (of 4 bits: half as many) and packed_scales [.., groups, 32]. An item is a
@@ -40,6 +37,10 @@ int64_t pack_linear_int(const Arg *a, int64_t outputs, int64_t panel) {
     }
     return 0;
 }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+
+int form_of_linear_int(void) { return DOT_PRODUCT; }
 
 // x [rows, inputs], rows x_stride elements apart, to q [rows, parts, inputs] of -127..127, and for each row, part and
 // group the scale and the sum of q: terms [rows, parts, groups, 2], float and int32. If an x is NaN or infinite, the
@@ -198,5 +199,5 @@ int64_t linear_int_bf16(const Arg *a, int64_t rows, int64_t item) {
 }
 
 #else
-int has_linear_int(int64_t inputs, int64_t group) { return (void)inputs, (void)group, 0; }
+int form_of_linear_int(void) { return WIDENED; }
 #endif

@@ -1,11 +1,20 @@
-// Attention over a paged cache: in tiles of keys, else of single queries.
+// Attention of a step's new tokens, of each sequence to its own keys in a paged cache: in tiles of keys.
 
-#include "wide_attention.h"
+#include "common.h"
 
-static Chunk chunk_of(const Arg *a, const int64_t *part) {
+// query, out    [rows, kv_heads * group, head_dim], rows query_stride and out_stride elements apart
+// keys, values  one layer's cache: [blocks, kv_heads, block_size, head_dim], of int8 and fp8 [.., head_dim + 2]
+// tables        [2] addresses: of the block tables, one after the other; and of the step's parts: the number of chunks,
+//               the number of single tokens, and of each, chunks first: its first row, tokens, position of the first,
+//               keys that a token sees at most, where its table begins
+//
+// An item is a single token's KV head with its query heads, or some tokens of a chunk.
+enum { PART = 5 };  // numbers
+
+static Chunk chunk_of(const Arg *a, const int64_t *part, int64_t element) {
     return (Chunk){
-        .query = (const uint16_t *)a[0].p + part[0] * a[1].n,
-        .out = (uint16_t *)a[2].p + part[0] * a[3].n,
+        .query = (const char *)a[0].p + part[0] * a[1].n * element,
+        .out = (char *)a[2].p + part[0] * a[3].n * element,
         .keys = a[4].p,
         .values = a[5].p,
         .table = (const int32_t *)((const Arg *)a[6].p)[0].p + part[4],
@@ -29,14 +38,15 @@ static NextKeys next_of(const Chunk *single, int64_t head) {
     return (NextKeys){single->table, head, first, single->start};
 }
 
-static int64_t attend_parts(const Arg *a, int64_t item, AttendTiles *attend) {
+// `element` is the bytes of a query's or result's number.
+static int64_t attend_parts(const Arg *a, int64_t item, int64_t element, AttendTiles *attend) {
     const int64_t *parts = ((const Arg *)a[6].p)[1].p, kv_heads = a[7].n, group = a[8].n, singles = parts[1] * kv_heads;
     int64_t items = singles;
     for (int64_t i = 0; i < parts[0]; i++) {
         const int64_t *part = parts + 2 + PART * i, own = tile_items(part[1], kv_heads, group);
         items += own;
         if (item >= 0 && item < own) {
-            const Chunk chunk = chunk_of(a, part);
+            const Chunk chunk = chunk_of(a, part, element);
             attend(&chunk, item, 0);
             return 0;
         }
@@ -44,21 +54,26 @@ static int64_t attend_parts(const Arg *a, int64_t item, AttendTiles *attend) {
     }
     if (item < 0) return items;
     const int64_t *part = parts + 2 + PART * (parts[0] + item / kv_heads), head = item % kv_heads;
-    const Chunk single = chunk_of(a, part);
+    const Chunk single = chunk_of(a, part, element);
     if (item + 1 == singles) {
         attend(&single, head, 0);
         return 0;
     }
-    const Chunk following = head + 1 < kv_heads ? single : chunk_of(a, part + PART);
+    const Chunk following = head + 1 < kv_heads ? single : chunk_of(a, part + PART, element);
     const NextKeys next = next_of(&following, (head + 1) % kv_heads);
     attend(&single, head, &next);
     return 0;
 }
 
-#define DEFINE_PAGED(NAME, TILES, SINGLES)                                                                             \
+#define DEFINE_PAGED(NAME, ELEMENT, ATTEND)                                                                            \
     int64_t NAME(const Arg *a, int64_t rows, int64_t item) {                                                           \
-        return has_tile_attention(a[8].n, a[9].n) ? attend_parts(a, item, TILES) : SINGLES(a, rows, item);             \
+        (void)rows;                                                                                                    \
+        return attend_parts(a, item, sizeof(ELEMENT), ATTEND);                                                         \
     }
-DEFINE_PAGED(paged_attention_bf16, attend_tiles, attend_singles_bf16)
-DEFINE_PAGED(paged_attention_int8_bf16, attend_tiles_int8, attend_singles_int8_bf16)
-DEFINE_PAGED(paged_attention_fp8_bf16, attend_tiles_fp8, attend_singles_fp8_bf16)
+#define TILES_OR(TILES, WIDE) (has_tile_attention(a[9].n) ? TILES : WIDE)
+DEFINE_PAGED(paged_attention_f32, float, attend_wide_f32)
+DEFINE_PAGED(paged_attention_int8_f32, float, attend_wide_int8_f32)
+DEFINE_PAGED(paged_attention_fp8_f32, float, attend_wide_fp8_f32)
+DEFINE_PAGED(paged_attention_bf16, uint16_t, TILES_OR(attend_tiles, attend_wide_bf16))
+DEFINE_PAGED(paged_attention_int8_bf16, uint16_t, TILES_OR(attend_tiles_int8, attend_wide_int8_bf16))
+DEFINE_PAGED(paged_attention_fp8_bf16, uint16_t, TILES_OR(attend_tiles_fp8, attend_wide_fp8_bf16))

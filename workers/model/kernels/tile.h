@@ -1,11 +1,49 @@
-// What attention in tiles of keys shares, whatever the cache's dtype: places of keys, softmax, items.
+// What attention in tiles of keys shares, whatever the cache's dtype and the processor: items, places of keys.
 #pragma once
 
 #include "common.h"
 
+enum { TILE = 64, MAX_ROWS = 256 };  // keys of a tile; rows of an item
+
+// Finds a tile's keys, `row` elements each, from `begin` on. Those before the first or after the last that any token
+// sees are masked, but must be finite: these two are taken in their place.
+static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of, int64_t begin, int64_t row) {
+    const int64_t size = c->block_size;
+    for (int64_t i = 0; i < TILE; i += 8) {
+        const int64_t start = begin + i, is_run = size % 8 == 0 && start >= of->first && start + 7 <= of->last;
+        for (int64_t j = 0; j < (is_run ? 1 : 8); j++) {  // few divisions: one for each key took half of all the time
+            const int64_t key = start + j < of->first ? of->first : least(start + j, of->last);
+            slots[i + j] = (((int64_t)of->table[key / size] * c->kv_heads + of->head) * size + key % size) * row;
+        }
+        for (int64_t j = 1; is_run && j < 8; j++) slots[i + j] = slots[i] + j * row;
+    }
+}
+
+// Fetches a row of keys or values into the second cache: the first takes too few lines at a time from memory, and waits
+// (Zen 4).
+static inline void fetch(const void *row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i, 0, 2);
+}
+
+static inline int64_t tokens_of_item(int64_t group) { return least(MAX_ROWS / group, 32); }
+
+// Some tokens of a KV head with the query heads that share it: these are the rows.
+typedef struct {
+    int64_t token, rows;  // the first token, and how many rows
+    NextKeys keys;        // that they see
+} Item;
+
+static inline Item item_of(const Chunk *c, int64_t item) {
+    const int64_t step = tokens_of_item(c->group);
+    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;  // the last, the longest, first
+    const int64_t count = least(step, c->tokens - token), last = c->start + token + count - 1;
+    const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
+    return (Item){token, count * c->group, {c->table, item % c->kv_heads, first, last}};
+}
+
 #ifdef HAS_TILES
 
-enum { TILE = 64, ROWS = 6, MAX_ROWS = 256, MAX_DIM = 256 };  // keys of a tile; rows of a register block and of an item
+enum { ROWS = 6, MAX_DIM = 256 };  // rows of a register block
 
 // 16 rows of 16 words become 16 columns.
 static inline __attribute__((always_inline)) void transpose(__m512i *v) {
@@ -29,27 +67,6 @@ static inline __attribute__((always_inline)) void transpose(__m512i *v) {
         u[i + 12] = _mm512_shuffle_i32x4(b, d, 0xDD);
     }
     memcpy(v, u, sizeof u);
-}
-
-// Finds a tile's keys, `row` elements each, from `begin` on. Those before the first or after the last that any token
-// sees are masked, but must be finite: these two are taken in their place.
-static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of, int64_t begin, int64_t row) {
-    const int64_t size = c->block_size;
-    const __m512i step = _mm512_mullo_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(row));
-    for (int64_t i = 0; i < TILE; i += 8) {
-        const int64_t start = begin + i, is_run = size % 8 == 0 && start >= of->first && start + 7 <= of->last;
-        for (int64_t j = 0; j < (is_run ? 1 : 8); j++) {  // few divisions: one for each key took half of all the time
-            const int64_t key = start + j < of->first ? of->first : least(start + j, of->last);
-            slots[i + j] = (((int64_t)of->table[key / size] * c->kv_heads + of->head) * size + key % size) * row;
-        }
-        if (is_run) _mm512_storeu_si512(slots + i, _mm512_add_epi64(_mm512_set1_epi64(slots[i]), step));
-    }
-}
-
-// Fetches a row of keys or values into the second cache: the first takes too few lines at a time from memory, and waits
-// (Zen 4).
-static inline void fetch(const void *row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char *)row + i, _MM_HINT_T1);
 }
 
 // e^x for x <= 0, at least e^-80; the polynomial is that of the Cephes library.
@@ -101,22 +118,6 @@ static inline __attribute__((always_inline)) void softmax_tile(__m512 *weight, c
         *sum *= _mm512_cvtss_f32(shrink), *top = peak;
     }
     *sum += _mm512_reduce_add_ps(total);
-}
-
-static inline int64_t tokens_of_item(int64_t group) { return least(MAX_ROWS / group, 32); }
-
-// Some tokens of a KV head with the query heads that share it: these are the rows.
-typedef struct {
-    int64_t token, rows;  // the first token, and how many rows
-    NextKeys keys;        // that they see
-} Item;
-
-static inline Item item_of(const Chunk *c, int64_t item) {
-    const int64_t step = tokens_of_item(c->group);
-    const int64_t token = (ceil_div(c->tokens, step) - 1 - item / c->kv_heads) * step;  // the last, the longest, first
-    const int64_t count = least(step, c->tokens - token), last = c->start + token + count - 1;
-    const int64_t first = last + 2 - count > c->window ? last + 2 - count - c->window : 0;
-    return (Item){token, count * c->group, {c->table, item % c->kv_heads, first, last}};
 }
 
 #endif

@@ -94,15 +94,9 @@ static void weigh(Tile *t, int64_t r, int64_t first, int64_t last, int64_t D, fl
         _mm512_store_si512(t->weight + r * TILE / 2 + 8 * j, (__m512i)_mm512_cvtne2ps_pbh(weight[j + 1], weight[j]));
 }
 
-int has_tile_attention(int64_t group, int64_t head_dim) {
-    return head_dim % 32 == 0 && head_dim <= MAX_DIM && group <= MAX_GROUP;
-}
+int has_tile_attention(int64_t head_dim) { return head_dim % 32 == 0; }
 
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group) {
-    return ceil_div(tokens, tokens_of_item(group)) * kv_heads;
-}
-
-// Computes some tokens of a KV head with the query heads that share it. `next` may be NULL.
+// See common.h.
 void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
     const Item own = item_of(c, item);
     const int64_t group = c->group, D = c->head_dim, token = own.token, rows = own.rows, head = own.keys.head;
@@ -111,8 +105,8 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
     Tile *t = &tile;
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
-        const uint16_t *row = c->query + (token + r / group) * c->query_stride + (head * group + r % group) * D;
-        memcpy(t->query + r * D / 2, row, 2 * D);
+        const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * D;
+        memcpy(t->query + r * D / 2, (const uint16_t *)c->query + at, 2 * D);
         t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
     find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, D);
@@ -132,7 +126,7 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
             multiply_rows(t->acc + d, D, t->weight, TILE / 2, t->value + d, D, padded / 2, 1, rows, d + 32 < D ? 4 : 2);
     }
     for (int64_t r = 0; r < rows; r++) {
-        uint16_t *to = c->out + (token + r / group) * c->out_stride + (head * group + r % group) * D;
+        uint16_t *to = (uint16_t *)c->out + (token + r / group) * c->out_stride + (head * group + r % group) * D;
         const __m512 inverse = _mm512_set1_ps(1 / t->sum[r]);
         for (int64_t d = 0; d < D; d += 32) {
             const __m512 low = _mm512_mul_ps(_mm512_load_ps(t->acc + r * D + d), inverse);
@@ -142,9 +136,6 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
     }
 }
 #else
-int has_tile_attention(int64_t group, int64_t head_dim) { return (void)group, (void)head_dim, 0; }
-int64_t tile_items(int64_t tokens, int64_t kv_heads, int64_t group) {
-    return (void)tokens, (void)kv_heads, (void)group, 0;
-}
+int has_tile_attention(int64_t head_dim) { return (void)head_dim, 0; }
 void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) { (void)c, (void)item, (void)next; }
 #endif

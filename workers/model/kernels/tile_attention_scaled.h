@@ -177,8 +177,8 @@ void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
     Tile *t = &tile;
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
-        const uint16_t *query = c->query + (token + r / group) * c->query_stride + (head * group + r % group) * head_dim;
-        load_query(t, r, query, head_dim, D, c->scale);
+        const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * head_dim;
+        load_query(t, r, (const uint16_t *)c->query + at, head_dim, D, c->scale);
         t->top[r] = c->sinks ? c->sinks[head * group + r % group] : -1e30f, t->sum[r] = c->sinks ? 1 : 0;
     }
     find_slots(t->next_slots, c, &own.keys, first / TILE * TILE, size);
@@ -201,8 +201,8 @@ void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
             multiply_rows(t->acc + d, D, t->weight, TILE / 2, t->value + d, D, padded / 2, t->weight_scale, 0, rows, 4);
     }
     for (int64_t r = 0; r < rows; r++) {
-        uint16_t *to = c->out + (token + r / group) * c->out_stride + (head * group + r % group) * head_dim;
-        store_row(t, r, to, head_dim, D);
+        const int64_t at = (token + r / group) * c->out_stride + (head * group + r % group) * head_dim;
+        store_row(t, r, (uint16_t *)c->out + at, head_dim, D);
     }
 }
 #else

@@ -1,0 +1,175 @@
+// y = x W^T for weights as in linear.c and linear_int.c where the processor has no dot product for them: they become
+// float32 in registers, and x is float32. Each sum is of one number after the other, whatever the number of rows.
+
+#include "linear.h"
+#include "vector.h"
+
+enum { BLOCK = 6, VECTORS = PANEL / LANES };  // rows that read a panel at once: with half of its outputs, 12 registers
+
+typedef enum { WIDE_BF16, WIDE_FP8, WIDE_INT8, WIDE_INT4 } Weights;
+
+// The weights of a word, a lane of what is loaded at once; those of an input in all lanes are `widen`ed together.
+INLINE int inputs_of_word(const Weights kind) { return kind == WIDE_INT4 ? 8 : kind == WIDE_INT8 ? 4 : 2; }
+INLINE int64_t bytes_of_word(const Weights kind) { return kind == WIDE_FP8 ? 2 : 4; }
+
+INLINE Ints load_words(const uint8_t *from, const Weights kind) {
+    if (kind == WIDE_FP8) return load_halves(from);
+    Ints words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
+
+INLINE Floats widen(Ints words, const int input, const Weights kind) {
+    if (kind == WIDE_BF16) return bits_to_floats(input ? words & (int32_t)0xffff0000 : words << 16);
+    if (kind == WIDE_FP8) return widen_e4m3(words << (input ? 16 : 24) & (int32_t)0xff000000);
+    if (kind == WIDE_INT8) return __builtin_convertvector(words >> 8 * input & 0xff, Floats);
+    return __builtin_convertvector(words >> (8 * (input % 4) + 4 * (input / 4)) & 0x0f, Floats);
+}
+
+// A group of a panel and of the rows of x, with its scales [32], in FP8 float32, of integers bfloat16, and zeros [32]
+// or, where they are all 128, NULL; in bfloat16 the group is the whole panel, without scales.
+typedef struct {
+    const float *x;
+    const uint8_t *panel, *zeros;
+    const char *scales;
+    int64_t x_stride, words;
+    const uint8_t *ahead;  // is fetched meanwhile, `pace` bytes further with each word, `half` with the second half
+    int64_t pace, half;
+} WideGroup;
+
+INLINE int64_t bytes_of_scale(const Weights kind) { return kind == WIDE_FP8 ? sizeof(float) : sizeof(uint16_t); }
+
+// Zeros are in 256ths of the range of numbers.
+INLINE Floats load_zeros(const uint8_t *zeros, int64_t at, const Weights kind) {
+    const Ints some = zeros ? load_bytes(zeros + at) : (Ints){0} + 128;
+    return __builtin_convertvector(some, Floats) * (kind == WIDE_INT4 ? 1.0f / 16 : 1);
+}
+
+// Writes, or with scales adds to, the results [rows, 32] the products of `rows` rows with a group, for `width` vectors
+// of outputs from `at` on.
+INLINE void multiply_part(const WideGroup *g, float *results, const int at, const int rows, const int width,
+                          const Weights kind) {
+    const int per_word = inputs_of_word(kind);
+    const int64_t size = bytes_of_word(kind), stride = g->x_stride;
+    const uint8_t *panel = g->panel + at * LANES * size, *ahead = g->ahead + (at ? g->half : 0);
+    const float *x = g->x;
+    Floats sum[BLOCK][VECTORS], zero[VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < width; v++) sum[r][v] = (Floats){0};
+    if (kind >= WIDE_INT8)
+        for (int v = 0; v < width; v++) zero[v] = load_zeros(g->zeros, (at + v) * LANES, kind);
+    for (int64_t word = 0; word < g->words; word++, panel += PANEL * size, x += per_word, ahead += g->pace) {
+        __builtin_prefetch(ahead, 0, 2);
+        if (width == VECTORS && size == 4) __builtin_prefetch(ahead + 64, 0, 2);
+        _Pragma("GCC unroll 8") for (int i = 0; i < per_word; i++) {
+            Floats weight[VECTORS];
+            for (int v = 0; v < width; v++) {
+                weight[v] = widen(load_words(panel + v * LANES * size, kind), i, kind);
+                if (kind >= WIDE_INT8) weight[v] -= zero[v];
+            }
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < width; v++) sum[r][v] = add_product(sum[r][v], x[r * stride + i], weight[v]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < width; v++) {
+            const int64_t first = (at + v) * LANES;
+            float *result = results + r * PANEL + first;
+            if (kind != WIDE_BF16) {
+                const char *from = g->scales + first * bytes_of_scale(kind);
+                sum[r][v] = load_floats(result) + sum[r][v] * load_elements(from, kind == WIDE_FP8 ? F32 : BF16);
+            }
+            store_floats(result, sum[r][v]);
+        }
+}
+
+// Few rows read the panel in one go, in the order of its memory.
+INLINE void multiply_wide(const WideGroup *g, float *results, const int rows, const Weights kind) {
+    if (rows <= 2) {
+        multiply_part(g, results, 0, rows, VECTORS, kind);
+        return;
+    }
+    multiply_part(g, results, 0, rows, VECTORS / 2, kind);
+    multiply_part(g, results, VECTORS / 2, rows, VECTORS / 2, kind);
+}
+
+typedef void MultiplyWide(const WideGroup *group, float *results);
+
+#define MULTIPLY_WIDE(R, KIND)                                                                                         \
+    static __attribute__((noinline)) void multiply_##R##_##KIND(const WideGroup *group, float *results) {              \
+        multiply_wide(group, results, R, KIND);                                                                        \
+    }
+#define WIDE_HEIGHTS(F, KIND) F(1, KIND) F(2, KIND) F(3, KIND) F(4, KIND) F(5, KIND) F(6, KIND)
+#define WIDE_NAME(R, KIND) multiply_##R##_##KIND,
+WIDE_HEIGHTS(MULTIPLY_WIDE, WIDE_BF16)
+WIDE_HEIGHTS(MULTIPLY_WIDE, WIDE_FP8)
+WIDE_HEIGHTS(MULTIPLY_WIDE, WIDE_INT8)
+WIDE_HEIGHTS(MULTIPLY_WIDE, WIDE_INT4)
+static MultiplyWide *const multiply_wide_rows[][BLOCK] = {
+    {WIDE_HEIGHTS(WIDE_NAME, WIDE_BF16)},
+    {WIDE_HEIGHTS(WIDE_NAME, WIDE_FP8)},
+    {WIDE_HEIGHTS(WIDE_NAME, WIDE_INT8)},
+    {WIDE_HEIGHTS(WIDE_NAME, WIDE_INT4)},
+};
+
+// x [rows, inputs], rows x_stride elements apart, to float32 [rows, inputs].
+int64_t widen_rows_bf16(const Arg *a, int64_t rows, int64_t item) {
+    const uint16_t *x = a[0].p;
+    float *wide = a[2].p;
+    const int64_t x_stride = a[1].n, inputs = a[3].n, step = rows_of_item(inputs);
+    if (item < 0) return ceil_div(rows, step);
+    for (int64_t row = item * step; row < least(rows, (item + 1) * step); row++)
+        for (int64_t i = 0; i < inputs; i++) wide[row * inputs + i] = load_bf16(x[row * x_stride + i]);
+    return 0;
+}
+
+// x from widen_rows, packed weights, scales and zeros as in linear.c and linear_int.c. An item is a panel.
+INLINE int64_t multiply_panel(const Arg *a, int64_t rows, int64_t item, const char *scales, const uint8_t *zeros,
+                              int64_t inputs, int64_t group, const Weights kind, const Epilogue *end) {
+    const float *x = a[0].p;
+    const int64_t words = group / inputs_of_word(kind), group_bytes = words * PANEL * bytes_of_word(kind);
+    const int64_t groups = inputs / group, scale_bytes = PANEL * bytes_of_scale(kind), blocks = ceil_div(rows, BLOCK);
+    const uint8_t *panel = (const uint8_t *)a[2].p + item * groups * group_bytes;
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t row = rows * block / blocks, height = rows * (block + 1) / blocks - row;
+        _Alignas(64) float results[BLOCK * PANEL] = {0};
+        WideGroup each = {.x = x + row * inputs,
+                          .panel = panel,
+                          .scales = kind == WIDE_BF16 ? NULL : scales + item * groups * scale_bytes,
+                          .zeros = zeros ? zeros + item * groups * PANEL : NULL,
+                          .x_stride = inputs,
+                          .words = words,
+                          .ahead = panel + 4096,
+                          .pace = PANEL * bytes_of_word(kind),
+                          .half = PANEL / 2 * bytes_of_word(kind)};
+        // While a panel comes from memory, what is 4 KiB on; while it is read again, a share of the next panel.
+        const int64_t again = blocks - 1, ahead_step = block ? group_bytes / again : group_bytes;
+        if (block) {
+            each.ahead = panel + groups * (group_bytes + ahead_step * (block - 1));
+            each.pace = each.half / again, each.half = words * each.pace;
+        }
+        for (int64_t g = 0; g < groups; g++) {
+            multiply_wide_rows[kind][height - 1](&each, results);
+            each.x += group, each.panel += group_bytes, each.ahead += ahead_step;
+            each.scales += each.scales ? scale_bytes : 0, each.zeros += zeros ? PANEL : 0;
+        }
+        finish_rows(end, results, row, height, item * PANEL);
+    }
+    return 0;
+}
+
+// As linear_bf16, but for x.
+int64_t linear_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
+    const Epilogue end = {.bias = a[3].p, .residual = a[4].p, .y = a[5].p, .outputs = a[6].n, .gated = a[8].n};
+    if (item < 0) return ceil_div(end.outputs, PANEL);
+    return a[9].p ? multiply_panel(a, rows, item, a[9].p, NULL, a[7].n, a[10].n, WIDE_FP8, &end)
+                  : multiply_panel(a, rows, item, NULL, NULL, a[7].n, a[7].n, WIDE_BF16, &end);
+}
+
+// As linear_int_bf16, but for x, whose place is that of q.
+int64_t linear_int_wide_bf16(const Arg *a, int64_t rows, int64_t item) {
+    const Epilogue end = {.bias = a[4].p, .residual = a[5].p, .y = a[6].p, .outputs = a[7].n, .gated = a[11].n};
+    if (item < 0) return ceil_div(end.outputs, PANEL);
+    return a[10].n == 8 ? multiply_panel(a, rows, item, a[3].p, a[12].p, a[8].n, a[9].n, WIDE_INT8, &end)
+                        : multiply_panel(a, rows, item, a[3].p, a[12].p, a[8].n, a[9].n, WIDE_INT4, &end);
+}
