@@ -31,11 +31,12 @@ class RecordingServer:
     async def generate(
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        last_status = self.last_status  # as the call begins: a test sets the next one as soon as it has the answers
         await self._record(request, context)
         for answer in self.answers:
             yield answer
-        if self.last_status is not None:
-            await context.abort_with_status(self.last_status)
+        if last_status is not None:
+            await context.abort_with_status(last_status)
 
     async def detokenize(self, request: inference_pb2.DetokenizeRequest, context: Any) -> Any:
         await self._record(request, context)

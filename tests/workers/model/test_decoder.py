@@ -1,6 +1,7 @@
 """The decoder against transformers, float32, tiny random models whose logits are of order 10.
 
-The bound of 1e-4 is absolute. The largest difference seen is 4e-5; a mask, window or position off by one gives 5.
+The bound of 2e-4 is absolute. The largest difference seen is 1.02e-4 on AVX2, where plain torch in the place of the
+attention kernel has 8e-5, and 4e-5 on AVX-512; a mask, window or position off by one gives 5.
 """
 
 import random
@@ -22,7 +23,7 @@ from tandem.tests.workers.model.helpers import (
     reference_logits,
 )
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
 LENGTHS = (1, 2, 15, 16, 17, 63, 130, 300)
 
 

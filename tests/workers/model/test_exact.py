@@ -53,11 +53,11 @@ def logits_by_position(
 
 
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("num_mates", [0, 3, 20])
+@pytest.mark.parametrize(("num_mates", "head_dim"), [(0, 32), (3, 32), (20, 32), (3, 44)])
 def test_logits_depend_on_the_tokens_alone(
-    family: str, num_mates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, num_mates: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 256} | ({} if family == "qwen2" else {"head_dim": 32})
+    sizes: dict[str, Any] = {"hidden_size": 256} | ({} if family == "qwen2" else {"head_dim": head_dim})
     if family == "mistral":
         sizes["sliding_window"] = 70
     runner = load(make_tiny_model(tmp_path, family, **sizes), dtype="bfloat16")

@@ -11,11 +11,15 @@ static inline void find_slots(int64_t *slots, const Chunk *c, const NextKeys *of
     const int64_t size = c->block_size;
     for (int64_t i = 0; i < TILE; i += 8) {
         const int64_t start = begin + i, is_run = size % 8 == 0 && start >= of->first && start + 7 <= of->last;
-        for (int64_t j = 0; j < (is_run ? 1 : 8); j++) {  // few divisions: one for each key took half of all the time
+        if (is_run) {  // few divisions: one for each key took half of all the time
+            const int64_t at = (((int64_t)of->table[start / size] * c->kv_heads + of->head) * size + start % size) * row;
+            for (int64_t j = 0; j < 8; j++) slots[i + j] = at + j * row;
+            continue;
+        }
+        for (int64_t j = 0; j < 8; j++) {
             const int64_t key = start + j < of->first ? of->first : least(start + j, of->last);
             slots[i + j] = (((int64_t)of->table[key / size] * c->kv_heads + of->head) * size + key % size) * row;
         }
-        for (int64_t j = 1; is_run && j < 8; j++) slots[i + j] = slots[i] + j * row;
     }
 }
 
