@@ -9,11 +9,13 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import psutil
@@ -161,9 +163,12 @@ def test_a_service_from_start_to_stop(
     assert service.process.stderr is not None
     status_url = re.search(r"status page: (\S+)", service.process.stderr.readline())
     assert status_url
-    status = run("status", "--url", status_url[1], "--json")
-    workers = {worker["role"]: worker for worker in json.loads(status.stdout)["workers"]}
-    assert {role: worker["state"] for role, worker in workers.items()} == {"prefill": "ready", "decode": "ready"}
+    workers: dict[str, Any] = {}
+    deadline = time.monotonic() + WAIT
+    while {role: worker["state"] for role, worker in workers.items()} != {"prefill": "ready", "decode": "ready"}:
+        assert time.monotonic() < deadline, workers  # one that a busy machine keeps from answering is silent
+        status = run("status", "--url", status_url[1], "--json")
+        workers = {worker["role"]: worker for worker in json.loads(status.stdout)["workers"]}
     for worker in workers.values():
         load = worker["load"]
         assert worker.get("integrity_ok", worker.get("balanced"))
