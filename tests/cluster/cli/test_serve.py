@@ -9,8 +9,8 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 import tempfile
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
