@@ -318,9 +318,13 @@ def test_denormals_stay_what_they_are() -> None:
 
 
 def test_they_compile_without_a_warning() -> None:
-    """Only here: a user's newer compiler that warns of something new is still to build them."""
+    """For each kind of processor, whatever this one is.
+
+    Only here: a user's newer compiler that warns of something new is still to build them.
+    """
     flags = [*build._FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    for march in ("native", "x86-64-v2") if platform.machine() == "x86_64" else ("native",):
+    others = ("x86-64-v2", "x86-64-v3", "cooperlake", "sapphirerapids") if platform.machine() == "x86_64" else ()
+    for march in ("native", *others):
         for source in Path(cpu.__file__).parent.glob("*.c"):
             command = ["cc", *flags, f"-march={march}", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)

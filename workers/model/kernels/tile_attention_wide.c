@@ -137,13 +137,13 @@ static __attribute__((noinline)) void weigh(Tile *t, int64_t r, int64_t first, i
     float peak = peaks[0];
     for (int i = 1; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
     for (int j = 0; j < TILE / LANES; j++) {
-        weight[j] = pick(seen[j], decay_each(weight[j] - peak), (Floats){0});
+        weight[j] = pick(seen[j], decay_floats(weight[j] - peak), (Floats){0});
         total += weight[j];
         if (scaled) weight[j] = pick(seen[j], weight[j] * load_floats(t->value_scale + j * LANES), (Floats){0});
         store_floats(weights + j * LANES, weight[j]);
     }
     if (peak > t->top[r]) {
-        const float shrink = decay_each((Floats){0} + (t->top[r] - peak))[0];
+        const float shrink = decay_floats((Floats){0} + (t->top[r] - peak))[0];
         for (int64_t d = 0; d < D; d++) acc[d] *= shrink;
         t->sum[r] *= shrink, t->top[r] = peak;
     }

@@ -55,7 +55,7 @@ INLINE Floats pick(Ints where, Floats x, Floats y) {  // x where all bits are se
 INLINE Floats larger(Floats x, Floats y) { return pick(x > y, x, y); }
 
 // e^x for x <= 0, at least e^-80; the polynomial is that of the Cephes library.
-INLINE Floats decay_each(Floats x) {
+INLINE Floats decay_floats(Floats x) {
     x = larger(x, (Floats){0} - 80);
     const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);  // to nearest, as that is below 0
     const Floats whole = __builtin_convertvector(n, Floats);
