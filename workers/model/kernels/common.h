@@ -55,9 +55,21 @@ static inline uint16_t store_bf16(float value) {  // to nearest, ties to even
     return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// e^x for x <= 0. Where the true result is next to nothing it is cut off: the vector form of expf falls back to one
-// call for each element when any of them underflows, which costs ten times the rest of a softmax.
-static inline float decay(float x) { return expf(x > -80 ? x : -80); }
+// e^x for x <= 0, at least e^-80; the polynomial is that of the Cephes library. Loops over it become vectors, where expf
+// would be a call for each.
+static inline float decay(float x) {
+    x = x > -80 ? x : -80;
+    const int32_t n = (int32_t)(x * 1.44269504f - 0.5f), bits = (n + 127) << 23;  // to nearest, as that is below 0
+    const float r = x - (float)n * 0.693359375f + (float)n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f, power;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    memcpy(&power, &bits, sizeof power);
+    return (y * r * r + r + 1) * power;
+}
 
 static inline float sigmoid_mul(float x, float y) {  // y / (1 + e^-x)
     const float e = decay(x > 0 ? -x : x);

@@ -4,7 +4,7 @@
 //
 // A small product is bound by how fast the weights come from memory, so these are packed in the very order in which
 // they are read: panels of 32 outputs, and in a panel, for each pair of inputs, the 32 pairs of weights side by side.
-// A block of up to 12 rows keeps its sums in registers while it reads a panel once.
+// A block of up to 11 rows keeps its sums in registers while it reads a panel once.
 
 #include "fp8.h"
 #include "linear.h"

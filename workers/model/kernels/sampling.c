@@ -2,7 +2,7 @@
 
 #include "common.h"
 
-enum { BLOCK = 1024 };
+enum { BLOCK = 128 };
 
 // -log(1 - u) for u in [2^-32, 1 - 2^-24]: the series where 1 - u would round.
 static inline float exponential(float u) {
@@ -20,6 +20,13 @@ static inline float uniform(uint32_t id, uint32_t first, uint32_t second) {
     x ^= x >> 16;
     const float u = ((float)(int32_t)(x & 0x7FFFFFFF) + 0.5f) * 0x1p-31f;
     return u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
+}
+
+// At least -log(exponential(u)), which is at most -log(u), by the exponent of u.
+static inline float most_noise(float u) {
+    uint32_t bits;
+    memcpy(&bits, &u, sizeof bits);
+    return (float)(127 - (int32_t)(bits >> 23)) * 0.69314718f + 1e-3f;
 }
 
 // What a row keeps: the top_k best tokens (0: all), of these the best up to the mass top_p, and none that is further
@@ -168,18 +175,26 @@ static inline uint32_t bits_f32(float x) {
         for (int64_t begin = 0; begin < vocab; begin += BLOCK) {                                                       \
             const int64_t count = least(BLOCK, vocab - begin);                                                         \
             float score[BLOCK], top = -3e38f;                                                                          \
-            if (temperature > 0 && !filtered)                                                                          \
-                for (int64_t i = 0; i < count; i++)                                                                    \
-                    score[i] = load_##NAME(from[begin + i]) * scale -                                                  \
-                               logf(exponential(uniform((uint32_t)(begin + i), key[0], key[1])));                      \
-            else                                                                                                       \
-                for (int64_t i = 0; i < count; i++) score[i] = load_##NAME(from[begin + i]);                           \
-            for (int64_t i = 0; i < count; i++) top = score[i] > top ? score[i] : top;                                 \
             for (int64_t i = 0; i < count; i++) {                                                                      \
                 const BITS bits = bits_##NAME(from[begin + i]), flipped = bits ^ sign;                                 \
                 negative = bits > negative ? bits : negative;                                                          \
                 positive = flipped > positive ? flipped : positive;                                                    \
             }                                                                                                          \
+            if (temperature > 0 && !filtered) {                                                                        \
+                float u[BLOCK];                                                                                        \
+                for (int64_t i = 0; i < count; i++) {                                                                  \
+                    u[i] = uniform((uint32_t)(begin + i), key[0], key[1]);                                             \
+                    score[i] = load_##NAME(from[begin + i]) * scale;                                                   \
+                    const float most = score[i] + most_noise(u[i]);                                                    \
+                    top = most > top ? most : top;                                                                     \
+                }                                                                                                      \
+                if (top <= best) continue;                                                                             \
+                for (int64_t i = 0; i < count; i++) score[i] -= logf(exponential(u[i]));                               \
+                top = -3e38f;                                                                                          \
+            } else {                                                                                                   \
+                for (int64_t i = 0; i < count; i++) score[i] = load_##NAME(from[begin + i]);                           \
+            }                                                                                                          \
+            for (int64_t i = 0; i < count; i++) top = score[i] > top ? score[i] : top;                                 \
             if (top <= best) continue;                                                                                 \
             best = top;                                                                                                \
             for (int64_t i = count - 1; i >= 0; i--)                                                                   \

@@ -11,53 +11,51 @@
 typedef struct {
     _Alignas(64) uint32_t query[MAX_ROWS * MAX_DIM / 2];  // [rows, head_dim / 2] pairs along the head dimension
     _Alignas(64) uint32_t key[MAX_DIM / 2 * TILE];        // [head_dim / 2, TILE] the same pairs, keys side by side
-    _Alignas(64) uint32_t value[TILE / 2 * MAX_DIM];      // [TILE / 2, head_dim] pairs of keys
     _Alignas(64) uint32_t weight[MAX_ROWS * TILE / 2];    // [rows, TILE / 2] pairs of keys
     _Alignas(64) float score[MAX_ROWS * TILE], acc[MAX_ROWS * MAX_DIM];  // [rows, TILE], [rows, head_dim]
     float top[MAX_ROWS], sum[MAX_ROWS];
     int64_t slots[TILE], next_slots[TILE];  // where the tile's keys and values are, and those of the tile after it
 } Tile;
 
-// c[r][0..16 * width) (+)= sum over i of pairs a[r][i] . b[i][0..16 * width).
-static inline __attribute__((always_inline)) void multiply(float *c, int64_t c_stride, const uint32_t *a,
-                                                           int64_t a_stride, const uint32_t *b, int64_t b_stride,
-                                                           int64_t pairs, int add, const int rows, const int width) {
+// Writes to score [rows, TILE] the products of query [rows, head_dim / 2] pairs with the tile's first 16 * width keys.
+static inline __attribute__((always_inline)) void compare(float *score, const uint32_t *query, const Tile *t,
+                                                          int64_t pairs, const int rows, const int width) {
     __m512 sums[ROWS][4];
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < width; j++)
-            sums[r][j] = add ? _mm512_load_ps(c + r * c_stride + 16 * j) : _mm512_setzero_ps();
+        for (int j = 0; j < width; j++) sums[r][j] = _mm512_setzero_ps();
     for (int64_t i = 0; i < pairs; i++) {
         __m512bh side[4];
-        for (int j = 0; j < width; j++) side[j] = (__m512bh)_mm512_load_si512(b + i * b_stride + 16 * j);
+        for (int j = 0; j < width; j++) side[j] = (__m512bh)_mm512_load_si512(t->key + i * TILE + 16 * j);
         for (int r = 0; r < rows; r++) {
-            const __m512bh one = (__m512bh)_mm512_set1_epi32((int)a[r * a_stride + i]);
+            const __m512bh one = (__m512bh)_mm512_set1_epi32((int)query[r * pairs + i]);
             for (int j = 0; j < width; j++) sums[r][j] = _mm512_dpbf16_ps(sums[r][j], one, side[j]);
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < width; j++) _mm512_store_ps(c + r * c_stride + 16 * j, sums[r][j]);
+        for (int j = 0; j < width; j++) _mm512_store_ps(score + r * TILE + 16 * j, sums[r][j]);
 }
 
-#define CASE(R)                                                                                                        \
+#define COMPARE(R)                                                                                                     \
     case R:                                                                                                            \
-        if (width == 4) multiply(c, c_stride, a, a_stride, b, b_stride, pairs, add, R, 4);                             \
-        else multiply(c, c_stride, a, a_stride, b, b_stride, pairs, add, R, 2);                                        \
+        if (count > 32) compare(score, query, t, D / 2, R, 4);                                                         \
+        else compare(score, query, t, D / 2, R, 2);                                                                    \
         break;
 
-// The same for any number of rows.
-static void multiply_rows(float *c, int64_t c_stride, const uint32_t *a, int64_t a_stride, const uint32_t *b,
-                          int64_t b_stride, int64_t pairs, int add, int64_t rows, int width) {
+// Writes the scores of all rows and of the tile's first `count` keys.
+static void compare_rows(Tile *t, int64_t count, int64_t D, int64_t rows) {
+    float *score = t->score;
+    const uint32_t *query = t->query;
     for (int64_t left = ceil_div(rows, ROWS); left > 0; left--) {
         const int64_t height = ceil_div(rows, left);
-        switch (height) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
-        c += height * c_stride, a += height * a_stride, rows -= height;
+        switch (height) { COMPARE(1) COMPARE(2) COMPARE(3) COMPARE(4) COMPARE(5) COMPARE(6) }
+        score += height * TILE, query += height * D / 2, rows -= height;
     }
 }
 
-// Loads the tile's first `count` keys, a multiple of 16; fetches the next tile's values.
-static void load_keys(Tile *t, const uint16_t *keys, const uint16_t *values, int64_t count, int64_t D) {
+// Loads the tile's first `count` keys, a multiple of 16; fetches those of the next tile.
+static void load_keys(Tile *t, const uint16_t *keys, int64_t count, int64_t D) {
     for (int64_t i = 0; i < count; i += 16) {
-        for (int j = 0; j < 16; j++) fetch(values + t->next_slots[i + j], 2 * D);
+        for (int j = 0; j < 16; j++) fetch(keys + t->next_slots[i + j], 2 * D);
         for (int64_t d = 0; d < D; d += 32) {
             __m512i rows[16];
             for (int j = 0; j < 16; j++) rows[j] = _mm512_loadu_si512(keys + t->slots[i + j] + d);
@@ -65,25 +63,57 @@ static void load_keys(Tile *t, const uint16_t *keys, const uint16_t *values, int
             for (int j = 0; j < 16; j++) _mm512_store_si512(t->key + (d / 2 + j) * TILE + i, rows[j]);
         }
     }
-    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], 2 * D);
+    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], 2 * D);
 }
 
-// Loads the values of these keys; fetches the next tile's keys.
-static void load_values(Tile *t, const uint16_t *keys, const uint16_t *values, int64_t count, int64_t D) {
+// Adds to acc [rows, D], from dimension d on, the values of the tile's first `count` keys by their weights; fetches those
+// of the next tile if `fetches`. The values of a pair of keys are put side by side in registers.
+static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t *weight, const Tile *t,
+                                                      const uint16_t *values, int64_t count, int64_t D, int64_t d,
+                                                      int fetches, const int rows, const int width) {
     const __m512i front = _mm512_add_epi16(_mm512_set1_epi32(32 << 16), _mm512_set_epi32(
         0xF000F, 0xE000E, 0xD000D, 0xC000C, 0xB000B, 0xA000A, 0x90009, 0x80008,
         0x70007, 0x60006, 0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0));
     const __m512i back = _mm512_add_epi16(front, _mm512_set1_epi16(16));
+    __m512 sums[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < width; j++) sums[r][j] = _mm512_load_ps(acc + r * D + d + 16 * j);
     for (int64_t i = 0; i < count; i += 2) {
-        fetch(keys + t->next_slots[i], 2 * D), fetch(keys + t->next_slots[i + 1], 2 * D);
-        for (int64_t d = 0; d < D; d += 32) {
-            const __m512i a = _mm512_loadu_si512(values + t->slots[i] + d);
-            const __m512i b = _mm512_loadu_si512(values + t->slots[i + 1] + d);
-            _mm512_store_si512(t->value + i / 2 * D + d, _mm512_permutex2var_epi16(a, front, b));
-            _mm512_store_si512(t->value + i / 2 * D + d + 16, _mm512_permutex2var_epi16(a, back, b));
+        const uint16_t *one = values + t->slots[i] + d, *other = values + t->slots[i + 1] + d;
+        if (fetches) fetch(values + t->next_slots[i], 2 * D), fetch(values + t->next_slots[i + 1], 2 * D);
+        __m512bh side[4];
+        for (int j = 0; j < width; j += 2) {
+            const __m512i a = _mm512_loadu_si512(one + 16 * j), b = _mm512_loadu_si512(other + 16 * j);
+            side[j] = (__m512bh)_mm512_permutex2var_epi16(a, front, b);
+            side[j + 1] = (__m512bh)_mm512_permutex2var_epi16(a, back, b);
+        }
+        for (int r = 0; r < rows; r++) {
+            const __m512bh both = (__m512bh)_mm512_set1_epi32((int)weight[r * TILE / 2 + i / 2]);
+            for (int j = 0; j < width; j++) sums[r][j] = _mm512_dpbf16_ps(sums[r][j], both, side[j]);
         }
     }
-    for (int64_t i = count; i < TILE; i++) fetch(keys + t->next_slots[i], 2 * D);
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < width; j++) _mm512_store_ps(acc + r * D + d + 16 * j, sums[r][j]);
+}
+
+#define MIX(R)                                                                                                         \
+    case R:                                                                                                            \
+        if (d + 32 < D) mix(acc, weight, t, values, count, D, d, fetches && !d, R, 4);                                 \
+        else mix(acc, weight, t, values, count, D, d, fetches && !d, R, 2);                                            \
+        break;
+
+// The same for all dimensions and any number of rows.
+static void mix_rows(Tile *t, const uint16_t *values, int64_t count, int64_t D, int64_t rows) {
+    float *acc = t->acc;
+    const uint32_t *weight = t->weight;
+    int fetches = 1;
+    for (int64_t left = ceil_div(rows, ROWS); left > 0; left--, fetches = 0) {
+        const int64_t height = ceil_div(rows, left);
+        for (int64_t d = 0; d < D; d += 64)
+            switch (height) { MIX(1) MIX(2) MIX(3) MIX(4) MIX(5) MIX(6) }
+        acc += height * D, weight += height * TILE / 2, rows -= height;
+    }
+    for (int64_t i = count; i < TILE; i++) fetch(values + t->next_slots[i], 2 * D);
 }
 
 // Turns row r's scores into weights, masked outside keys [first, last].
@@ -115,15 +145,13 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
         memcpy(t->slots, t->next_slots, sizeof t->slots);
         if (begin + TILE <= last) find_slots(t->next_slots, c, &own.keys, begin + TILE, D);
         else if (next) find_slots(t->next_slots, c, next, next->first / TILE * TILE, D);
-        load_keys(t, c->keys, c->values, padded, D);
-        multiply_rows(t->score, TILE, t->query, D / 2, t->key, TILE, D / 2, 0, rows, padded > 32 ? 4 : 2);
+        load_keys(t, c->keys, padded, D);
+        compare_rows(t, padded, D, rows);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t position = c->start + token + r / group - begin;
             weigh(t, r, position + 1 - c->window, position, D, c->scale, c->soft_cap);
         }
-        load_values(t, c->keys, c->values, padded, D);
-        for (int64_t d = 0; d < D; d += 64)
-            multiply_rows(t->acc + d, D, t->weight, TILE / 2, t->value + d, D, padded / 2, 1, rows, d + 32 < D ? 4 : 2);
+        mix_rows(t, c->values, padded, D, rows);
     }
     for (int64_t r = 0; r < rows; r++) {
         uint16_t *to = (uint16_t *)c->out + (token + r / group) * c->out_stride + (head * group + r % group) * D;
