@@ -152,11 +152,7 @@ def _number_options(fewest: int, most: int, scaling: ScalingConfig | None) -> di
 
 
 def _options(config: TandemConfig, section: RouterConfig | PoolConfig, environment: dict[str, str]) -> dict[str, Any]:
-    actor = {
-        "num_cpus": section.num_cpus,
-        "resources": section.resources,
-        "runtime_env": {"env_vars": environment},
-    }
+    actor = {"num_cpus": section.num_cpus, "resources": section.resources, "runtime_env": {"env_vars": environment}}
     if section.labels:
         actor["label_selector"] = section.labels
     return {

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from typing import Final
 
@@ -46,7 +47,7 @@ class Wake(asyncio.Event):
         """Waits until something may have come, or for so long at most; then forgets it."""
         self._is_awaited = True
         try:
-            async with asyncio.timeout(seconds):
+            async with nullcontext() if seconds is None else asyncio.timeout(seconds):  # which costs, for each token
                 await self.wait()
         except TimeoutError:
             pass

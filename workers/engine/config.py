@@ -61,6 +61,11 @@ class Budgets:
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
 
+    def chunk_beside(self, num_decodes: int) -> int:
+        """Returns the prompt tokens that a step may compute: beside few decodes fewer, since their step is short."""
+        mixed = min(self.mixed_chunk_tokens, -(-self.mixed_chunk_tokens // 2) + num_decodes)
+        return mixed if num_decodes else self.chunk_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

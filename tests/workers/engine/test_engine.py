@@ -47,7 +47,7 @@ def test_long_prompt_goes_in_chunks_and_samples_once(worker: MakeWorker) -> None
 
 
 def test_decodes_come_first_and_prompts_beside_them_in_chunks_of_their_own(worker: MakeWorker) -> None:
-    target = worker(chunk_tokens=8, mixed_chunk_tokens=4, prefix_caching=False)
+    target = worker(chunk_tokens=8, mixed_chunk_tokens=6, prefix_caching=False)
     target.submit(spec(1, PROMPT[:3], max_tokens=8))
     target.step()
     target.submit(spec(2))
