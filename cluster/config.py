@@ -149,7 +149,7 @@ class PoolConfig(BaseModel):
     kv_disk_gb: float = Field(default=0.0, ge=0, le=1_048_576)
     # Of prompts, computed in one step. None is 2048, on CPUs 512, with one thread 128.
     chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
-    # The same beside sequences that decode: all of them wait for it. None is 512, on CPUs 32.
+    # The same at most beside sequences that decode, which wait for it; beside few half of it. None is 512, on CPUs 32.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     max_sequences: int = Field(default=64, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray

@@ -18,7 +18,7 @@ from .models.gpt_oss import GptOssForCausalLM, parse_gpt_oss_config
 from .models.granite import GraniteForCausalLM, parse_granite_config
 from .models.llama import LlamaForCausalLM, parse_llama_config
 from .models.mistral import parse_mistral_config
-from .models.mixtral import (MixtralForCausalLM, Qwen3MoeForCausalLM, parse_mixtral_config, parse_qwen3_moe_config)
+from .models.mixtral import MixtralForCausalLM, Qwen3MoeForCausalLM, parse_mixtral_config, parse_qwen3_moe_config
 from .models.olmo2 import Olmo2ForCausalLM, parse_olmo2_config
 from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
