@@ -54,7 +54,7 @@ class Budgets:
     """Holds the limits of an engine's batch and queue, in tokens and sequences."""
 
     chunk_tokens: int = 512  # prompt tokens computed in one step
-    mixed_chunk_tokens: int = 512  # prompt tokens of a step that also has decodes, which all wait for them
+    mixed_chunk_tokens: int = 512  # the same at most beside decodes, which all wait for it, see chunk_beside
     max_sequences: int = 64  # sequences that hold blocks at once
     max_waiting: int = 1024  # sequences in the queue
     growth_tokens: int = 256  # generated tokens whose blocks admission reserves; later blocks come one by one

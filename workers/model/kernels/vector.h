@@ -54,16 +54,10 @@ INLINE Floats pick(Ints where, Floats x, Floats y) {  // x where all bits are se
 }
 INLINE Floats larger(Floats x, Floats y) { return pick(x > y, x, y); }
 
-// e^x for x <= 0, at least e^-80; the polynomial is that of the Cephes library.
-INLINE Floats decay_floats(Floats x) {
-    x = larger(x, (Floats){0} - 80);
-    const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);  // to nearest, as that is below 0
-    const Floats whole = __builtin_convertvector(n, Floats);
-    const Floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    const float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-    Floats y = (Floats){0} + 1.9875691500e-4f;
-    for (int i = 0; i < 5; i++) y = add_products((Floats){0} + terms[i], y, r);
-    return (y * r * r + r + 1) * bits_to_floats((n + 127) << 23);
+INLINE Floats decay_floats(Floats x) {  // each is decay(x); the compiler makes one vector of the loop
+    Floats y;
+    for (int i = 0; i < LANES; i++) y[i] = decay(x[i]);
+    return y;
 }
 
 // Bits 24 to 31 of each lane as E4M3, see fp8.h. With its exponent in a float's place, a number is 2^-120 of itself.
