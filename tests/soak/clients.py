@@ -28,7 +28,7 @@ _TANDEM: Final = (sys.executable, "-c", "from tandem.cluster.cli.main import mai
 _SECONDS: Final = 900.0  # for one client
 # Of instructor's modes those in which tools may be called, or JSON is asked for in words.
 _UNBOUND_MODES: Final = ("PARALLEL_TOOLS", "JSON_O1", "MD_JSON", "ANTHROPIC_JSON", "ANTHROPIC_PARALLEL_TOOLS")
-_QUESTION: Final = "What is the capital of France?"
+_QUESTION: Final = "What is the name of the capital of France?"
 _PERSON: Final = "Jason is 25 years old."
 _SCHEMA: Final = {
     "type": "object",
