@@ -71,11 +71,7 @@ def _nodes(config: TandemConfig) -> list[NodeOffer]:
 
 
 def build_app(
-    config: TandemConfig,
-    folder: str,
-    nodes: Sequence[NodeOffer],
-    num_routers: int,
-    continuity: Continuity,
+    config: TandemConfig, folder: str, nodes: Sequence[NodeOffer], num_routers: int, continuity: Continuity
 ) -> serve.Application:
     """Returns the application that serves the model in `folder`, which every node must have at that path.
 
@@ -101,11 +97,7 @@ def count_routers(config: TandemConfig, nodes: Sequence[NodeOffer]) -> int:
 
 
 def _bind_pool(
-    role: PoolRole,
-    config: TandemConfig,
-    folder: str,
-    nodes: Sequence[NodeOffer],
-    identity: PeerIdentity,
+    role: PoolRole, config: TandemConfig, folder: str, nodes: Sequence[NodeOffer], identity: PeerIdentity
 ) -> serve.Application:
     pool = config.pools[role]
     options = _options(config, pool, compute_environment(pool))

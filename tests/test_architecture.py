@@ -50,6 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "workers.model.loader": {
         *(f"workers.model.{name}" for name in ("checkpoint", "config", "device", "layers", "models", "module")),
         *(f"workers.model.{name}" for name in ("parallel", "quant", "registry")),
+        "workers.malloc",
     },
     "workers.model.kv_store": {
         *("workers.kv_cache", "workers.memory", "workers.model.footprint"),

@@ -1,12 +1,17 @@
-"""Configures this process's memory allocator."""
+"""Configures this process's memory: what its allocator keeps, and in pages of what size it lies."""
 
 import ctypes
+from collections.abc import Iterable
 from typing import Final
+
+import torch
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _MMAP_BYTES: Final = 32 << 20  # the largest value that glibc accepts
 _TRIM_BYTES: Final = 256 << 20
+_MADV_COLLAPSE: Final = 25  # Linux 6.1
+_HUGE_PAGE: Final = 2 << 20
 
 
 def keep_freed_memory() -> None:
@@ -18,3 +23,17 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+
+def use_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """Moves the memory of tensors into pages of 2 MiB, as far as the kernel can, with what lies beside them in the same
+    pages. Does nothing on kernels that cannot.
+
+    To read weights from pages of 4 KiB is to look up each of them first, which on a virtual machine takes two dozen
+    reads: products of few rows took a tenth longer."""
+    madvise = ctypes.CDLL(None).madvise
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            begin = tensor.data_ptr() // _HUGE_PAGE * _HUGE_PAGE
+            size = -(-(tensor.data_ptr() + tensor.nbytes - begin) // _HUGE_PAGE) * _HUGE_PAGE
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_COLLAPSE)

@@ -170,13 +170,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         coordinator, rank = await TpCoordinator.load(config.rank, ranks)
         try:
             worker = await cls.serve(
-                rank,
-                config,
-                worker_id=worker_id,
-                role=role,
-                coordinator=coordinator,
-                metrics=metrics,
-                listens=listens,
+                rank, config, worker_id=worker_id, role=role, coordinator=coordinator, metrics=metrics, listens=listens
             )
         except BaseException:
             await coordinator.close()
@@ -384,9 +378,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     def _kv_handle(self) -> worker_pb2.KvHandle:
         return worker_pb2.KvHandle(
-            epoch=self.epoch,
-            layout=self._rank.kv.layout.digest,
-            endpoints=[self.address, *self._coordinator.endpoints],
+            epoch=self.epoch, layout=self._rank.kv.layout.digest, endpoints=[self.address, *self._coordinator.endpoints]
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -24,7 +24,7 @@ from .serve import stopped_by_signals
 
 MODEL: Final = "smollm2-135m-instruct"
 PROMPTS: Final = (
-    "What is the name of the capital of France?",  # the model's first choice of each token is clear: no rounding changes it
+    "What is the name of the capital of France?",  # the first choice of each token is clear: no rounding changes it
     "Name three fruits and say what colour each of them has.",
     "Explain in two sentences why the sky is blue.",
     "Write a short poem about two friends who share their work.",

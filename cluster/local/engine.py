@@ -55,10 +55,7 @@ class LocalEngine:
             registry, max_queued_tokens=_UNBOUNDED, max_queued_requests=_UNBOUNDED, max_queue_seconds=_LONG_SECONDS
         )
         model = ServedModel(
-            name=config.served_name,
-            tokenizer=tokenizer,
-            context_tokens=worker.info().context_tokens,
-            defaults=defaults,
+            name=config.served_name, tokenizer=tokenizer, context_tokens=worker.info().context_tokens, defaults=defaults
         )
         self.defaults = defaults
         self._worker = worker

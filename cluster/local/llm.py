@@ -169,10 +169,7 @@ class LLM:
         return LocalStream(self, self._loop.run(self._engine.prepare(request)))
 
     def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling_params: Options | None = None,
-        **options: Unpack[TemplateOptions],
+        self, messages: Sequence[Message], sampling_params: Options | None = None, **options: Unpack[TemplateOptions]
     ) -> "LocalStream":
         """Answers a conversation piece by piece, as `stream`."""
         request = generate_request(chat_prompt(messages, options), sampling_params or Options())

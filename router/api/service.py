@@ -107,11 +107,7 @@ class GenerationService:
                 self._admission.check_early(tokens, caller.tenant, priority, context.deadline)
 
         checked = prepare(
-            request,
-            model,
-            context,
-            admit=admit,
-            resume_key=self._resume_key if context.is_resumable else None,
+            request, model, context, admit=admit, resume_key=self._resume_key if context.is_resumable else None
         )
         prepared = await before(context.deadline, checked)
         CURRENT_REQUEST.set((prepared.request_id, trace_id))

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from ..malloc import use_huge_pages
 from .checkpoint import Checkpoint, StoredTensor, check_tokenizer, read_tensors, weights_file
 from .config import CheckpointError, ModelConfig
 from .device import DTYPES
@@ -117,6 +118,8 @@ def load_weights(model: CausalLM, read: ReadWeight, device: torch.device) -> Non
     for module in model.modules():
         _fill(module, read, device)
         module.process_after_load()
+    if device.type == "cpu":
+        use_huge_pages(tensor for module in model.modules() for tensor in module.tensors())
 
 
 def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:

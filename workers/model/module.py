@@ -62,6 +62,14 @@ class Module:
         """Yields the parameters of this module alone."""
         return (value for value in list(vars(self).values()) if isinstance(value, Parameter))
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors that this module alone holds, of parameters or of what was made of them."""
+        for value in vars(self).values():
+            for part in value if isinstance(value, tuple) else (value,):
+                data = part.data if isinstance(part, Parameter) else part
+                if isinstance(data, torch.Tensor):
+                    yield data
+
     def process_after_load(self) -> None:
         """Called once when the parameters of this module and of those below are loaded; may replace its own by another
         form of them."""

@@ -57,12 +57,7 @@ class AdapterCache:
     """Holds the adapters of a worker, at most `max_loras`. Lives in its event loop."""
 
     def __init__(
-        self,
-        load: LoadOnRank,
-        clients: Sequence[RankClient] = (),
-        *,
-        max_loras: int,
-        unload: Callable[[int], None],
+        self, load: LoadOnRank, clients: Sequence[RankClient] = (), *, max_loras: int, unload: Callable[[int], None]
     ) -> None:
         """`clients` are the other ranks. `unload` has all ranks let go of an adapter once no sequence uses it."""
         self._load_here = load

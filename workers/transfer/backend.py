@@ -52,14 +52,7 @@ def join_store(host: str, port: int, timeout: float) -> "TCPStore":
 
 
 def open_group(
-    store: Store,
-    *,
-    backend: str,
-    rank: int,
-    size: int,
-    host: str,
-    timeout: float,
-    outlives_peers: bool = False,
+    store: Store, *, backend: str, rank: int, size: int, host: str, timeout: float, outlives_peers: bool = False
 ) -> "Backend":
     """Returns a group over this store, once all `size` ranks have joined; a second one over it needs a PrefixStore.
 

@@ -73,11 +73,7 @@ class GenerationResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        service: GenerationService,
-        request: HttpRequest,
-        context: RequestContext,
-        form: AnswerForm = OPENAI_FORM,
+        self, service: GenerationService, request: HttpRequest, context: RequestContext, form: AnswerForm = OPENAI_FORM
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]  # not known yet

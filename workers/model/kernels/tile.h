@@ -29,6 +29,13 @@ static inline void fetch(const void *row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i, 0, 2);
 }
 
+// Returns the address of a thread's memory as a plain pointer. Else the compiler, which knows what it is, asks the dynamic
+// linker for it at each use, also within loops.
+static inline void *resolved(void *memory) {
+    __asm__("" : "+r"(memory));
+    return memory;
+}
+
 static inline int64_t tokens_of_item(int64_t group) { return least(MAX_ROWS / group, 32); }
 
 // Some tokens of a KV head with the query heads that share it: these are the rows.

@@ -55,9 +55,9 @@ static void compare_rows(Tile *t, int64_t count, int64_t D, int64_t rows) {
 // Loads the tile's first `count` keys, a multiple of 16; fetches those of the next tile.
 static void load_keys(Tile *t, const uint16_t *keys, int64_t count, int64_t D) {
     for (int64_t i = 0; i < count; i += 16) {
-        for (int j = 0; j < 16; j++) fetch(keys + t->next_slots[i + j], 2 * D);
         for (int64_t d = 0; d < D; d += 32) {
             __m512i rows[16];
+            for (int j = 0; j < 16; j++) fetch(keys + t->next_slots[i + j] + d, 64);
             for (int j = 0; j < 16; j++) rows[j] = _mm512_loadu_si512(keys + t->slots[i + j] + d);
             transpose(rows);
             for (int j = 0; j < 16; j++) _mm512_store_si512(t->key + (d / 2 + j) * TILE + i, rows[j]);
@@ -67,10 +67,10 @@ static void load_keys(Tile *t, const uint16_t *keys, int64_t count, int64_t D) {
 }
 
 // Adds to acc [rows, D], from dimension d on, the values of the tile's first `count` keys by their weights; fetches those
-// of the next tile if `fetches`. The values of a pair of keys are put side by side in registers.
+// of the next tile. The values of a pair of keys are put side by side in registers.
 static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t *weight, const Tile *t,
                                                       const uint16_t *values, int64_t count, int64_t D, int64_t d,
-                                                      int fetches, const int rows, const int width) {
+                                                      const int rows, const int width) {
     const __m512i front = _mm512_add_epi16(_mm512_set1_epi32(32 << 16), _mm512_set_epi32(
         0xF000F, 0xE000E, 0xD000D, 0xC000C, 0xB000B, 0xA000A, 0x90009, 0x80008,
         0x70007, 0x60006, 0x50005, 0x40004, 0x30003, 0x20002, 0x10001, 0));
@@ -80,7 +80,7 @@ static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t
         for (int j = 0; j < width; j++) sums[r][j] = _mm512_load_ps(acc + r * D + d + 16 * j);
     for (int64_t i = 0; i < count; i += 2) {
         const uint16_t *one = values + t->slots[i] + d, *other = values + t->slots[i + 1] + d;
-        if (fetches) fetch(values + t->next_slots[i], 2 * D), fetch(values + t->next_slots[i + 1], 2 * D);
+        for (int j = 0; j < 2; j++) fetch(values + t->next_slots[i + j] + d, 32 * width);
         __m512bh side[4];
         for (int j = 0; j < width; j += 2) {
             const __m512i a = _mm512_loadu_si512(one + 16 * j), b = _mm512_loadu_si512(other + 16 * j);
@@ -98,16 +98,15 @@ static inline __attribute__((always_inline)) void mix(float *acc, const uint32_t
 
 #define MIX(R)                                                                                                         \
     case R:                                                                                                            \
-        if (d + 32 < D) mix(acc, weight, t, values, count, D, d, fetches && !d, R, 4);                                 \
-        else mix(acc, weight, t, values, count, D, d, fetches && !d, R, 2);                                            \
+        if (d + 32 < D) mix(acc, weight, t, values, count, D, d, R, 4);                                                \
+        else mix(acc, weight, t, values, count, D, d, R, 2);                                                           \
         break;
 
 // The same for all dimensions and any number of rows.
 static void mix_rows(Tile *t, const uint16_t *values, int64_t count, int64_t D, int64_t rows) {
     float *acc = t->acc;
     const uint32_t *weight = t->weight;
-    int fetches = 1;
-    for (int64_t left = ceil_div(rows, ROWS); left > 0; left--, fetches = 0) {
+    for (int64_t left = ceil_div(rows, ROWS); left > 0; left--) {
         const int64_t height = ceil_div(rows, left);
         for (int64_t d = 0; d < D; d += 64)
             switch (height) { MIX(1) MIX(2) MIX(3) MIX(4) MIX(5) MIX(6) }
@@ -132,7 +131,7 @@ void attend_tiles(const Chunk *c, int64_t item, const NextKeys *next) {
     const int64_t group = c->group, D = c->head_dim, token = own.token, rows = own.rows, head = own.keys.head;
     const int64_t first = own.keys.first, last = own.keys.last;
     static __thread Tile tile;
-    Tile *t = &tile;
+    Tile *t = resolved(&tile);
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * D;

@@ -174,7 +174,7 @@ void ATTEND(const Chunk *c, int64_t item, const NextKeys *next) {
     const int64_t D = ceil_div(head_dim, PART) * PART, token = own.token, rows = own.rows, head = own.keys.head;
     const int64_t first = own.keys.first, last = own.keys.last;
     static __thread Tile tile;
-    Tile *t = &tile;
+    Tile *t = resolved(&tile);
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * head_dim;

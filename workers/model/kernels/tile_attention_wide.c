@@ -175,7 +175,7 @@ INLINE void attend(const Chunk *c, int64_t item, const NextKeys *next, const Kin
     const int64_t first = own.keys.first, last = own.keys.last, element = bytes_of_element(inputs);
     const int widened = rows > FEW_ROWS || D != head_dim;
     static __thread Tile tile;
-    Tile *t = &tile;
+    Tile *t = resolved(&tile);
     memset(t->acc, 0, sizeof *t->acc * rows * D);
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = (token + r / group) * c->query_stride + (head * group + r % group) * head_dim;
