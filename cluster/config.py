@@ -149,7 +149,7 @@ class PoolConfig(BaseModel):
     kv_disk_gb: float = Field(default=0.0, ge=0, le=1_048_576)
     # Of prompts, computed in one step. None is 2048, on CPUs 512, with one thread 128.
     chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
-    # The same at most beside sequences that decode, which wait for it; beside few half of it. None is 512, on CPUs 32.
+    # The same at most beside sequences that decode, which wait for it; with few a third. None is 1024, on CPUs 40.
     mixed_chunk_tokens: int | None = Field(default=None, ge=1, le=1_048_576)
     max_sequences: int = Field(default=64, ge=1, le=65_536)
     num_cpus: float = Field(default=0.0, ge=0, le=1024)  # what a replica reserves in Ray
@@ -265,7 +265,7 @@ class TandemConfig(BaseModel):
         return pool.chunk_tokens or default_chunk_tokens(self.device, num_threads * pool.tp)
 
     def mixed_chunk_tokens(self, pool: PoolConfig) -> int:
-        return pool.mixed_chunk_tokens or (32 if self.device == "cpu" else 512)
+        return pool.mixed_chunk_tokens or (40 if self.device == "cpu" else 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,14 +129,12 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
             # While one deployment replaces another, the page of either may be the one that answers.
             with kept_identity(continuity.identity, status_url):
                 with _in_one_line("the service"):
-                    grpc_addresses, http_addresses, ops_addresses = _deploy(
-                        config, folder, application, running, continuity
-                    )
+                    grpc, http, ops = _deploy(config, folder, application, running, continuity)
                 yield Service(
                     config=config,
-                    grpc_addresses=grpc_addresses,
-                    http_addresses=http_addresses,
-                    ops_addresses=ops_addresses,
+                    grpc_addresses=grpc,
+                    http_addresses=http,
+                    ops_addresses=ops,
                     status_url=status_url,
                     application=application,
                     dashboard_url=ray_dashboard_url() if config.dashboard else "",
@@ -163,8 +161,8 @@ def _in_one_line(what: str) -> Iterator[None]:
 @contextmanager
 def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
     """Runs a Ray of this process's own; yields its processes without which it ends."""
-    options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
-    options |= _local_resources(config)
+    options = _local_resources(config)
+    options |= {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
     with (
         tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as scratch,
         own_ray_token(scratch),
@@ -172,6 +170,8 @@ def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
     ):
         with _in_one_line("Ray"):
             stack.enter_context(_ray(address="local", _temp_dir=scratch, **options))
+            if node := ray._private.worker._global_node:  # whose monitor reads all logs for drivers that show them
+                node.kill_log_monitor(check_alive=False)
         yield [process for process in _processes_of(scratch) if process.name() in ("gcs_server", "raylet")]
 
 
@@ -395,6 +395,5 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])

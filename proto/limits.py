@@ -73,3 +73,9 @@ MAX_HEAD_BYTES: Final = 65_536
 
 STALL_SECONDS: Final = 30.0
 """Without progress of a client that does not read its stream, after which it is cut, by default."""
+
+
+def mixed_chunk(most: int, num_sequences: int) -> int:
+    """Returns how many prompt tokens, of at most `most`, a step computes beside decodes in a worker of so many
+    sequences, waiting ones too: with few sequences about a third, since their steps are short."""
+    return min(most, -(-most // 3) + num_sequences)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ...proto.limits import mixed_chunk
 from .capacity import Capacity
 from .rates import LinearCost
 
@@ -131,7 +132,7 @@ def whole_seconds(needed: Capacity, candidate: Candidate) -> float:
     """Returns the seconds until a worker that also prefills decodes: it computes the prompt in chunks, each of them in
     a step of its decodes."""
     uncached = candidate.uncached(needed.prompt_tokens)
-    chunk_tokens = candidate.mixed_chunk_tokens or _DEFAULT_MIXED_CHUNK
+    chunk_tokens = mixed_chunk(candidate.mixed_chunk_tokens or _DEFAULT_MIXED_CHUNK, candidate.num_requests + 1)
     steps = math.ceil(uncached / chunk_tokens) if candidate.num_requests else 0
     computing = uncached * candidate.prefill.each + max(candidate.prefill.fixed, steps * candidate.step_seconds)
     return candidate.queue_seconds + computing + _crowding_seconds(needed, candidate)

@@ -5,6 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ...proto.limits import mixed_chunk
+
 
 def default_chunk_tokens(device: str, num_threads: int = 0) -> int:
     """Returns the prefill chunk size, in tokens, for a kind of device as torch names them, and the threads of a CPU, 0
@@ -61,10 +63,9 @@ class Budgets:
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
 
-    def chunk_beside(self, num_decodes: int) -> int:
-        """Returns the prompt tokens that a step may compute: beside few decodes fewer, since their step is short."""
-        mixed = min(self.mixed_chunk_tokens, -(-self.mixed_chunk_tokens // 2) + num_decodes)
-        return mixed if num_decodes else self.chunk_tokens
+    def chunk_beside(self, num_decodes: int, num_prompts: int) -> int:
+        """Returns the prompt tokens that a step may compute if so many prompts are under way or wait."""
+        return mixed_chunk(self.mixed_chunk_tokens, num_decodes + num_prompts) if num_decodes else self.chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ class Scheduler:
         decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
         drafts = self._draft(decodes)
         steps = [self._step(sequence, 1, copies, drafts.get(sequence.spec.id, ())) for sequence in decodes]
-        budget = self._budgets.chunk_beside(len(decodes))
+        budget = self._budgets.chunk_beside(len(decodes), len(prompts) + len(self._requests.waiting))
         prompts.sort(key=lambda sequence: sequence.spec.order)
         is_urgent = False
         while budget > 0 and (prompt := self._next_prompt(prompts, events)) is not None:

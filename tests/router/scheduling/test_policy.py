@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.proto.limits import mixed_chunk
 from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.policy import (
     NEUTRAL_PREFILL,
@@ -164,7 +165,8 @@ def test_a_short_uncached_rest_is_computed_by_the_decode_worker_if_that_is_faste
 
 def test_each_chunk_of_a_prompt_costs_a_step_on_a_busy_decode_worker() -> None:
     running = idle("d", num_requests=1, mixed_chunk_tokens=32, max_sequences=64, step_seconds=0.1)
-    one, two = whole_seconds(needed(32), running), whole_seconds(needed(33), running)
+    chunk = mixed_chunk(32, 2)
+    one, two = whole_seconds(needed(chunk), running), whole_seconds(needed(chunk + 1), running)
     assert two - one == pytest.approx(0.1 + NEUTRAL_PREFILL.each)
     resting = idle("d", mixed_chunk_tokens=32, step_seconds=0.1)
     assert whole_seconds(needed(33), resting) == pytest.approx(NEUTRAL_PREFILL.seconds(33))

@@ -21,10 +21,11 @@ from tandem.workers.engine.events import Admitted, NewTokens, Preempted
 from tandem.workers.engine.sequence import FinishReason, Task
 
 
-def test_more_prompt_tokens_are_computed_beside_more_decodes() -> None:
-    budgets = Budgets(chunk_tokens=512, mixed_chunk_tokens=33)
-    assert [budgets.chunk_beside(decodes) for decodes in (0, 1, 8, 15, 16, 17, 64)] == [512, 18, 25, 32, 33, 33, 33]
-    assert Budgets(mixed_chunk_tokens=1).chunk_beside(1) == 1
+def test_more_prompt_tokens_are_computed_beside_more_sequences() -> None:
+    budgets = Budgets(chunk_tokens=512, mixed_chunk_tokens=34)
+    assert [budgets.chunk_beside(decodes, 1) for decodes in (0, 1, 8, 20, 21, 22, 64)] == [512, 14, 21, 33, 34, 34, 34]
+    assert [budgets.chunk_beside(4, prompts) for prompts in (1, 2, 18, 19)] == [17, 18, 34, 34]
+    assert Budgets(mixed_chunk_tokens=1).chunk_beside(1, 1) == 1
 
 
 def test_a_late_decode_does_not_wait_for_an_older_prompt(worker: MakeWorker) -> None:
