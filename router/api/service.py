@@ -26,6 +26,7 @@ from ..frontend.resume import ResumeKey
 from ..output.processor import OutputProcessor
 from ..request import TokenSource
 from ..scheduling.admission import Admission
+from ..scheduling.capacity import Capacity
 from ..telemetry.requests import RequestFacts, RequestTelemetry
 from ..telemetry.trace import CURRENT_REQUEST
 
@@ -103,8 +104,8 @@ class GenerationService:
             if context.deadline is not None and time.monotonic() >= context.deadline:
                 raise deadline_passed()
             if self._admission is not None:
-                tokens, priority = _estimated_tokens(request), caller.priority(request.priority)
-                self._admission.check_early(tokens, caller.tenant, priority, context.deadline)
+                priority = caller.priority(request.priority)
+                self._admission.check_early(_estimated(request), caller.tenant, priority, context.deadline)
 
         checked = prepare(
             request, model, context, admit=admit, resume_key=self._resume_key if context.is_resumable else None
@@ -204,11 +205,12 @@ def _facts(request: PreparedRequest) -> RequestFacts:
     )
 
 
-def _estimated_tokens(request: inference_pb2.GenerateRequest) -> int:
-    """Estimates the tokens of prompt and completion of a checked request before it is tokenized."""
+def _estimated(request: inference_pb2.GenerateRequest) -> Capacity:
+    """Estimates what a checked request needs before it is tokenized."""
     prompt = request.prompt
     characters = len(prompt.text) + len(prompt.suffix) + sum(len(message.content) for message in prompt.chat.messages)
     num_generated = request.stopping.max_tokens or _TYPICAL_TOKENS
     num_choices = max(request.n, request.best_of, request.beam_search.width, 1)
     num_prompt = len(prompt.token_ids.ids) + characters // _CHARACTERS_PER_TOKEN
-    return num_prompt + num_choices * min(num_generated, _TYPICAL_TOKENS)
+    num_tokens = num_prompt + num_choices * min(num_generated, _TYPICAL_TOKENS)
+    return Capacity(sequences=1, prompt_tokens=num_prompt, kv_tokens=num_tokens)

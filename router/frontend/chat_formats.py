@@ -93,10 +93,7 @@ _HERMES_GRAMMAR: Final = CallGrammar(open=(CALL_MARKUP[0], "\n"), close=("\n", C
 
 CALL_FORMATS: Final[Mapping[str, ChatFormat]] = {
     "qwen3_coder": ChatFormat(  # calls that are demanded are written as Hermes's
-        signs=("<function=",),
-        markup=CALL_MARKUP,
-        fields=_calls(*CALL_MARKUP),
-        grammar=_HERMES_GRAMMAR,
+        signs=("<function=",), markup=CALL_MARKUP, fields=_calls(*CALL_MARKUP), grammar=_HERMES_GRAMMAR
     ),
     "hermes": ChatFormat(signs=CALL_MARKUP[:1], markup=CALL_MARKUP, grammar=_HERMES_GRAMMAR),
     "openai": ChatFormat(
@@ -181,9 +178,7 @@ THOUGHT_FORMATS: Final[Mapping[str, ChatFormat]] = {
         | _answer(rf"{_TURN}<\|channel\|>(?:final|commentary){_MESSAGE}", r"<\|end\|>|<\|return\|>"),
     ),
     "mistral": ChatFormat(
-        signs=("[THINK]",),
-        markup=("[THINK]", "[/THINK]"),
-        fields=_thoughts(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}"),
+        signs=("[THINK]",), markup=("[THINK]", "[/THINK]"), fields=_thoughts(r"\[THINK\]\n?", r"\n?\[/THINK\]\n{0,2}")
     ),
     "gemma4": ChatFormat(
         signs=("<|channel>thought",),

@@ -7,6 +7,9 @@ counts the prompts that the workers have, of whichever router: that they compute
 they report, and that this leaves the queue as fast as others did before. The first one is right from the first request
 of a burst on, the second one knows what else makes requests wait, such as sequences of decode workers.
 
+A short prompt, which decode workers may compute, passes those that wait for prefill workers, and delays none of them:
+for the first there is room beside it, but for its prompt.
+
 No request waits while there is free capacity, and none waits for the requests of other routers alone: without an active
 request of this router the first one is always admitted. Routers share nothing, so several may admit into the same free
 capacity between two reports of a worker; the worker's own queue takes the excess.
@@ -71,6 +74,7 @@ class Admission:
         self._metrics = metrics
         self.num_active = 0  # requests that hold a slot
         self.queue: FairQueue[_Waiting] = FairQueue(max_tokens=max_queued_tokens, max_requests=max_queued_requests)
+        self._short: dict[_Waiting, None] = {}  # of the queue, those that may pass the others; the oldest first
         self._registry = registry
         self._max_queue_seconds = max_queue_seconds
         self._clock = clock
@@ -80,12 +84,12 @@ class Admission:
         self._refusal: TandemError | None = None  # of every request, once the router stops
         registry.subscribe(self._admit_waiting)
 
-    def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
-        """Raises Overloaded if a request of about so many tokens would be refused now; costs microseconds, so that it
+    def check_early(self, needed: Capacity, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
+        """Raises Overloaded if a request that needs about so much would be refused now; costs microseconds, so that it
         can be asked before a prompt is tokenized."""
         self._check_stopped()
-        if self.queue or not self._fits(Capacity(sequences=1, kv_tokens=estimated_tokens)):
-            entry = QueueEntry(tenant=tenant, priority=priority, num_tokens=max(estimated_tokens, 1))
+        if not self._fits_now(needed):
+            entry = QueueEntry(tenant=tenant, priority=priority, num_tokens=max(needed.kv_tokens, 1))
             self._check_wait(entry, deadline)
             if self.queue.displaced_by(entry) is None:
                 raise self._overloaded("the queue is full", entry, "full")
@@ -101,7 +105,7 @@ class Admission:
         self._check_stopped()
         required = required_capacity(request)
         needed = self._limit_to_worker(required)
-        if self.queue or not self._fits(needed):
+        if not self._fits_now(needed):
             entry = _Waiting(
                 tenant=request.tenant,
                 priority=request.priority,
@@ -128,7 +132,10 @@ class Admission:
         if displaced is None:
             raise self._overloaded("the queue is full", entry, "full")
         self._drain.fill()
+        if self._registry.may_skip_prefill(entry.needed.prompt_tokens):
+            self._short[entry] = None
         for other in displaced:
+            self._short.pop(other, None)
             if not other.admitted.done():
                 other.admitted.set_exception(self._overloaded("the queue is full", other, "full"))
         longest = min(WAIT_TOLERANCE * self._max_queue_seconds, self._slack(deadline))
@@ -149,7 +156,7 @@ class Admission:
         """Refuses all requests that wait, and from now on every other, too."""
         self._refusal = error
         while (entry := self.queue.first()) is not None:
-            self.queue.remove(entry)
+            self._discard(entry)
             if not entry.admitted.done():
                 entry.admitted.set_exception(error)
 
@@ -164,22 +171,32 @@ class Admission:
 
     def _remove(self, entry: _Waiting) -> None:
         """Removes a request from the queue without a slot; a later one may fit."""
-        self.queue.remove(entry)
+        self._discard(entry)
         self._admit_waiting()
+
+    def _discard(self, entry: _Waiting) -> None:
+        self.queue.remove(entry)
+        self._short.pop(entry, None)
 
     def _admit_waiting(self) -> None:
         """Gives slots to the requests that are next while they fit."""
-        while (entry := self.queue.first()) is not None:
-            if entry.admitted.cancelled():  # its task has not run since
-                self.queue.remove(entry)
-            elif self._fits(entry.needed):
-                self.queue.pop()
+        while (entry := self._next()) is not None:
+            if entry is self.queue.first():
+                self.queue.pop()  # unlike `remove` charges the tenant
+            self._discard(entry)
+            if not entry.admitted.cancelled():  # else its task has not run since
                 self._take(entry.request)
                 self._drain.depart(entry.num_tokens)
                 entry.admitted.set_result(None)
-            else:
-                return
-        self._drain.clear()
+        if not self.queue:
+            self._drain.clear()
+
+    def _next(self) -> _Waiting | None:
+        """Returns a request of the queue that need not wait any more, or no longer waits."""
+        for entry, fits in ((self.queue.first(), self._fits), (next(iter(self._short), None), self._passes)):
+            if entry is not None and (entry.admitted.cancelled() or fits(entry.needed)):
+                return entry
+        return None
 
     def _take(self, request: TokenRequest) -> None:
         self.num_active += 1
@@ -209,10 +226,20 @@ class Admission:
 
     def _fits(self, needed: Capacity) -> bool:
         """Without a worker there is nothing to wait for: the placement of the request fails at once."""
-        free = self._registry.free()
+        free = self._registry.free(needed.prompt_tokens)
         if not self.num_active or free is None:
             return True
         return needed.sequences <= free.sequences and needed.kv_tokens <= free.kv_tokens and free.prompt_tokens > 0
+
+    def _fits_now(self, needed: Capacity) -> bool:
+        """Returns whether a new request need not wait."""
+        return self._passes(needed) and not self._short if self.queue else self._fits(needed)
+
+    def _passes(self, needed: Capacity) -> bool:
+        """Returns whether a request may pass all that wait."""
+        first = self.queue.first()
+        both = needed if first is None else needed + first.needed._replace(prompt_tokens=0)
+        return self._registry.may_skip_prefill(needed.prompt_tokens) and self._fits(both)
 
     def _limit_to_worker(self, required: Capacity) -> Capacity:
         """Returns what is enough to begin: the KV cache of a whole worker, if that is less. Raises InvalidArgument for

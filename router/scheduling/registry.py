@@ -10,7 +10,7 @@ from typing import Final
 
 from ...proto import worker_pb2
 from ..request import TokenRequest
-from .capacity import NO_CAPACITY, Capacity, PrefillWork, required_capacity, used_capacity
+from .capacity import NO_CAPACITY, UNBOUNDED, Capacity, PrefillWork, required_capacity, used_capacity
 from .policy import NEUTRAL_PREFILL, NEUTRAL_STEP_SECONDS, NEUTRAL_TRANSFER, Candidate, Placement, choose_holder, place
 from .prefix_index import Prefix, PrefixIndex
 from .rates import LinearCost, Rates
@@ -239,16 +239,22 @@ class WorkerRegistry:
             self._prefixes.settle(worker_id, prefix)
             self._recount(worker)
 
-    def free(self) -> Capacity | None:
-        """Returns what all workers have free, less what is reserved. None without a worker that takes requests. Where
-        a pool has none, the other does its work."""
+    def free(self, num_tokens: int = UNBOUNDED) -> Capacity | None:
+        """Returns what all workers have free for a prompt of so many tokens, less what is reserved. None without a
+        worker that takes requests. Where a pool has none, the other does its work."""
         prefill, decode = self._free[_PREFILL], self._free[_DECODE]
         if not decode.workers:
             decode = prefill
         if not decode.workers:
             return None
         prompt_tokens = (prefill if prefill.workers else decode).prompt_tokens
+        if self.may_skip_prefill(num_tokens):
+            prompt_tokens = max(prompt_tokens, decode.prompt_tokens)
         return decode._replace(prompt_tokens=prompt_tokens) - self._total_reserved
+
+    def may_skip_prefill(self, num_tokens: int) -> bool:
+        """Returns whether a decode worker may compute a prompt of so many tokens, whatever it has cached."""
+        return num_tokens <= self._local_prefill_tokens
 
     def largest(self) -> Capacity | None:
         """Returns the sequences and KV cache of the largest decode workers when empty. None without one."""

@@ -108,12 +108,7 @@ class TransferBench:
     """Measures one transport from the receiver's side of two processes."""
 
     def __init__(
-        self,
-        name: str,
-        process: asyncio.subprocess.Process,
-        endpoint: KvEndpoint,
-        address: str,
-        identity: PeerIdentity,
+        self, name: str, process: asyncio.subprocess.Process, endpoint: KvEndpoint, address: str, identity: PeerIdentity
     ) -> None:
         self._name = name
         self._process = process

@@ -317,11 +317,7 @@ class ModelRunner(Executor):
 
 
 def _collect(
-    plan: StepPlan,
-    tokens: torch.Tensor,
-    output: StepOutput,
-    logprobs: LogprobsTensors | None,
-    failed: dict[int, str],
+    plan: StepPlan, tokens: torch.Tensor, output: StepOutput, logprobs: LogprobsTensors | None, failed: dict[int, str]
 ) -> Callable[[], Samples]:
     """Queues the copy of tokens [num_samples], and of what else is reported, to the host; the result waits for it."""
     prompts, embeddings = output.prompts, output.embeddings

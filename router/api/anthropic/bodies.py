@@ -51,10 +51,7 @@ class ToolUseBlock(OpenModel):
 
 
 _TextBlocks = TypeAliasType("_TextBlocks", Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS), FailFast()])
-TextOrBlocks = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[_TextBlocks, Tag("[blocks]")],
-    Discriminator(_form),
-]
+TextOrBlocks = Annotated[Annotated[str, Tag("[text]")] | Annotated[_TextBlocks, Tag("[blocks]")], Discriminator(_form)]
 
 
 class ToolResultBlock(OpenModel):

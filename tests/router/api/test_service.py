@@ -13,6 +13,7 @@ from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend.prepare import RequestContext, ServedModel
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.capacity import Capacity
 from tandem.tests.router.api.answers import LENGTH, NONE, STOP, Answers, collect, fill, ids, request, start, text
 from tandem.tests.router.fake_source import EOS_ID, FakeTokenSource
 
@@ -173,11 +174,11 @@ class Full(Admission):
     """Refuses whatever is larger than 100 tokens."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, str, int]] = []
+        self.asked: list[tuple[int, int, str, int]] = []
 
-    def check_early(self, estimated_tokens: int, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
-        self.asked.append((estimated_tokens, tenant, priority))
-        if estimated_tokens > 100:
+    def check_early(self, needed: Capacity, tenant: str, priority: int = 0, deadline: float | None = None) -> None:
+        self.asked.append((needed.prompt_tokens, needed.kv_tokens, tenant, priority))
+        if needed.kv_tokens > 100:
             raise Overloaded("full")
 
 
@@ -196,7 +197,7 @@ async def test_admission_may_refuse_before_tokens_are_counted(model: ServedModel
     with pytest.raises(Overloaded):
         await service.accept(large, RequestContext(arrived=0, caller=Caller(tenant="t", max_priority=3)))
     await service.accept(request(stopping={"max_tokens": 3}), RequestContext(arrived=0))
-    assert admission.asked == [(101, "t", 3), (3, "", 0)]
+    assert admission.asked == [(95, 101, "t", 3), (0, 3, "", 0)]
 
 
 async def test_invalid_requests_are_refused_before_admission(model: ServedModel) -> None:

@@ -15,6 +15,7 @@ from tandem.proto.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.request import TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.capacity import NO_CAPACITY
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.router.telemetry.requests import PARTS
 from tandem.tests.fleet import VOCAB, Fleet, Unlimited, fake_rank, fleet
@@ -251,7 +252,7 @@ async def test_a_request_that_comes_when_the_service_stops_waits_for_nothing() -
         with pytest.raises(Unavailable, match="the service is stopping"):
             await anext(asked)
     with pytest.raises(Unavailable, match="the service is stopping"):
-        admission.check_early(1, "tenant")
+        admission.check_early(NO_CAPACITY, "tenant")
     await router.close()
 
 

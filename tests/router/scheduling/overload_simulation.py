@@ -17,6 +17,7 @@ from tandem.proto.errors import Overloaded
 from tandem.proto.worker_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import Admission
+from tandem.router.scheduling.capacity import required_capacity
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.router.pools import info, request
 
@@ -255,7 +256,7 @@ class SimulatedService:
         registry, admission = self._rng.choice(self._routers)
         at = loop.time()
         try:
-            admission.check_early(len(asked.prompt) + asked.max_tokens, asked.tenant)
+            admission.check_early(required_capacity(asked), asked.tenant)
             async with admission.slot(asked):
                 await self._serve(asked, registry, at)
         except Overloaded as error:

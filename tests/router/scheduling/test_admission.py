@@ -17,6 +17,7 @@ from tandem.proto import worker_pb2
 from tandem.proto.errors import InvalidArgument, Overloaded
 from tandem.router.request import TokenRequest
 from tandem.router.scheduling.admission import QUEUE_SECONDS_HELP, WAIT_TOLERANCE, Admission
+from tandem.router.scheduling.capacity import Capacity
 from tandem.router.scheduling.registry import WorkerRegistry
 from tandem.tests.router.pools import Clock, fill, report, request
 
@@ -69,6 +70,10 @@ class AdmittedRequests:
                 self.active.remove(asked)
                 self.registry.ended(placement.prefill, asked.request_id)
                 self.registry.ended(placement.decode, asked.request_id)
+
+
+def sized(num_tokens: int) -> Capacity:
+    return Capacity(sequences=1, prompt_tokens=num_tokens, kv_tokens=num_tokens)
 
 
 async def settle() -> None:
@@ -214,15 +219,58 @@ async def test_prompts_wait_in_the_router_while_the_prefill_worker_has_enough_to
     assert admission.num_active == 0
 
 
+async def test_short_prompts_pass_those_that_wait_for_the_prefill_worker_and_delay_none() -> None:
+    registry = WorkerRegistry(local_prefill_tokens=64, rng=random.Random(0))
+    fill(registry, prefill=1, decode=1, max_sequences=5, num_blocks=4096)
+    admission = Admission(registry)
+    got: list[str] = []
+    ends = {name: asyncio.Event() for name in ("long0", "long1", "long2", "short3", "short4", "short5")}
+
+    async def ask(name: str, num_tokens: int) -> None:
+        asked = request([len(got)] * num_tokens, name)
+        async with admission.slot(asked):
+            placement = registry.place(asked)
+            assert placement is not None
+            assert (placement.prefill is None) == name.startswith("short")
+            registry.dispatched(placement.prefill or placement.decode, asked, num_tokens)
+            if placement.prefill:
+                registry.dispatched(placement.decode, asked, 0)
+            got.append(name)
+            await ends[name].wait()
+            for worker_id in filter(None, placement):
+                registry.ended(worker_id, name)
+
+    tasks = []
+    for name in ends:
+        if name == "short3":
+            admission.check_early(sized(64), "", deadline=time.monotonic())
+            with pytest.raises(Overloaded):
+                admission.check_early(sized(65), "", deadline=time.monotonic())
+        tasks.append(asyncio.create_task(ask(name, 1000 if name.startswith("long") else 64)))
+        await settle()
+    # The third long prompt waits for the prefill worker. The last short one would take the place that it needs then.
+    assert got == ["long0", "long1", "short3", "short4"]
+    ends["short3"].set()
+    await settle()
+    assert got[4:] == ["short5"]
+    registry.prefilled("p0", "long0")
+    await settle()
+    assert got[5:] == ["long2"]
+    for end in ends.values():
+        end.set()
+    await asyncio.gather(*tasks)
+    assert admission.num_active == len(admission.queue) == 0
+
+
 async def test_what_the_workers_have_counts_for_the_wait_and_is_refused_before_tokenization() -> None:
     """Whichever router's it is: a second of prompts at the rate that the worker reports."""
     requests = AdmittedRequests(max_sequences=1, max_queue_seconds=0.9)
     await requests.ask(request([1] * 9, "runs"))
-    requests.admission.check_early(10, "")
+    requests.admission.check_early(sized(10), "")
     busy = load(0, num_waiting=3, waiting_tokens=1000, prompt_token_seconds=1e-3)
     report(requests.registry, "p0", load=busy)
     with pytest.raises(Overloaded, match=r"about 1\.0 seconds long"):
-        requests.admission.check_early(10, "")
+        requests.admission.check_early(sized(10), "")
     with pytest.raises(Overloaded, match=r"about 1\.0 seconds long"):
         await (await requests.ask(request([2] * 9, "late")))
     report(requests.registry, "p0", load=load(0, num_waiting=3, waiting_tokens=1000, prompt_token_seconds=5e-4))
@@ -294,16 +342,16 @@ async def test_without_a_decode_worker_no_request_waits() -> None:
 
 async def test_a_full_queue_refuses_at_once_and_before_tokenization() -> None:
     requests = AdmittedRequests(max_sequences=1, max_queued_requests=2)
-    requests.admission.check_early(10, "")
+    requests.admission.check_early(sized(10), "")
     for n in range(3):
         await requests.ask(request([n] * 10, str(n)))
     with pytest.raises(Overloaded, match="the queue is full") as caught:
         await (await requests.ask(request([9] * 10, "late")))
     assert caught.value.retry_after >= 1
     with pytest.raises(Overloaded, match="the queue is full"):
-        requests.admission.check_early(10, "")
-    requests.admission.check_early(10, "another")  # would get the place of one of those
-    requests.admission.check_early(10, "", priority=1)
+        requests.admission.check_early(sized(10), "")
+    requests.admission.check_early(sized(10), "another")  # would get the place of one of those
+    requests.admission.check_early(sized(10), "", priority=1)
     await requests.ask(request([7] * 10, "other", tenant="another"))
     assert isinstance(requests.tasks["2"].exception(), Overloaded)
     assert len(requests.admission.queue) == 2
@@ -326,7 +374,7 @@ async def test_a_request_that_cannot_be_served_in_time_is_refused_at_once() -> N
         await (await requests.ask(request([1] * 92, "hasty", deadline=clock.now + 9)))
     assert caught.value.retry_after == pytest.approx(9.5, rel=0.02)
     with pytest.raises(Overloaded):
-        requests.admission.check_early(100, "", deadline=clock.now + 9)
+        requests.admission.check_early(sized(100), "", deadline=clock.now + 9)
     patient = await requests.ask(request([1] * 92, "patient", deadline=clock.now + 11))
     assert not patient.done()
     for n in range(40):
@@ -486,8 +534,7 @@ def _check(requests: AdmittedRequests) -> None:
     assert sum(one.num_choices for one in requests.active) <= 4 or len(requests.active) == 1
     assert len(admission.queue) <= 6
     assert admission.queue.num_tokens <= 3000 or len(admission.queue) == 1
-    first = admission.queue.first()
-    assert first is None or not admission._fits(first.needed)
+    assert admission._next() is None
 
 
 def load(num_running: int, *, num_blocks: int = 256, **fields: float) -> worker_pb2.WorkerLoad:

@@ -37,12 +37,7 @@ class StepAttention(Protocol):
     """Computes the attention of one step, with what its layers share: slots, block tables, masks."""
 
     def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions = PLAIN,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions = PLAIN
     ) -> torch.Tensor:
         """Stores the step's keys and values, then attends causally to all that the sequences have stored, or as far
         back as the layer's window reaches.

@@ -63,11 +63,7 @@ class TritonAttentionBackend:
         are by tile_tokens, empty if no sequence has several tokens."""
 
         def attend(
-            layer: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            options: AttentionOptions = PLAIN,
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions = PLAIN
         ) -> torch.Tensor:
             keys, values = self.kv.layers[layer]
             scoring = Scoring(

@@ -58,12 +58,7 @@ class ColumnParallelLinear(Module):
 
 
 def qkv_outputs(
-    prefix: str,
-    layer: LayerGeometry,
-    tp: TensorParallel,
-    order: Sequence[slice] | None = None,
-    *,
-    fused: bool = False,
+    prefix: str, layer: LayerGeometry, tp: TensorParallel, order: Sequence[slice] | None = None, *, fused: bool = False
 ) -> list[Outputs]:
     """Returns the outputs of a layer's query, key and value maps that a rank keeps: its query heads, and the keys and
     the values of its KV slots. `order` is that of a head's dimensions, see `rotated_order`. In a checkpoint that is
