@@ -161,8 +161,8 @@ def _in_one_line(what: str) -> Iterator[None]:
 @contextmanager
 def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
     """Runs a Ray of this process's own; yields its processes without which it ends."""
-    options = _local_resources(config)
-    options |= {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
+    options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
+    options |= _local_resources(config)
     with (
         tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as scratch,
         own_ray_token(scratch),

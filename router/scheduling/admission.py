@@ -181,13 +181,15 @@ class Admission:
     def _admit_waiting(self) -> None:
         """Gives slots to the requests that are next while they fit."""
         while (entry := self._next()) is not None:
+            if entry.admitted.cancelled():  # its task has not run since
+                self._discard(entry)
+                continue
             if entry is self.queue.first():
                 self.queue.pop()  # unlike `remove` charges the tenant
             self._discard(entry)
-            if not entry.admitted.cancelled():  # else its task has not run since
-                self._take(entry.request)
-                self._drain.depart(entry.num_tokens)
-                entry.admitted.set_result(None)
+            self._take(entry.request)
+            self._drain.depart(entry.num_tokens)
+            entry.admitted.set_result(None)
         if not self.queue:
             self._drain.clear()
 

@@ -5,8 +5,6 @@ import torch
 
 from tandem.workers.malloc import use_huge_pages
 
-HUGE = 2 << 20
-
 
 def huge_bytes(begin: int, end: int) -> int:
     """Returns how much of this process's memory between two addresses lies in huge pages."""
