@@ -13,7 +13,8 @@ import pytest
 from tandem.tests.source import ROOT, Module, Rule, made_up, package_modules
 
 MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 50
+REASON_FOR_LENGTH = "One file because"  # begins the sentence in the docstring of a longer file
+MAX_FUNCTION_STATEMENTS = 40  # the docstring not counted
 MAX_FOLDER_FILES = 16  # __init__ included
 
 # The folders, or single modules, that a folder may import; its own modules always, those below it only if named.
@@ -239,18 +240,20 @@ def decodes_code(modules: list[Module]) -> list[str]:
 
 
 def is_too_long(modules: list[Module]) -> list[str]:
+    """Complains about functions of many statements, and about long files whose docstring gives no reason."""
     complaints = []
     for module in modules:
         if module.is_generated:
             continue
         num_lines = len(module.source.splitlines())
-        if num_lines > MAX_FILE_LINES:
-            complaints.append(f"{module.name} has {num_lines} lines")
+        if num_lines > MAX_FILE_LINES and REASON_FOR_LENGTH not in (ast.get_docstring(module.tree) or ""):
+            complaints.append(f"{module.name} has {num_lines} lines; its docstring does not say `{REASON_FOR_LENGTH}`")
         for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > MAX_FUNCTION_LINES:
-                    complaints.append(f"{module.name}.{node.name} has {length} lines")
+                num_statements = sum(isinstance(each, ast.stmt) for each in ast.walk(node)) - 1
+                num_statements -= ast.get_docstring(node) is not None
+                if num_statements > MAX_FUNCTION_STATEMENTS:
+                    complaints.append(f"{module.name}.{node.name} has {num_statements} statements")
     return complaints
 
 
@@ -347,7 +350,7 @@ CONTROLS: list[tuple[Rule, dict[str, str]]] = [
     (decodes_code, {"cluster__x": "import yaml\nyaml.load('x', yaml.SafeLoader)"}),
     (decodes_code, {"cluster__x": "f(trust_remote_code=True)"}),
     (is_too_long, {"cluster__x": "x = 1\n" * (MAX_FILE_LINES + 1)}),
-    (is_too_long, {"cluster__x": "async def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES}),
+    (is_too_long, {"cluster__x": "async def f():\n" + "    x = 1\n" * (MAX_FUNCTION_STATEMENTS + 1)}),
     (has_full_folders, {f"cluster__x{number}": "" for number in range(MAX_FOLDER_FILES + 1)}),
 ]
 
@@ -362,9 +365,10 @@ ALLOWED: dict[str, str] = {
     "workers__worker": "import grpc\nfrom .tp import rank\nfrom .model import runner\nfrom ..proto import limits",
     "workers__tp__rank": "from ..model import runner\nfrom ..engine.plan import StepPlan",
     "workers__model__runner": "import torch\nfrom ..engine.plan import StepPlan\nmodel.eval()\nyaml.safe_load('')",
-    "workers__engine__plan": "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1),
+    "workers__engine__plan": "def f():\n    'Why.'\n" + "    x = (\n1)\n" * MAX_FUNCTION_STATEMENTS,
     "router__policy": "import grpc\nfrom ..proto.limits import MAX_TOKENS\nf(trust_remote_code=False)",
     "proto__limits": "MAX_TOKENS = 1\n" * MAX_FILE_LINES,
+    "proto__parameters": f"'{REASON_FOR_LENGTH} it is a table.'\n" + "x = 1\n" * MAX_FILE_LINES,
     "proto__big_pb2": "x = 1\n" * (MAX_FILE_LINES + 1),
     **{f"router__api__x{number}": "" for number in range(MAX_FOLDER_FILES)},
 }

@@ -27,12 +27,12 @@ def update(table: RequestTable, plan: StepPlan, samples: Samples) -> list[Event]
         sequence = table.sequences.get(step.sequence_id)
         if sequence is None:
             continue
-        if step.sequence_id in samples.failed and step.num_draft:
-            sequence.forgo_drafts()
-            continue
         if step.sequence_id in samples.failed:
-            reason = samples.failed[step.sequence_id]
-            events += [Failed(id=number, reason=reason) for number in table.abort(sequence)]
+            if step.num_draft:
+                sequence.forgo_drafts()
+            else:
+                reason = samples.failed[step.sequence_id]
+                events += [Failed(id=number, reason=reason) for number in table.abort(sequence)]
             continue
         if step.num_draft:
             logprobs = samples.logprobs.get(step.sequence_id)
