@@ -128,16 +128,17 @@ def _tokenizer_end(folder: Path) -> tuple[int, ...]:
 
     As in transformers, special_tokens_map.json counts unless tokenizer_config.json has an
     added_tokens_decoder, and then before tokenizer_config.json."""
-    config, old, tokenizer = (
+    config, old = (
         Fields(name, read_json(folder / name) if (folder / name).exists() else {})
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
     )
     source = old if old.has("eos_token") and not config.has("added_tokens_decoder") else config
     named = dict(source.items()).get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
-    if not isinstance(text, str):
+    path = folder / "tokenizer.json"
+    if not isinstance(text, str) or not path.exists():
         return ()
-    index = token_ids_of(dict(tokenizer.items())).get(text)
+    index = token_ids_of(read_json(path)).get(text)
     return (index,) if type(index) is int else ()
 
 
