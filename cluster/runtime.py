@@ -248,11 +248,10 @@ async def _listen(
 
 
 def _served_model(config: TandemConfig, folder: Path) -> ServedModel:
-    longest = read_context_tokens(folder)
     return ServedModel(
         name=config.served_name,
         tokenizer=Tokenizer.load(folder, config.tool_call_parser, config.reasoning_parser),
-        context_tokens=min(config.context_tokens or longest, longest),
+        context_tokens=config.context_tokens or read_context_tokens(folder),
         defaults=generation_defaults(config, folder),
     )
 

@@ -20,9 +20,15 @@ _ARCHITECTURES: Final = {
 }
 
 
-def write_gguf(folder: Path, file: Path, kind: Kind = Kind.F16, values: Mapping[str, str | float] = {}) -> Path:
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kind: Kind = Kind.F16,
+    values: Mapping[str, str | float] = {},
+    pre: str | None = "default",
+) -> Path:
     """Writes the model of a folder, its matrices as `kind`, and `values`, further metadata, whose names begin with that
-    of the architecture. Returns the file."""
+    of the architecture. `pre`: how the tokenizer splits texts. Returns the file."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]
@@ -45,7 +51,7 @@ def write_gguf(folder: Path, file: Path, kind: Kind = Kind.F16, values: Mapping[
     for key, value in values.items():
         add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{name}.{key}", value)
-    _add_tokenizer(writer, folder, config.vocab_size)
+    _add_tokenizer(writer, folder, config.vocab_size, pre)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -71,13 +77,14 @@ def _as_llama_cpp(name: str, data: np.ndarray, config: Any) -> np.ndarray:
     return data
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocab_size: int, pre: str | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     special = set(tokenizer.all_special_ids)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in range(vocab_size)])
     writer.add_token_types([_CONTROL if index in special else _NORMAL for index in range(vocab_size)])
     writer.add_token_merges([" ".join(merge) for merge in model["merges"]])

@@ -81,7 +81,7 @@ def memory_command(
     gpu_memory_gb: Annotated[float | None, typer.Option(help="GiB of memory of each rank's device.")] = None,
     utilization: Annotated[float, typer.Option(help="The part of it for weights and KV cache.")] = 0.9,
     block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
-    context_tokens: Annotated[int | None, typer.Option(help="Of a sequence; the model's own if that is less.")] = None,
+    context_tokens: Annotated[int | None, typer.Option(help="Of a sequence; by default the model's own.")] = None,
 ) -> None:
     """Show what MODEL takes on each of its ranks: weights, KV cache per token, tokens that fit.
 
@@ -102,13 +102,13 @@ def memory_command(
     folder = resolve_model(model, dtype=dtype, progress=True)
     from ...workers.model.loader import open_checkpoint
 
-    config = open_checkpoint(folder, quantization=quantization).config
+    config = open_checkpoint(folder, quantization=quantization, context_tokens=context_tokens).config
     draft = _open_draft(draft_model, config, dtype) if draft_model else None
     sizes = tp or [each for each in DEFAULT_TPS if _divides(each, config)]
     rows = [rank_memory(config, each, dtype, kv_cache_dtype, draft) for each in sizes]
     budget = None
     if gpu_memory_gb is not None:
-        context = min(context_tokens or config.max_position_embeddings, config.max_position_embeddings)
+        context = context_tokens or config.max_position_embeddings
         budget = int(gpu_memory_gb * GIB * utilization), block_size, context
     where = "each rank" if draft is None else f"rank 0, with {draft_model} in {dtype}"
     typer.echo(f"{model}, {quantization or dtype}: {_heads(config)}; on {where}:")

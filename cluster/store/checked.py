@@ -15,11 +15,12 @@ def checked_folder(config: TandemConfig) -> Path:
     """Returns the model's folder, fetched if it has to be, after the check that it can be served as configured, and
     split over the ranks of each pool. `config` is as `with_draft_folder` returns it.
 
-    Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads, and for an adapter
-    that cannot be used."""
+    Raises CheckpointError, or InvalidArgument for a `tp` that does not divide the model's heads, a
+    `context_tokens` beyond the model's, and an adapter that cannot be used."""
     from ...router.frontend.tokenizer import Tokenizer  # with transformers, which takes a second
     from ...workers.model.adapter import check_adapter
     from ...workers.model.loader import open_checkpoint  # with torch, which does, too
+    from ...workers.model.registry import check_context
 
     folder = resolve_model(config.model, dtype=config.dtype, progress=True)
     model = open_checkpoint(folder, config.model_impl, quantization=config.quantization).config
@@ -30,6 +31,11 @@ def checked_folder(config: TandemConfig) -> Path:
         raise CheckpointError(str(error)) from None
     draft = config.speculative
     wrong = []
+    if config.context_tokens is not None:
+        try:
+            check_context(model, config.context_tokens)
+        except InvalidArgument as error:
+            wrong.append(str(error))
     if draft is not None and draft.model is not None:
         try:
             check_draft(open_checkpoint(Path(draft.model)).config, model)

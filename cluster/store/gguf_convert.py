@@ -9,14 +9,16 @@ import json
 import math
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from tokenizers import Regex, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...workers.model.config import CheckpointError
@@ -26,6 +28,23 @@ from .gguf_header import GgufHeader, GgufTensor, read_gguf_header
 
 _PROBE: Final = "In 2024,  7 naïve cafés served 日本茶 🍵\n\tfor 12.50!"
 _ENDS: Final = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_PRE: Final = "tokenizer.ggml.pre"  # how a byte-level tokenizer splits texts, as llama.cpp names it
+_GPT2_SPLIT: Final = frozenset(
+    (
+        *("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"),
+        *("exaone4", "gigachat", "a.x-4.0", "mellum"),
+    )
+)
+"""As GPT-2, which is what transformers takes for any name that it does not know."""
+_DIGITS_APART: Final = frozenset(
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
+)
+"""Each digit apart, and then as GPT-2."""
+_SAME_SPLIT: Final = {
+    **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), "qwen2"),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
+}
+"""As others that transformers knows by name."""
 _ROPE_FREQS: Final = "rope_freqs.weight"
 _ROPE_FACTORS: Final = ("rope_factors_short.weight", "rope_factors_long.weight")
 _F32: Final = 0
@@ -35,6 +54,16 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     """Writes the model of `gguf` to the existing folder `out`. Raises CheckpointError for a file that transformers
     does not know, or not whole, or that Tandem does not serve."""
     header = read_gguf_header(gguf)
+    _check_splitting(header, gguf)
+    with TemporaryDirectory(prefix=".gguf.", dir=out) as folder:
+        # transformers prefers what lies beside a file to what the file says.
+        alone = Path(folder, gguf.name)
+        alone.symlink_to(gguf.resolve())
+        _convert(alone, header, out, dtype)
+
+
+def _convert(gguf: Path, header: GgufHeader, out: Path, dtype: str) -> None:
+    """Converts a file that is alone in its folder. Raises as `convert`."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     config = AutoConfig.from_pretrained(**source)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
@@ -55,7 +84,7 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     if missing := min(report["missing_keys"], default=""):
         raise CheckpointError(f"{gguf.name}: {missing}: missing")
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    _restore_digit_splitting(tokenizer.backend_tokenizer, header)
+    _restore_splitting(tokenizer.backend_tokenizer, header)
     _check_tokenizer(tokenizer, header)
     ends = [header.values[name] for name in _ENDS if name in header.values]
     if len(ends) > 1:
@@ -66,14 +95,35 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     check_checkpoint(out)
 
 
-def _restore_digit_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
-    """Restores the splitting of digits: the `smollm` pre-tokenizer splits off every digit first, which transformers
-    drops when it reads GGUF.
+def _check_splitting(header: GgufHeader, gguf: Path) -> None:
+    """Raises CheckpointError for a byte-level tokenizer that splits texts in a way that is not known here:
+    transformers would split them as GPT-2 does, and the model would read other tokens."""
+    pre = header.values.get(_PRE)
+    if header.values.get("tokenizer.ggml.model") != "gpt2":
+        return
+    if pre is None:
+        raise CheckpointError(
+            f"{gguf.name}: {_PRE}: is missing, so nothing says how texts are split; convert the model anew"
+        )
+    known = (*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2_SPLIT, *_DIGITS_APART, *_SAME_SPLIT)
+    if pre not in known:
+        raise CheckpointError(f"{gguf.name}: {_PRE}: {pre!r:.60} is not supported")
+
+
+def _restore_splitting(tokenizer: Tokenizer, header: GgufHeader) -> None:
+    """Restores the splitting of texts where transformers, when it reads GGUF, takes GPT-2's for another one.
 
     Without it two blanks before a number become two tokens where the model was trained on one.
     """
-    if header.values.get("tokenizer.ggml.pre") == "smollm":
+    pre = header.values.get(_PRE)
+    if header.values.get("tokenizer.ggml.model") != "gpt2":
+        return
+    if pre in _DIGITS_APART:
         tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    elif pre in _SAME_SPLIT:
+        pattern = Regex(GGUF_PRE_TOKENIZER_SPLITS[_SAME_SPLIT[pre]])
+        split = Split(pattern, behavior="isolated")
+        tokenizer.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _drop_invented_tokens(folder: Path, num_tokens: int) -> None:

@@ -64,16 +64,17 @@ def download_snapshot(repo_id: str, revision: str | None = None, *, progress: bo
 
 def _check_hashes(folder: Path) -> None:
     """Raises Unavailable for a file whose content is not what its name in the cache says: its SHA-256, or for small
-    files git's SHA-1."""
+    files git's SHA-1. That is the name in the repository's own blobs, which may be links to blobs that all
+    repositories share, whose names are hashes of another kind."""
     for path in sorted(folder.rglob("*")):
-        blob = path.resolve()
-        if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+        name = path.readlink().name if path.is_symlink() else path.name
+        if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):
             continue  # of another kind of server than the hub
-        digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
-        if len(blob.name) == 40:
-            digest.update(b"blob %d\0" % blob.stat().st_size)
-        with blob.open("rb") as file:
+        digest = hashlib.sha256() if len(name) == 64 else hashlib.sha1(usedforsecurity=False)
+        if len(name) == 40:
+            digest.update(b"blob %d\0" % path.stat().st_size)
+        with path.open("rb") as file:
             while block := file.read(_HASH_BYTES):
                 digest.update(block)
-        if digest.hexdigest() != blob.name:
+        if digest.hexdigest() != name:
             raise Unavailable(f"model: {path.name} in the cache of the hub is not the published file; remove it")

@@ -45,7 +45,7 @@ LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
 _TOKENIZER_DEADLINE_S: Final = 120.0
 _TOKENIZERS: Final = (("tokenizer.model",), ("vocab.json", "merges.txt"))
 _MAX_CONVERTED: Final = 8  # GGUF files
-_GGUF_FORMAT: Final = 1  # of what they are converted to; another one makes new folders
+_GGUF_FORMAT: Final = 2  # of what they are converted to; another one makes new folders
 _kept: dict[Path, int] = {}
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([A-Za-z0-9][\w./-]{0,199}))?", re.ASCII)

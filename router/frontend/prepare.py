@@ -104,6 +104,7 @@ async def prepare(
     ids = await encode_prompt(request.prompt, tokenizer)
     if not ids:
         raise InvalidArgument("has no tokens; at least 1 is needed", "prompt")
+    check_token_ids(ids, tokenizer.vocab_size, "prompt")  # added tokens may lie beyond the embedding
     bad_words = await _encode_bad_words(request.sampling, tokenizer)
     grammar = await _grammar(request, model, context.caller.tenant)
     prompt, max_tokens = _fit_context(ids, request, model)
@@ -243,7 +244,7 @@ async def _encode_bad_words(
         for text in (word, f" {word.lstrip()}"):
             ids = tuple(await tokenizer.encode(text, add_special_tokens=False))
             check_count(len(ids), limits.MAX_BAD_WORD_TOKENS, "tokens", f"sampling.bad_words[{i}]")
-            if ids:
+            if ids and max(ids) < tokenizer.vocab_size:  # what lies beyond is never generated
                 found[ids] = None
     return tuple(found)
 

@@ -1,11 +1,13 @@
 """Renders chat templates by transformers, in a process of its own that template.py starts.
 
-Knows nothing of tokens.
+Some templates take a message's content as a list of parts, and would leave a plain text out without a
+word. Which form a template takes is tried out, for each role. Knows nothing of tokens.
 """
 
 import json
 import resource
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import psutil
@@ -16,6 +18,10 @@ from .child_process import answer_requests
 
 _MEMORY_BYTES: Final = 2**28  # of all renderings, beside what transformers takes
 _MAX_REASON: Final = 200
+_MAX_TRIED: Final = 64  # templates and roles whose form of content is kept
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_MARK: Final = "tandem-content-mark"  # that no template writes by itself
+_CALL: Final = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
 
 def main() -> None:
@@ -28,7 +34,7 @@ def main() -> None:
 def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]:
     """Returns the text, or the reason why there is none and the field at fault. A template can raise anything."""
     try:
-        texts: Any = render_jinja_template(**variables)[0]
+        texts: Any = render_jinja_template(**_with_parts(variables))[0]
         if len(texts[0]) <= max_characters:
             return {"text": texts[0]}
     except MemoryError:
@@ -39,6 +45,64 @@ def _render(variables: Mapping[str, Any], max_characters: int) -> dict[str, str]
         said = f": {str(error)[:_MAX_REASON]}" if type(error) is TemplateError else ""  # by raise_exception
         return {"reason": f"refuses these messages{said}"}
     return {"reason": f"renders more than {max_characters} characters for these messages"}
+
+
+def _with_parts(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables with the content of messages as a list of one part, where the template takes that."""
+    source = str(variables["chat_template"])
+    tokens = tuple(
+        (name, value) for name, value in sorted(variables.items()) if name.endswith("_token") and isinstance(value, str)
+    )
+    takes_parts = {role: _takes_parts(source, tokens, role) for role in _known_roles(variables["conversations"])}
+    conversations = [
+        [_in_parts(each) if takes_parts[_known_role(each)] else each for each in messages]
+        for messages in variables["conversations"]
+    ]
+    return {**variables, "conversations": conversations}
+
+
+def _known_roles(conversations: list[list[dict[str, Any]]]) -> set[str]:
+    return {_known_role(message) for messages in conversations for message in messages}
+
+
+def _known_role(message: dict[str, Any]) -> str:
+    """Returns the role under which a message's form is tried: a client may make up any number of others."""
+    role = message.get("role")
+    return role if role in _ROLES else "user"
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}] if content else []}
+
+
+@lru_cache(_MAX_TRIED)
+def _takes_parts(source: str, tokens: tuple[tuple[str, str], ...], role: str) -> bool:
+    """Returns whether a template writes the content of a role's messages only if that is a list of parts.
+
+    `tokens` are its variables for special tokens."""
+    for as_parts in (False, True):
+        message: dict[str, Any] = {"role": role, "content": _MARK, "tool_call_id": "call00000", "name": "look"}
+        other: dict[str, Any] = {"role": "user", "content": "x"}
+        if role != "user" and _takes_parts(source, tokens, "user"):
+            other = _in_parts(other)
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        tried = [_in_parts(message) if as_parts else message]
+        conversation = {
+            "user": tried,
+            "assistant": [other, *tried, other],
+            "tool": [other, call, *tried],
+        }.get(role, [*tried, other])
+        variables = dict(tokens) | {"conversations": [conversation], "chat_template": source}
+        try:
+            texts: Any = render_jinja_template(**variables, add_generation_prompt=True)[0]
+        except MemoryError:
+            raise
+        except Exception:  # a template can raise anything
+            continue
+        if _MARK in texts[0]:
+            return as_parts
+    return False
 
 
 if __name__ == "__main__":

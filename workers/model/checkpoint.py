@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..kv_cache.layout import KvLayout
-from .config import MAX_JSON_BYTES, CheckpointError, ModelConfig, parse_json, read_json
+from .config import (
+    MAX_JSON_BYTES,
+    CheckpointError,
+    ModelConfig,
+    parse_json,
+    read_json,
+    token_ids_of,
+)
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -85,20 +92,17 @@ def weights_file(folder: Path) -> str:
 
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
-    """Checks that the largest token id is a row of the embedding. Raises CheckpointError."""
+    """Checks that the tokens of the vocabulary are rows of the embedding. Added tokens may lie beyond it, as
+    Gemma 3 and many fine-tunes have them: a prompt that contains one is refused. Raises CheckpointError."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(f"{path.name}: not found")
     tokenizer = read_json(path)
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocab, dict | list) or not isinstance(added, list):
+    if not (ids := token_ids_of(tokenizer)):
         raise CheckpointError(f"{path.name}: model.vocab: missing or not a vocabulary")
-    # Unigram models list their pieces in the order of their ids.
-    ids = dict(vocab) if isinstance(vocab, dict) else {str(piece): index for index, piece in enumerate(vocab)}
-    ids |= {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
+    added = {token.get("content") for token in tokenizer.get("added_tokens", []) if isinstance(token, dict)}
     for token, index in ids.items():
-        if not isinstance(index, int) or not 0 <= index < config.vocab_size:
+        if type(index) is not int or index < 0 or (index >= config.vocab_size and token not in added):
             raise CheckpointError(
                 f"{path.name}: token {token[:40]!r} has id {index!r}, beyond the {config.vocab_size} rows of "
                 "model.embed_tokens.weight (vocab_size in config.json)"

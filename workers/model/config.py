@@ -15,6 +15,7 @@ from ..kv_cache.layout import LayerGeometry
 MAX_JSON_BYTES: Final = 100 * 1024 * 1024
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 _MAX_SIZE: Final = 2**31 - 1
+_SHARED_BLOBS_MARKER: Final = ".huggingface-shared-blobs"  # huggingface_hub writes it into its store
 
 
 class CheckpointError(ValueError):
@@ -111,11 +112,49 @@ def context_tokens(fields: "Fields") -> int:
 
 
 def read_eos_token_ids(folder: Path, fields: "Fields", vocab_size: int) -> tuple[int, ...]:
-    """Reads the end-of-sequence tokens as transformers' `generate` does: of generation_config.json, else of `fields`.
-    Raises CheckpointError."""
+    """Returns the end-of-sequence tokens: those of generation_config.json, else of `fields`, and the
+    tokenizer's eos_token, as vLLM takes them. Ids beyond the vocabulary end nothing and are left out.
+
+    Raises CheckpointError for what is no token id."""
     path = folder / "generation_config.json"
     generation = Fields(path.name, read_json(path) if path.exists() else {})
-    return generation.token_ids("eos_token_id", vocab_size) or fields.token_ids("eos_token_id", vocab_size)
+    declared = generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id")
+    ids = (*declared, *_tokenizer_end(folder))
+    return tuple(dict.fromkeys(token for token in ids if 0 <= token < vocab_size))
+
+
+def _tokenizer_end(folder: Path) -> tuple[int, ...]:
+    """Returns the id of the token that the tokenizer's files call eos_token; empty if there is none.
+
+    As in transformers, special_tokens_map.json counts unless tokenizer_config.json has an
+    added_tokens_decoder, and then before tokenizer_config.json."""
+    config, old = (
+        Fields(name, read_json(folder / name) if (folder / name).exists() else {})
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    source = old if old.has("eos_token") and not config.has("added_tokens_decoder") else config
+    named = dict(source.items()).get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    path = folder / "tokenizer.json"
+    if not isinstance(text, str) or not path.exists():
+        return ()
+    index = token_ids_of(read_json(path)).get(text)
+    return (index,) if type(index) is int else ()
+
+
+def token_ids_of(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ids, not checked, of the texts of all tokens of a tokenizer.json: the vocabulary's and the
+    added ones. Empty if it has no vocabulary."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict | list) or not isinstance(added, list):
+        return {}
+    if isinstance(vocab, dict):
+        ids: dict[str, Any] = dict(vocab)
+    else:  # Unigram models list pieces and scores in the order of their ids
+        pieces = (entry[0] if isinstance(entry, list) and entry else entry for entry in vocab)
+        ids = {str(piece): index for index, piece in enumerate(pieces)}
+    return ids | {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
 
 
 def _instead_of_config(folder: Path) -> str:
@@ -123,23 +162,34 @@ def _instead_of_config(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     if files := [name for name in names if name.endswith(".gguf")]:
         return f"; {files[0]:.80} is a model by itself: name that file instead of its folder"
+    if {"snapshots", "refs"} <= set(names):
+        return "; this is a repository in the hub's cache: name one of the folders in its snapshots"
     if "adapter_config.json" in names:
         return "; this is an adapter (adapter_config.json): name the folder of its base model"
     return ""
 
 
 def _check_files(folder: Path) -> None:
-    """Raises CheckpointError for a link that leads out of the folder, and for pipes, devices and dangling links.
-
-    In the hub's cache files are links from REPOSITORY/snapshots/COMMIT to REPOSITORY/blobs, which may be."""
-    root = folder.resolve()
-    if root.parent.name == "snapshots":
-        root = root.parent.parent
+    """Raises CheckpointError for a link that leads out of the folder, and for pipes, devices and dangling links."""
+    allowed = _link_targets(folder.resolve())
     for path in (*folder.iterdir(), *folder.glob("*/*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(root):
+        if path.is_symlink() and not any(map(path.resolve().is_relative_to, allowed)):
             raise CheckpointError(f"{path.name}: is a link that leads out of the model's folder")
         if not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path.name}: is neither a file nor a folder")
+
+
+def _link_targets(root: Path) -> list[Path]:
+    """Returns the folders into which the links of a model's folder may lead.
+
+    In the hub's cache the files of REPOSITORY/snapshots/COMMIT are links to REPOSITORY/blobs. Since
+    huggingface_hub 2 these may be links to the blobs that all repositories of the cache share."""
+    repository = root.parent.parent
+    if root.parent.name != "snapshots" or not (repository / "blobs").is_dir():
+        return [root]
+    shared = repository.parent / "blobs"
+    is_store = (shared / _SHARED_BLOBS_MARKER).is_file()
+    return [repository, shared] if is_store else [repository]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -233,12 +283,12 @@ class Fields:
         """Returns the fields of an object; none if it is missing."""
         return Fields(self._file, self.mapping(name), f"{self._prefix}{name}.")
 
-    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+    def token_ids(self, name: str) -> tuple[int, ...]:
         """Returns one id or a list of ids as a tuple; empty if missing."""
         value = self._values.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-            raise self.error(name, f"must be token ids below vocab_size {vocab_size}, is {value!r:.60}")
+        if not all(type(token) is int for token in ids):
+            raise self.error(name, f"must be a token id or a list of token ids, is {value!r:.60}")
         return tuple(ids)
 
     def _value(self, name: str, default: Any, is_valid: Callable[[Any], bool], what: str) -> Any:

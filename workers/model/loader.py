@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,15 @@ from .models.family import CausalLM
 from .module import Module, Parameter, WeightSlice, all_parameters
 from .parallel import TensorParallel
 from .quant.base import LinearMethod, PlainLinearMethod
-from .registry import family_of, find_linear_method, load_model_config, with_context, with_quantization
+from .registry import (
+    family_of,
+    find_linear_method,
+    load_model_config,
+    with_context,
+    with_quantization,
+    with_stored_quantization,
+    with_untied_head,
+)
 
 ReadWeight = Callable[[WeightSlice, torch.Tensor], None]
 """Copies a slice of a weight into a tensor of the slice's shape, whose dtype may differ from the weight's."""
@@ -28,6 +36,9 @@ _TORCH_DTYPES: Final = {
     "I64": torch.int64,
 }  # fmt: skip
 _FLOATS: Final = ("F32", "BF16", "F16")  # converted into one another
+_QUANTISED: Final = ("weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight")
+_OTHER_QUANTISATION: Final = "the weights are quantised in another way than quantization_config in config.json says"
+_COMPARED_BYTES: Final = 2**24  # of two tensors, at once
 
 
 def build_model(
@@ -56,20 +67,79 @@ def open_checkpoint(
     Raises CheckpointError, one line naming file and tensor or field, if something is missing, truncated or does not
     fit config.json."""
     config = load_model_config(folder, model_impl)
+    stored = read_tensors(folder)
+    config = with_stored_quantization(config, folder, stored)
     if quantization is not None:
         config = with_quantization(config, quantization)
     if context_tokens is not None:
         config = with_context(config, context_tokens)
-    stored = read_tensors(folder)
+    config, stored = _with_stored_head(config, stored)
     tensors: dict[str, StoredTensor] = {}
-    for parameter in all_parameters(build_model(config, DTYPES[config.dtype])):
-        for part in parameter.slices:
-            if part.name not in stored:
-                raise CheckpointError(f"{weights_file(folder)}: {part.name}: missing")
-            _check_tensor(stored[part.name], part, parameter.data.dtype)
-            tensors[part.name] = stored[part.name]
+    for part, dtype in _weight_slices(config):
+        found = next((stored[name] for name in (part.name, *part.other_names) if name in stored), None)
+        if found is None:
+            raise _missing(folder, part.name, stored)
+        _check_tensor(found, part, dtype)
+        tensors[part.name] = found
     check_tokenizer(folder, config)
     return Checkpoint(folder=folder, config=config, tensors=tensors)
+
+
+def _weight_slices(config: ModelConfig) -> list[tuple[WeightSlice, torch.dtype]]:
+    """Returns what the model takes from a checkpoint, and the dtypes in which it keeps it."""
+    parameters = all_parameters(build_model(config, DTYPES[config.dtype]))
+    return [(part, parameter.data.dtype) for parameter in parameters for part in parameter.slices]
+
+
+def _with_stored_head(
+    config: ModelConfig, stored: dict[str, StoredTensor]
+) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """Returns config and tensors of a model as its checkpoint has the head, whatever tie_word_embeddings says.
+
+    As in transformers 5, a stored head that is not a copy of the embedding is the head: a training tool has
+    untied them. Where only the head is stored, it is the embedding, too."""
+    if not config.tie_word_embeddings:
+        return config, stored
+    tied = {part.name: part for part, _ in _weight_slices(config)}
+    if stored.keys() <= tied.keys():
+        return config, stored
+    untied = with_untied_head(config)
+    head = [part for part, _ in _weight_slices(untied) if part.name not in tied]
+    prefixes = tuple({f"{part.name.rpartition('.')[0]}." for part in head})
+    own = [name for name in stored if name not in tied and name.startswith(prefixes)] if prefixes else []
+    embeddings = [name for name, part in tied.items() if part.shape in {each.shape for each in head}]
+    if not own or not embeddings:
+        return config, stored
+    if embeddings[0] not in stored:
+        return config, {**stored, embeddings[0]: stored[own[0]]}
+    is_copy = all(_is_equal(stored[name], stored[embeddings[0]]) for name in own)
+    return (config if is_copy else untied), stored
+
+
+def _is_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Returns whether two tensors are the same, to the last bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        left = one.end - one.begin
+        while left > 0:
+            size = min(left, _COMPARED_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _missing(folder: Path, name: str, stored: Mapping[str, StoredTensor]) -> CheckpointError:
+    """Returns the error for a weight that no file has; it tells where the weights are quantised."""
+    prefix = f"{name.rpartition('.')[0]}."
+    signs = [f"{prefix}{suffix}" for suffix in _QUANTISED if f"{prefix}{suffix}" in stored]
+    text = f"{weights_file(folder)}: {name}: missing"
+    if not signs or signs[0] == name:
+        return CheckpointError(text)
+    return CheckpointError(f"{text}, but {signs[0]} is there: {_OTHER_QUANTISATION}")
 
 
 def check_checkpoint(folder: Path, model_impl: str = "auto") -> ModelConfig:
@@ -137,7 +207,7 @@ def checkpoint_reader(checkpoint: Checkpoint) -> ReadWeight:
                 maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         dtype, size = _TORCH_DTYPES[stored.dtype], math.prod(stored.shape)
         whole = torch.frombuffer(maps[stored.file], dtype=dtype, count=size, offset=stored.begin)
-        target.copy_(whole.view(stored.shape)[part.slices])
+        target.copy_(whole.view(part.shape)[part.slices])
         if not _is_finite(target):
             raise CheckpointError(f"{stored.file.name}: {part.name}: has NaN or infinite numbers in {target.dtype}")
         if part.below is not None and not _is_below(target, part.below):
@@ -163,12 +233,14 @@ def _is_below(data: torch.Tensor, bound: int) -> bool:
 
 def _check_tensor(stored: StoredTensor, part: WeightSlice, dtype: torch.dtype) -> None:
     where = f"{stored.file.name}: {part.name}"
-    if stored.shape != part.shape:
+    is_number = math.prod(stored.shape) == math.prod(part.shape) == 1  # such as a scale, with or without dimensions
+    if stored.shape != part.shape and not is_number:
         raise CheckpointError(f"{where}: shape is {list(stored.shape)}, config.json asks for {list(part.shape)}")
     allowed = tuple(name for name, same in _TORCH_DTYPES.items() if same == dtype)
     allowed = _FLOATS if set(allowed) <= set(_FLOATS) else allowed
     if stored.dtype not in allowed:
-        raise CheckpointError(f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}")
+        why = f"; {_OTHER_QUANTISATION}" if stored.dtype not in _FLOATS else ""
+        raise CheckpointError(f"{where}: dtype {stored.dtype[:32]} is not supported, only {', '.join(allowed)}{why}")
 
 
 def _fill(module: Module, read: ReadWeight, device: torch.device) -> None:

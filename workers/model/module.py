@@ -19,6 +19,7 @@ class WeightSlice:
     shape: tuple[int, ...]  # of the whole tensor
     slices: tuple[slice, ...] = ()  # of its first dimensions; the others are kept whole
     below: int | None = None  # its numbers are at least 0 and below this
+    other_names: tuple[str, ...] = ()  # that checkpoints have for it
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -5,12 +5,22 @@ a `ModelFamily`) and `tandem.linear_methods` (named by quant_method, a `LinearMe
 """
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
-from .config import CheckpointError, Fields, ModelConfig, RopeConfig, read_eos_token_ids, read_fields
+from ...proto.errors import InvalidArgument
+from .config import (
+    CheckpointError,
+    Fields,
+    ModelConfig,
+    RopeConfig,
+    read_eos_token_ids,
+    read_fields,
+    read_json,
+)
 from .models.cohere2 import Cohere2ForCausalLM, parse_cohere2_config
 from .models.family import ModelFamily
 from .models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, parse_gemma2_config, parse_gemma3_config
@@ -24,7 +34,7 @@ from .models.phi3 import Phi3ForCausalLM, parse_phi3_config
 from .models.qwen import Qwen3ForCausalLM, parse_qwen2_config, parse_qwen3_config
 from .quant.base import LinearMethod, LinearMethodOf
 from .quant.compressed_tensors import CompressedTensorsMethod
-from .quant.fp8 import FP8, StoredFp8LinearMethod
+from .quant.fp8 import FP8, FbgemmFp8LinearMethod, ModelOptLinearMethod, StoredFp8LinearMethod
 from .quant.gptq import AwqLinearMethod, GptqLinearMethod
 from .quant.integer import BITS, IntegerLinearMethod
 from .quant.unquantized import UnquantizedLinearMethod
@@ -50,10 +60,18 @@ LINEAR_METHODS: Final[dict[str, type[LinearMethod]]] = {
     "gptq": GptqLinearMethod,
     "awq": AwqLinearMethod,
     FP8: StoredFp8LinearMethod,
+    "fbgemm_fp8": FbgemmFp8LinearMethod,
+    "modelopt": ModelOptLinearMethod,
 }
 """By quant_method of a checkpoint's quantization_config; without one it is `UnquantizedLinearMethod`."""
 ROUNDED: Final = (*BITS, FP8)
 """What plain weights can be rounded to when they are loaded."""
+_QUANTIZATION_FILES: Final = (
+    ("quantize_config.json", "gptq", ".qweight"),
+    ("quant_config.json", "awq", ".qweight"),
+    ("hf_quant_config.json", "modelopt", ".weight_scale"),
+)
+"""Files that describe a quantisation beside a config.json that does not, their method, and how its tensors end."""
 _PAGE: Final = """# Models
 
 Written by `python -m tandem.workers.model.registry`; do not edit.
@@ -111,6 +129,26 @@ def find_linear_method(config: ModelConfig, *, batch_invariant: bool = False) ->
     return make
 
 
+def with_stored_quantization(config: ModelConfig, folder: Path, names: Collection[str]) -> ModelConfig:
+    """Returns the config of a model whose quantisation is described by a file beside config.json, as the first
+    checkpoints of GPTQ, AWQ and ModelOpt have it; `names` are those of the stored tensors: without quantised
+    ones such a file counts for nothing. Raises CheckpointError."""
+    if config.quantization:
+        return config
+    for file, quant_method, suffix in _QUANTIZATION_FILES:
+        if not (folder / file).is_file() or not any(name.endswith(suffix) for name in names):
+            continue
+        if config.transformers is not None:
+            raise CheckpointError(f"{file}: quantised weights run only through the families of Tandem's own")
+        values = read_json(folder / file)
+        nested = values.get("quantization")  # of ModelOpt
+        found = {"quant_method": quant_method, **(nested if isinstance(nested, dict) else values)}
+        config = replace(config, quantization=found)
+        find_linear_method(config)
+        return config
+    return config
+
+
 def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
     """Returns the config of the model with its plain weights rounded when they are loaded. Raises CheckpointError if
     they are not plain, or if the model runs by transformers' code."""
@@ -122,15 +160,50 @@ def with_quantization(config: ModelConfig, quant_method: str) -> ModelConfig:
     return replace(config, quantization={"quant_method": quant_method})
 
 
+def with_untied_head(config: ModelConfig) -> ModelConfig:
+    """Returns the config of the model with a head of its own, apart from the embedding."""
+    fields = config.transformers
+    if fields is not None:
+        fields = {**fields, "tie_word_embeddings": False}
+    return replace(config, tie_word_embeddings=False, transformers=fields)
+
+
+def longest_context(config: ModelConfig) -> int:
+    """Returns the tokens of the longest sequence that may be asked for: max_position_embeddings, or as far as
+    the rotary embeddings of all layers are scaled."""
+    spans = [_scaled_context(config, rope) for rope in set(config.ropes) if rope is not None]
+    return max(config.max_position_embeddings, min(spans, default=0))
+
+
+def _scaled_context(config: ModelConfig, rope: RopeConfig) -> int:
+    if rope.kind == "yarn":
+        return int(rope.original_max_position * rope.factor)
+    return int(config.max_position_embeddings * (rope.factor if rope.kind == "linear" else 1))
+
+
+def check_context(config: ModelConfig, context_tokens: int) -> None:
+    """Raises InvalidArgument for a context that is longer than the model's."""
+    if context_tokens > (longest := longest_context(config)):
+        raise InvalidArgument(
+            f"{context_tokens} is above the model's context of {longest} tokens (max_position_embeddings "
+            "and the scaling of rotary embeddings in config.json)",
+            "context_tokens",
+        )
+
+
 def with_context(config: ModelConfig, context_tokens: int) -> ModelConfig:
     """Returns the config of the model where no sequence is longer than `context_tokens`: as in vLLM, LongRoPE takes its
-    short factors if they are all within the original context. Models by transformers' code stay as they are."""
+    short factors if they are all within the original context. Models by transformers' code stay as they are.
+
+    Raises InvalidArgument as `check_context`."""
+    check_context(config, context_tokens)
 
     def short(rope: RopeConfig | None) -> RopeConfig | None:
         takes_short = rope is not None and rope.short_factors and context_tokens <= rope.original_max_position
         return replace(rope, factors=rope.short_factors) if rope is not None and takes_short else rope
 
-    return replace(config, ropes=tuple(map(short, config.ropes)))
+    longest = max(config.max_position_embeddings, context_tokens)
+    return replace(config, ropes=tuple(map(short, config.ropes)), max_position_embeddings=longest)
 
 
 def load_model_config(folder: Path, model_impl: str = "auto") -> ModelConfig:

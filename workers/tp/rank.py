@@ -128,7 +128,7 @@ def load_rank(config: RankConfig, group: TpGroup | None = None) -> Rank:
     if group:
         group.connect()
     runner.warmup()
-    context = min(config.context_tokens or model.max_position_embeddings, model.max_position_embeddings)
+    context = config.context_tokens or model.max_position_embeddings
     return Rank(
         executor=executor,
         kv=runner.kv,

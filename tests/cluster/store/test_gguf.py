@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
+from tokenizers.pre_tokenizers import Digits as PreDigits
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from typer.testing import CliRunner
 
@@ -83,6 +86,61 @@ def test_a_converted_file_has_the_tokens_of_transformers(
     tokenizer, theirs = Tokenizer.load(out), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     assert tokenizer._encode(TEXT, True) == theirs.encode(TEXT)
     assert tokenizer.chat_template(tools=False) == theirs.chat_template
+
+
+LLAMA3_SPLIT = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+DIGITS = Sequence([PreDigits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+LLAMA3 = Sequence([Split(Regex(LLAMA3_SPLIT), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+ONE_DIGIT = Split(Regex(LLAMA3_SPLIT.replace("{1,3}", "")), "isolated")
+SPLITS: dict[str, PreTokenizer] = {
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "smaug-bpe", "glm4"), LLAMA3),
+    **dict.fromkeys(("qwen2", "stablelm2"), Sequence([ONE_DIGIT, ByteLevel(add_prefix_space=False, use_regex=False)])),
+    **dict.fromkeys(("gpt-2", "olmo"), ByteLevel(add_prefix_space=False)),
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_texts_are_split_as_the_file_says(tmp_path: Path, pre: str) -> None:
+    file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf", pre=pre)
+    out = tmp_path / "out"
+    out.mkdir()
+    gguf_convert.convert(file, out, "float32")
+    split = Tokenizer.load(out)._backend.pre_tokenizer
+    text = "with sails.  1  22 333 4444\n\n don't  (it's)  7"
+    assert split is not None
+    assert split.pre_tokenize_str(text) == SPLITS[pre].pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "reason"),
+    [("deepseek-coder", "'deepseek-coder' is not supported"), ("new", "'new' is not supported"), (None, "is missing")],
+)
+def test_a_file_that_splits_texts_in_an_unknown_way_is_refused(tmp_path: Path, pre: str | None, reason: str) -> None:
+    """transformers would split them as GPT-2 does, without a word."""
+    file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf", pre=pre)
+    with pytest.raises(CheckpointError, match=rf"^x\.gguf: tokenizer\.ggml\.pre: {reason}"):
+        gguf_convert.convert(file, tmp_path / "out", "float32")
+
+
+def test_what_lies_beside_a_file_does_not_count(tmp_path: Path) -> None:
+    file = write_gguf(make_tiny_model(tmp_path / "model"), tmp_path / "x.gguf")
+    beside = write_gguf(tmp_path / "model", tmp_path / "model" / "x.gguf")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    made = []
+    for each, name in ((file, "alone"), (beside, "not alone")):
+        out = tmp_path / name
+        out.mkdir()
+        gguf_convert.convert(each, out, "float32")
+        made.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert made[0] == made[1]
 
 
 def test_scaled_rotary_embeddings_are_not_lost(tmp_path: Path) -> None:

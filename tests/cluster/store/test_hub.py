@@ -137,6 +137,21 @@ def test_a_file_that_was_changed_in_the_cache_is_refused(hub: ThreadingHTTPServe
         resolve_model("org/tiny")
 
 
+def test_a_file_of_the_blobs_that_repositories_share_is_checked_by_its_own_hash(
+    hub: ThreadingHTTPServer, tmp_path: Path
+) -> None:
+    """The name of a shared blob is a hash of another kind."""
+    weights = resolve_model("org/tiny") / "model.safetensors"
+    blob, shared = weights.parent / weights.readlink(), tmp_path / "hub" / "blobs" / "ab" / ("ab" * 32)
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(shared)
+    assert resolve_model("org/tiny") == weights.parent
+    shared.write_bytes(b"WEIGHTS")
+    with pytest.raises(Unavailable, match=r"model\.safetensors"):
+        resolve_model("org/tiny")
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "text"),
     [

@@ -120,6 +120,43 @@ async def test_a_template_that_drops_the_last_message_cannot_continue_it() -> No
     assert caught.value.field == "prompt.chat.continue_final_message"
 
 
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    " {{ part.text }}{% endif %}{% endfor %}\n{% endfor %}"
+)
+BY_MACRO = (
+    "{% macro text(content) %}{% if content is string %}{{ content }}{% else %}"
+    "{% for part in content %}{{ part.text }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}[{{ m.role }}] {{ text(m.content) }}\n{% endfor %}"
+)
+BY_ROLE = (
+    "{% for m in messages %}[{{ m.role }}] {% if m.role == 'user' %}{{ m.content | map(attribute='text') | join }}"
+    "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content[0].text }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [PARTS, BY_MACRO, BY_ROLE])
+def test_a_template_gets_content_in_the_form_that_it_takes(renderer: TemplateRenderer, template: str) -> None:
+    """Of each role: a template may take the parts of some and the text of others."""
+    roles = ("system", "user", "assistant", "tool", "critic")
+    messages = [{"role": role, "content": f"text of {role}"} for role in roles]
+    expected = "".join(f"[{role}] text of {role}\n" for role in roles)
+    assert render(renderer, template, {"conversations": [messages]}) == expected
+    empty = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": ""}]
+    assert render(renderer, template, {"conversations": [empty]}).replace(" \n", "\n") == "[user] Look.\n[assistant]\n"
+
+
+def test_a_template_that_refuses_a_role_still_does(renderer: TemplateRenderer) -> None:
+    messages = [{"role": "user", "content": "Look."}]
+    assert render(renderer, NO_SYSTEM, {"conversations": [messages]}) == "[user] Look.\n"
+    with pytest.raises(InvalidArgument, match="refuses these messages: no system"):
+        render(renderer, NO_SYSTEM, {"conversations": [[{"role": "system", "content": "x"}, *messages]]})
+
+
 ENDLESS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",

@@ -13,17 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.proto.errors import InvalidArgument
 from tandem.tests.peers import IDENTITY
 from tandem.tests.tiny import FAMILIES, TINY, make_tiny_model
-from tandem.tests.workers.model.helpers import Driver, load, prompt
+from tandem.tests.workers.model.helpers import Driver, load, prompt, reference, reference_greedy
 from tandem.workers.model import checkpoint, loader
 from tandem.workers.model.config import CheckpointError, RopeConfig, read_context_tokens
 from tandem.workers.model.loader import check_checkpoint, open_checkpoint, weight_shapes
 from tandem.workers.model.registry import load_model_config
+from tandem.workers.model.sampling.grammar import GrammarCache
 from tandem.workers.tp.rank import RankConfig, load_rank
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
+HEAD = "lm_head.weight"
 
 
 @pytest.fixture
@@ -123,8 +126,8 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "odd head": (set_config(head_dim=15), ("config.json", "head_dim")),
     "boolean": (set_config(tie_word_embeddings=1), ("config.json", "tie_word_embeddings")),
     "dtype in config": (set_config(dtype="int8"), ("config.json", "dtype", "int8")),
-    "eos beyond vocabulary": (
-        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [1, 512]}'),
+    "eos is no id": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}'),
         ("generation_config.json", "eos_token_id"),
     ),
     "rope type": (rope(rope_type="axial"), ("config.json", "rope_parameters.rope_type", "axial")),
@@ -214,9 +217,9 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["model"]["vocab"].update(far=512)),
         ("tokenizer.json", "'far'", "512", "model.embed_tokens.weight"),
     ),
-    "added token beyond the embedding": (
-        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"][1].update(id=900)),
-        ("tokenizer.json", "900"),
+    "added token below 0": (
+        lambda folder: edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"][1].update(id=-1)),
+        ("tokenizer.json", "-1"),
     ),
 }
 
@@ -397,10 +400,84 @@ def test_windows(tmp_path: Path, family: str, fields: dict[str, Any], windows: t
 
 def test_end_of_sequence_tokens(folder: Path) -> None:
     """As `generate`: generation_config.json first, then config.json; one id or several."""
+    edit_json(folder / "tokenizer_config.json", lambda values: values.pop("eos_token"))
     set_config(eos_token_id=[5, 6])(folder)
     assert load_model_config(folder).eos_token_ids == (1,)
     edit_json(folder / "generation_config.json", lambda values: values.pop("eos_token_id"))
     assert load_model_config(folder).eos_token_ids == (5, 6)
     (folder / "generation_config.json").unlink()
+    set_config(eos_token_id=[-1, 7, 512])(folder)
+    assert load_model_config(folder).eos_token_ids == (7,)  # the others are no tokens: they end nothing
     set_config(eos_token_id=None)(folder)
     assert load_model_config(folder).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("end", ["<|turn|>", {"content": "<|turn|>", "lstrip": False}])
+def test_the_end_of_the_tokenizer_is_one_as_well(folder: Path, end: object) -> None:
+    """A tool that trains a chat model may name its end there alone."""
+    token = {"id": 9, "content": "<|turn|>", "special": True, "normalized": False}
+    token |= {"single_word": False, "lstrip": False, "rstrip": False}
+    edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"].append(token))
+    edit_json(folder / "tokenizer_config.json", lambda values: values.update(eos_token=end))
+    assert load_model_config(folder).eos_token_ids == (1, 9)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "absent"}))
+    assert load_model_config(folder).eos_token_ids == (1,)  # as transformers: the older file goes first
+    edit_json(folder / "tokenizer_config.json", lambda values: values.update(added_tokens_decoder={"9": token}))
+    assert load_model_config(folder).eos_token_ids == (1, 9)
+
+
+def test_an_added_token_may_lie_beyond_the_embedding(folder: Path) -> None:
+    """As in Gemma 3; a grammar knows nothing of it."""
+    edit_json(folder / "tokenizer.json", lambda values: values["added_tokens"][1].update(id=900))
+    assert check_checkpoint(folder).vocab_size == 512
+    assert GrammarCache(folder, 512, [0]).load(json.dumps({"grammars": [{"lark_grammar": "start: /[0-9]/"}]}))
+
+
+@pytest.mark.parametrize(
+    ("family", "model_impl"), [("llama", "tandem"), ("gemma3", "tandem"), ("llama", "transformers")]
+)
+def test_a_stored_head_is_used_though_the_config_ties_it(tmp_path: Path, family: str, model_impl: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", family, tie_word_embeddings=True)
+    embedding = load_file(folder / SINGLE)["model.embed_tokens.weight"]
+    tied = generate(folder, model_impl)
+    edit_tensors(lambda tensors: tensors.update({HEAD: embedding.clone()}))(folder)
+    assert check_checkpoint(folder, model_impl).tie_word_embeddings
+    assert generate(folder, model_impl) == tied
+    edit_tensors(lambda tensors: tensors.update({HEAD: embedding.roll(1, 0)}))(folder)
+    assert not check_checkpoint(folder, model_impl).tie_word_embeddings
+    expected = reference_greedy(reference(folder), prompt(20), 8)
+    assert generate(folder, model_impl) == expected != tied
+    edit_tensors(lambda tensors: tensors.update({HEAD: embedding[:-1].clone()}))(folder)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: shape is \[511, "):
+        check_checkpoint(folder, model_impl)
+    edit_tensors(lambda tensors: tensors.update({HEAD: tensors.pop("model.embed_tokens.weight")}))(folder)
+    assert generate(folder, model_impl) == tied  # transformers, too, takes the head for both
+
+
+def test_a_context_beyond_the_models_is_refused_or_as_far_as_the_scaling_goes(folder: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"^context_tokens: 2049 is above the model's context of 2048 tokens"):
+        open_checkpoint(folder, context_tokens=2049)
+    assert open_checkpoint(folder, context_tokens=64).config.max_position_embeddings == 2048
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    set_config(max_position_embeddings=64, rope_parameters=yarn)(folder)
+    assert load_model_config(folder).max_position_embeddings == 64
+    runner = load(folder, context_tokens=256)
+    ids = prompt(150)
+    assert Driver(runner).generate(1, ids, 8) == reference_greedy(reference(folder), ids, 8)
+    with pytest.raises(InvalidArgument, match="257 is above the model's context of 256 tokens"):
+        open_checkpoint(folder, context_tokens=257)
+    with pytest.raises(InvalidArgument, match="65 is above the model's context of 64 tokens"):
+        open_checkpoint(folder, "transformers", context_tokens=65)
+
+
+def test_an_empty_rope_scaling_is_none(folder: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 300.0}
+    set_config(rope_scaling={}, rope_parameters=linear)(folder)
+    assert load_model_config(folder).ropes[0] == RopeConfig(kind="linear", theta=300.0, factor=8.0)
+    set_config(rope_scaling=None, rope_parameters={"full_attention": linear})(folder)
+    with pytest.raises(CheckpointError, match=r"rope_parameters\.full_attention: a rotary embedding of one type"):
+        load_model_config(folder)
+
+
+def generate(folder: Path, model_impl: str) -> list[int]:
+    return Driver(load(folder, model_impl=model_impl)).generate(1, prompt(20), 8)

@@ -69,6 +69,40 @@ def test_links_within_the_folder_and_in_the_cache_of_the_hub_are_taken(folder: P
         read_context_tokens(commit)
 
 
+def test_blobs_may_be_those_that_the_cache_of_the_hub_shares(folder: Path, tmp_path: Path) -> None:
+    """As huggingface_hub 2 keeps large files; a folder of blobs without its mark is none of the hub's."""
+    cache = tmp_path / "hub"
+    repository, store = cache / "models--org--tiny", cache / "blobs"
+    commit, shared = repository / "snapshots" / ("a" * 40), store / "ab" / ("ab" * 32)
+    for each in (commit, repository / "blobs", shared.parent):
+        each.mkdir(parents=True)
+    shared.write_text((folder / "config.json").read_text())
+    (repository / "blobs" / "1f").symlink_to(f"../../blobs/ab/{shared.name}")
+    (commit / "config.json").symlink_to("../../blobs/1f")
+    with pytest.raises(CheckpointError, match=r"config\.json: is a link that leads out"):
+        read_context_tokens(commit)
+    (store / ".huggingface-shared-blobs").write_text("1\n")
+    assert read_context_tokens(commit) == 64
+
+
+def test_a_repository_of_the_cache_is_no_model_folder(tmp_path: Path) -> None:
+    for name in ("refs", "blobs", "snapshots"):
+        (tmp_path / name).mkdir()
+    text = "this is a repository in the hub's cache: name one of the folders in its snapshots"
+    with pytest.raises(CheckpointError, match=text):
+        read_context_tokens(tmp_path)
+
+
+def test_a_folder_that_is_called_snapshots_is_no_cache_of_the_hub(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    model = tmp_path / "snapshots" / "model"
+    model.parent.mkdir()
+    folder.rename(model)
+    (model / "extra.json").symlink_to("../../secret.json")
+    with pytest.raises(CheckpointError, match=r"extra\.json: is a link that leads out"):
+        read_context_tokens(model)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pkl", "model.safetensors.pkl"])
 def test_weights_that_can_run_code_are_not_read(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")

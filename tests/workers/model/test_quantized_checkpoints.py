@@ -1,6 +1,7 @@
 """Checkpoints in quantised formats: products, tokens and bytes against the weights that their numbers stand for, and
 folders that are refused."""
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_quantized import (
     AWQ,
     DEQUANTISED,
@@ -225,7 +227,8 @@ def changed(config: dict[str, Any], **weights: Any) -> dict[str, Any]:
         ),
         (AWQ | {"version": "gemv"}, "version: 'gemv' is not supported, only 'gemm'"),
         (AWQ | {"zero_point": False}, "zero_point: must be true"),
-        (FP8 | {"weight_block_size": None}, "weight_block_size: must be two integers above 0"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size: must be two integers above 0"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: 'NVFP4' is not supported, only 'FP8'"),
         (FP8 | {"fmt": "e5m2"}, "fmt: 'e5m2' is not supported, only 'e4m3'"),
     ],
 )
@@ -243,6 +246,98 @@ def test_a_pattern_that_takes_for_ever_is_given_up(tmp_path: Path) -> None:
     set_quantization(folder, W4 | {"ignore": [r"re:(?:[\w.]|[\w.]{2}|[\w.]{3})+[^\w.]"]})
     with pytest.raises(CheckpointError, match=r"ignore: .* is not a pattern that can be matched"):
         check_checkpoint(folder)
+
+
+def with_own_map(tmp_path: Path, config: dict[str, Any], name: str, other: dict[str, Any] | None) -> tuple[Path, Path]:
+    """Returns a quantised model whose maps of a name are as another one has them, or plain; and the plain model."""
+    quantized, plain = make_quantized_model(tmp_path / "first", config)
+    source = make_quantized_model(tmp_path / "second", other)[0] if other else plain
+    stored, restored = load_file(quantized / WEIGHTS), load_file(plain / WEIGHTS)
+    for key in [key for key in stored if f".{name}." in key]:
+        del stored[key]
+    stored |= {key: each for key, each in load_file(source / WEIGHTS).items() if f".{name}." in key}
+    save_file(stored, quantized / WEIGHTS)
+    if other:
+        second = load_file(source.parent / plain.name / WEIGHTS)
+        restored |= {key: each for key, each in second.items() if f".{name}." in key}
+        save_file(restored, plain / WEIGHTS, {"format": "pt"})
+    return quantized, plain
+
+
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "up_proj"])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_maps_of_one_input_may_be_stored_in_different_ways(tmp_path: Path, name: str, bits: int | None) -> None:
+    other = compressed_config("pack-quantized", bits, "group", 32) if bits else None
+    quantized, plain = with_own_map(tmp_path, W4, name, other)
+    groups = dict(W4["config_groups"])
+    if other:
+        own = other["config_groups"]["group_0"] | {"targets": [f"re:.*{name}"]}
+        set_quantization(quantized, W4 | {"config_groups": {"group_1": own} | groups})
+    else:
+        set_quantization(quantized, W4 | {"ignore": ["lm_head", f"re:.*{name}"]})
+    expected = reference_greedy(reference(plain), prompt(30), 12)
+    assert generate(load(quantized)) == expected
+    assert on_ranks(quantized, 2, generate) == [expected] * 2
+
+
+FP8_OF_MAPS: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
+    "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static"}, "weight_scale", (1,)),
+    "one number": ({"quant_method": "fp8", "weight_block_size": None}, "weight_scale_inv", ()),
+    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "weight_scale", ()),
+    "FBGEMM": ({"quant_method": "fbgemm_fp8"}, "weight_scale", (-1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", FP8_OF_MAPS)
+def test_fp8_without_blocks_is_read(tmp_path: Path, name: str) -> None:
+    config, suffix, shape = FP8_OF_MAPS[name]
+    folder = make_tiny_model(tmp_path / "model")
+    stored = {key: each.clone() for key, each in load_file(folder / WEIGHTS).items()}
+    restored = dict(stored)
+    for key in [key for key in stored if key.endswith("_proj.weight") and "o_proj" not in key]:
+        scale = stored[key].abs().amax(1, keepdim=True) / 448 if shape == (-1, 1) else stored[key].abs().max() / 448
+        stored[key] = (restored[key] / scale).to(torch.float8_e4m3fn)
+        restored[key] = stored[key].float() * scale
+        stored[key.replace(".weight", f".{suffix}")] = scale.reshape(shape)
+        stored[key.replace(".weight", ".input_scale")] = torch.tensor(0.02)
+    save_file(restored, folder / WEIGHTS, {"format": "pt"})
+    expected = reference_greedy(reference(folder), prompt(30), 12)
+    save_file(stored, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match="the weights are quantised in another way than quantization_config"):
+        check_checkpoint(folder)
+    field = "exclude_modules" if name == "ModelOpt" else "ignored_layers"
+    plain = ["lm_head", "*.o_proj"] if name == "ModelOpt" else ["lm_head", "re:.*o_proj"]
+    set_quantization(folder, config | {field: plain})
+    assert generate(load(folder)) == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "config"),
+    [("quantize_config.json", gptq_config(size=32)), ("quant_config.json", AWQ)],
+)
+def test_a_quantisation_may_be_described_beside_config_json(tmp_path: Path, file: str, config: dict[str, Any]) -> None:
+    quantized, plain = make_quantized_model(tmp_path, config)
+    named = {name: value for name, value in config.items() if name != "quant_method"}
+    if file == "quant_config.json":  # by the names that AWQ's own files have
+        named |= {"w_bit": named.pop("bits"), "q_group_size": named.pop("group_size")}
+    for folder in (quantized, plain):  # where weights are plain, such a file counts for nothing
+        values = json.loads((folder / "config.json").read_text())
+        values.pop("quantization_config", None)
+        (folder / "config.json").write_text(json.dumps(values))
+        (folder / file).write_text(json.dumps(named))
+        assert generate(load(folder)) == reference_greedy(reference(plain), prompt(30), 12)
+    with pytest.raises(CheckpointError, match=f"^{file}: quantised weights run only through the families"):
+        check_checkpoint(quantized, "transformers")
+
+
+def test_the_first_name_of_compressed_tensors_configs_is_read(tmp_path: Path) -> None:
+    quantized, plain = make_quantized_model(tmp_path, W4)
+    values = json.loads((quantized / "config.json").read_text())
+    values["compression_config"] = values.pop("quantization_config")
+    (quantized / "config.json").write_text(json.dumps(values))
+    assert generate(load(quantized)) == reference_greedy(reference(plain), prompt(30), 12)
+    with pytest.raises(CheckpointError, match="compression_config: quantised weights run only through"):
+        check_checkpoint(quantized, "transformers")
 
 
 def test_the_scheme_is_said(tmp_path: Path) -> None:

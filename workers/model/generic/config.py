@@ -29,8 +29,9 @@ def read_config(fields: Fields) -> PreTrainedConfig:
 
     Raises CheckpointError if it has no such decoder, a field is not valid to it, or the model keeps state beside the KV
     cache, attends in a way that we cannot, takes more than text, or has quantised weights."""
-    if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "quantised weights run only through the families of Tandem's own")
+    for name in ("quantization_config", "compression_config"):
+        if fields.mapping(name):
+            raise fields.error(name, "quantised weights run only through the families of Tandem's own")
     config = _parse(fields)
     (architecture,) = fields.texts("architectures")
     if architecture != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
@@ -66,7 +67,7 @@ def _parse(fields: Fields) -> PreTrainedConfig:
         if type(value) is int and value > most:
             raise fields.error(name, f"must be at most {most}, is {value!r:.60}")
     config_class = CONFIG_MAPPING[kind]
-    left_out = ("auto_map", "quantization_config", "dtype", "torch_dtype")
+    left_out = ("auto_map", "quantization_config", "compression_config", "dtype", "torch_dtype")
     values = {name: value for name, value in fields.items() if name not in left_out and not name.startswith("_")}
     try:
         config: PreTrainedConfig = config_class.from_dict(values)

@@ -12,6 +12,7 @@ from ..kernels import cpu
 from ..module import Module, Parameter, WeightSlice
 from ..parallel import TensorParallel
 from ..quant.base import LinearMethodOf, LinearPartition
+from ..quant.side_by_side import method_of_maps
 from ..quant.unquantized import UnquantizedLinearMethod
 from .lora import LoraStep
 
@@ -43,7 +44,7 @@ class ColumnParallelLinear(Module):
         bias: bool = False,
         gated: bool = False,  # the maps are gate and up; see `LinearMethod.apply_gated`
     ) -> None:
-        self.method = build.linear_method(outputs[0][0])
+        self.method = method_of_maps(build.linear_method, list(dict.fromkeys(name for name, *_ in outputs)))
         partition = LinearPartition(outputs=tuple(outputs), num_inputs=num_inputs, has_bias=bias, gated=gated)
         self.method.create_weights(partition, build.dtype)
         self._lora = build.lora.add_layer(partition, self.method)

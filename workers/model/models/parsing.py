@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from ...kv_cache.layout import LayerGeometry
 from ..config import Fields, ModelConfig, RopeConfig
@@ -60,8 +60,17 @@ def parse_decoder_config(
         mlp_bias=mlp_bias,
         dtype=parse_dtype(fields),
         activation=_ACTIVATIONS[name],
-        quantization=fields.mapping("quantization_config"),
+        quantization=parse_quantization(fields),
     )
+
+
+def parse_quantization(fields: Fields) -> dict[str, Any]:
+    """Returns quantization_config, which the first versions of llm-compressor called compression_config; empty
+    if there is none. Raises CheckpointError."""
+    if found := fields.mapping("quantization_config"):
+        return found
+    found = fields.mapping("compression_config")
+    return {**found, "quant_method": "compressed-tensors"} if found else {}
 
 
 def parse_layer_types(fields: Fields, default: Callable[[int], bool]) -> Callable[[int], bool]:
@@ -87,11 +96,14 @@ def parse_rope(
 ) -> RopeConfig:
     """Parses the rotary embedding of all layers or, if it is there, that of a type of layers.
 
-    transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`. Raises CheckpointError."""
-    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
+    transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`; as in transformers, an
+    empty object is none. Raises CheckpointError."""
+    name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
     rope = fields.nested(name)
     if layer_type and rope.has(layer_type):
         rope = rope.nested(layer_type)
+    elif of_types := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise rope.error(of_types[0], "a rotary embedding of one type of layers is not supported here")
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     rotated = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if rotated != 1.0 and not (has_partial and rotated < 1.0):

@@ -3,21 +3,19 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import regex
 import torch
 
 from ..config import Fields
 from ..module import Parameter, WeightSlice
 from .base import LinearMethod, LinearPartition
 from .fp8 import Block, StoredFp8LinearMethod
-from .stored import WORD_BITS, GroupedLinearMethod, unpack, within_words, word_span
+from .stored import WORD_BITS, GroupedLinearMethod, matches, unpack, within_words, word_span
 from .unquantized import UnquantizedLinearMethod
 
 PACKED: Final = "pack-quantized"
 INTEGERS: Final = "int-quantized"
 _FORMATS: Final = (PACKED, INTEGERS, "float-quantized", "naive-quantized")
 _LINEAR: Final = "Linear"  # the target that means every linear layer
-_MATCH_SECONDS: Final = 1.0  # which no pattern takes that is meant well
 
 
 class CompressedTensorsMethod(GroupedLinearMethod):
@@ -25,6 +23,7 @@ class CompressedTensorsMethod(GroupedLinearMethod):
     each layer is read."""
 
     zero_point: Parameter | None = None
+    has_one_scale = False  # of a whole map, not of each output
 
     @classmethod
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> LinearMethod:
@@ -34,7 +33,7 @@ class CompressedTensorsMethod(GroupedLinearMethod):
             nested = fields.nested(other)
             if nested.text("format", "dense") != "dense" or nested.mapping("config_groups"):
                 raise fields.error(other, "is not supported")
-        if fields.has("ignore") and any(_matches(fields, "ignore", each, name) for each in fields.texts("ignore")):
+        if fields.has("ignore") and any(matches(fields, "ignore", each, name) for each in fields.texts("ignore")):
             return UnquantizedLinearMethod()
         group = _group_of(fields, name)
         return UnquantizedLinearMethod() if group is None else _method(fields, group)
@@ -42,7 +41,8 @@ class CompressedTensorsMethod(GroupedLinearMethod):
     def declare(self, partition: LinearPartition) -> None:
         """See `StoredLinearMethod.declare`."""
         self.declare_numbers(partition)
-        self.scale = self.whole("weight_scale", lambda size: (size, self.num_groups()), torch.float32)
+        shape = (lambda size: (1,)) if self.has_one_scale else (lambda size: (size, self.num_groups()))
+        self.scale = self.whole("weight_scale", shape, torch.float32)
         self.g_idx = self.group_order("weight_g_idx")
 
     def declare_numbers(self, partition: LinearPartition) -> None:
@@ -64,7 +64,9 @@ class CompressedTensorsMethod(GroupedLinearMethod):
 
     def scales(self) -> torch.Tensor:
         """See `GroupedLinearMethod.scales`."""
-        return self.by_output(self.scale.parts())
+        sizes = self._partition.maps.values()
+        parts = zip(self.scale.parts(), sizes, strict=True)
+        return self.by_output([each.expand(size, 1) if self.has_one_scale else each for each, size in parts])
 
     def zeros(self) -> torch.Tensor | None:
         """See `GroupedLinearMethod.zeros`."""
@@ -97,22 +99,11 @@ def _shifted(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.view(torch.uint8) ^ 0x80
 
 
-def _matches(fields: Fields, field: str, target: str, name: str) -> bool:
-    """Returns whether a target of a field, a name or `re:` and a pattern of its beginning, is about the layer. Raises
-    CheckpointError."""
-    if not target.startswith("re:"):
-        return target == name
-    try:
-        return regex.match(target[3:], name, timeout=_MATCH_SECONDS) is not None
-    except (regex.error, TimeoutError, RecursionError, MemoryError, OverflowError):
-        raise fields.error(field, f"{target!r:.60} is not a pattern that can be matched") from None
-
-
 def _group_of(fields: Fields, name: str) -> Fields | None:
     """Returns the group whose targets name the layer, else the one for all linear layers, if there is one."""
     groups = list(_groups(fields))
     for group in groups:
-        if any(_matches(group, "targets", each, name) for each in group.texts("targets")):
+        if any(matches(group, "targets", each, name) for each in group.texts("targets")):
             return group
     return next((group for group in groups if _LINEAR in group.texts("targets")), None)
 
@@ -138,8 +129,10 @@ def _method(fields: Fields, group: Fields) -> LinearMethod:
         return StoredFp8LinearMethod(f"{scheme} FP8", _block(weights, strategy), "weight_scale")
     if kind != "int" or form == "float-quantized":
         raise weights.error("type", f"{kind!r:.60} is not supported in {form}")
-    if strategy not in ("channel", "group"):
-        raise weights.error("strategy", f"{strategy!r:.60} is not supported for integers, only channel and group")
+    has_one_scale = strategy == "tensor" and form != PACKED and weights.boolean("symmetric", True)
+    if strategy not in ("channel", "group") and not has_one_scale:
+        text = "only channel, group and, with symmetric int8, tensor"
+        raise weights.error("strategy", f"{strategy!r:.60} is not supported for integers in {form}, {text}")
     return _integer_method(weights, scheme, bits, strategy, is_packed=form == PACKED)
 
 
@@ -155,7 +148,9 @@ def _integer_method(weights: Fields, scheme: str, bits: int, strategy: str, *, i
     symmetric, act_order = weights.boolean("symmetric", True), order in (True, "group", "dynamic")
     if is_packed:
         return CompressedTensorsMethod(scheme, bits, group_size, symmetric=symmetric, act_order=act_order)
-    return IntQuantizedLinearMethod(scheme, 8, group_size, symmetric=symmetric, act_order=act_order)
+    method = IntQuantizedLinearMethod(scheme, 8, group_size, symmetric=symmetric, act_order=act_order)
+    method.has_one_scale = strategy == "tensor"
+    return method
 
 
 def _block(weights: Fields, strategy: str) -> Block:

@@ -1,6 +1,7 @@
 """Weights in FP8 (E4M3, arXiv 2209.05433), blocks of which share a scale."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
@@ -78,26 +79,28 @@ class Fp8LinearMethod(RoundedLinearMethod):
 class StoredFp8LinearMethod(StoredLinearMethod):
     """Computes with W = number * scale."""
 
-    def __init__(self, scheme: str, block: Block, scale: str) -> None:
-        """`scale` is the name of the tensor of scales."""
+    def __init__(self, scheme: str, block: Block, *scale_names: str) -> None:
+        """`scale_names` are those that checkpoints have for the tensor of scales."""
         outputs, inputs = block
         blocks = f"blocks of {outputs} x {inputs}" if inputs else f"a scale for each {'output' if outputs else 'map'}"
-        self._text, self._block, self._scale_name = f"{scheme}, {blocks}", block, scale
+        self._text, self._block, self._scale_names = f"{scheme}, {blocks}", block, scale_names
 
     @classmethod
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> LinearMethod:
-        """See `LinearMethod.for_layer`; the format is that of DeepSeek-V3 (arXiv 2412.19437) and Qwen3. A name alone is
-        not from a checkpoint: plain weights are rounded."""
+        """See `LinearMethod.for_layer`; with weight_block_size the format is that of DeepSeek-V3 (arXiv 2412.19437)
+        and Qwen3, else that of AutoFP8. A name alone is not from a checkpoint: plain weights are rounded."""
         if quantization.keys() == {"quant_method"}:
             return Fp8LinearMethod.for_layer(quantization, name)
         fields = Fields("config.json", dict(quantization), "quantization_config.")
         block = fields.integers("weight_block_size")
-        if len(block) != 2 or not all(block):
-            raise fields.error("weight_block_size", "must be two integers above 0: other scales are not supported")
+        if block and (len(block) != 2 or not all(block)):
+            raise fields.error("weight_block_size", "must be two integers above 0, or null for one scale of a map")
         if (kind := fields.text("fmt", "e4m3")) != "e4m3":
             raise fields.error("fmt", f"{kind!r:.60} is not supported, only 'e4m3'")
         if is_plain(fields, name):
             return UnquantizedLinearMethod()
+        if not block:
+            return cls("FP8", (None, None), "weight_scale", "weight_scale_inv")
         return cls("FP8", (block[0], block[1]), "weight_scale_inv")
 
     def declare(self, partition: LinearPartition) -> None:
@@ -106,9 +109,9 @@ class StoredFp8LinearMethod(StoredLinearMethod):
         outputs, inputs = self._block
         columns = -(-partition.num_inputs // (inputs or partition.num_inputs))
         if outputs is None:
-            self.scale = self.whole(self._scale_name, lambda size: (1,), torch.float32)
+            self.scale = self.whole(self._scale_names, lambda size: (1,), torch.float32)
         else:
-            self.scale = self.whole(self._scale_name, lambda size: (-(-size // outputs), columns), torch.float32)
+            self.scale = self.whole(self._scale_names, lambda size: (-(-size // outputs), columns), torch.float32)
 
     def make_method(self, bias: torch.Tensor | None) -> LinearMethod:
         """See `StoredLinearMethod.make_method`."""
@@ -147,3 +150,29 @@ class StoredFp8LinearMethod(StoredLinearMethod):
         """Returns the scales of each output kept, [outputs, blocks of inputs]."""
         outputs = self._block[0] or max(self._partition.maps.values())
         return self.by_output([each.view(len(each), -1) for each in self.scale.parts()], outputs)
+
+
+class FbgemmFp8LinearMethod(StoredFp8LinearMethod):
+    """Reads the format of FBGEMM, a scale for each output, as Llama 3.1 405B has it."""
+
+    @classmethod
+    def for_layer(cls, quantization: Mapping[str, Any], name: str) -> LinearMethod:
+        """See `LinearMethod.for_layer`."""
+        fields = Fields("config.json", dict(quantization), "quantization_config.")
+        return UnquantizedLinearMethod() if is_plain(fields, name) else cls("FP8", (1, None), "weight_scale")
+
+
+class ModelOptLinearMethod(StoredFp8LinearMethod):
+    """Reads the FP8 format of NVIDIA's ModelOpt, a scale for each map."""
+
+    @classmethod
+    def for_layer(cls, quantization: Mapping[str, Any], name: str) -> LinearMethod:
+        """See `LinearMethod.for_layer`."""
+        fields = Fields("config.json", dict(quantization), "quantization_config.")
+        if (algorithm := fields.text("quant_algo")) != "FP8":
+            raise fields.error("quant_algo", f"{algorithm!r:.60} is not supported, only 'FP8'")
+        lists = [field for field in ("exclude_modules", "ignore") if fields.has(field)]
+        excluded = [each for field in lists for each in fields.texts(field)]
+        if name == "lm_head" or any(fnmatchcase(name, each) or name.startswith(f"{each}.") for each in excluded):
+            return UnquantizedLinearMethod()
+        return cls("ModelOpt FP8", (None, None), "weight_scale")

@@ -57,6 +57,8 @@ class GptqLinearMethod(TransposedLinearMethod):
     def for_layer(cls, quantization: Mapping[str, Any], name: str) -> LinearMethod:
         """See `LinearMethod.for_layer`."""
         fields = Fields("config.json", dict(quantization), "quantization_config.")
+        if _is_left_out(fields, name):
+            return UnquantizedLinearMethod()
         bits, group_size = _bits(fields, (4, 8)), _group_size(fields)
         version = fields.text("checkpoint_format", "gptq")
         if version not in _GPTQ_VERSIONS:
@@ -136,16 +138,31 @@ class AwqLinearMethod(TransposedLinearMethod):
         return torch.cat(rows, dim=1).t().contiguous()
 
 
+def _is_left_out(fields: Fields, name: str) -> bool:
+    """Returns whether modules_in_block_to_quantize, lists of ends of names, leaves out a layer. Raises
+    CheckpointError."""
+    given = dict(fields.items()).get("modules_in_block_to_quantize")
+    if given is None or name == "lm_head":
+        return False
+    lists = given if isinstance(given, list) else [given]
+    ends = [end for each in lists for end in (each if isinstance(each, list) else [each])]
+    if not all(isinstance(end, str) for end in ends):
+        raise fields.error("modules_in_block_to_quantize", "must be lists of names")
+    return not any(f".{name}".endswith(f".{end}") for end in ends)
+
+
 def _bits(fields: Fields, supported: tuple[int, ...]) -> int:
-    bits = fields.integer("bits")
+    """Returns the bits, which AWQ's own files call w_bit."""
+    bits = fields.integer("bits" if fields.has("bits") or not fields.has("w_bit") else "w_bit")
     if bits not in supported:
         raise fields.error("bits", f"{bits} is not supported, only {' and '.join(map(str, supported))}")
     return bits
 
 
 def _group_size(fields: Fields) -> int | None:
-    """Returns the inputs of a group; None for all, which is written as -1."""
-    size = fields.integer("group_size", minimum=-1)
+    """Returns the inputs of a group, which AWQ's own files call q_group_size; None for all, which is written as -1."""
+    name = "group_size" if fields.has("group_size") or not fields.has("q_group_size") else "q_group_size"
+    size = fields.integer(name, minimum=-1)
     if size == 0:
         raise fields.error("group_size", "must be -1 or above 0")
     return None if size < 0 else size

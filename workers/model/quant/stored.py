@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import regex
 import torch
 
 from ..config import Fields
@@ -15,6 +16,7 @@ from .integer import MAX_GROUP, UNIT, IntegerLinearMethod
 from .unquantized import UnquantizedLinearMethod
 
 WORD_BITS: Final = 32  # that a format packs numbers into
+_MATCH_SECONDS: Final = 1.0  # which no pattern takes that is meant well
 _ROWS: Final = 1024  # that are restored at once: their float32 form is several times larger
 
 
@@ -90,11 +92,21 @@ class StoredLinearMethod(LinearMethod):
         return torch.arange(begin, end) // (size or self._partition.num_inputs)
 
     def whole(
-        self, suffix: str, shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype, *, dim: int = 0
+        self,
+        suffixes: str | tuple[str, ...],
+        shape: Callable[[int], tuple[int, ...]],
+        dtype: torch.dtype,
+        *,
+        dim: int = 0,
     ) -> Parameter:
         """Returns the tensors called NAME.suffix of the layer's maps, one behind the other in `dim`; `shape` is that of
-        a map by its number of outputs. They are small, and a rank reads all of them."""
-        parts = [WeightSlice(f"{name}.{suffix}", shape(size)) for name, size in self._partition.maps.items()]
+        a map by its number of outputs, `suffixes` are several where checkpoints differ. They are small, and a rank
+        reads all of them."""
+        suffix, *others = (suffixes,) if isinstance(suffixes, str) else suffixes
+        parts = [
+            WeightSlice(f"{name}.{suffix}", shape(size), other_names=tuple(f"{name}.{each}" for each in others))
+            for name, size in self._partition.maps.items()
+        ]
         return Parameter(*parts, dtype=dtype, dim=dim)
 
     def by_output(self, blocks: Sequence[torch.Tensor], block: int = 1) -> torch.Tensor:
@@ -205,9 +217,24 @@ def largest_run(groups: torch.Tensor) -> int:
 
 
 def is_plain(fields: Fields, name: str) -> bool:
-    """Returns whether a layer is left out by modules_to_not_convert, names or parts of names, or is the head."""
-    plain = fields.texts("modules_to_not_convert") if fields.has("modules_to_not_convert") else []
-    return name == "lm_head" or any(f".{each}." in f".{name}." for each in plain)
+    """Returns whether a layer is left out by modules_to_not_convert or ignored_layers, names, parts of names, or `re:`
+    and a pattern of its beginning, or is the head. Raises CheckpointError."""
+    lists = [field for field in ("modules_to_not_convert", "ignored_layers") if fields.has(field)]
+    plain = [(field, each) for field in lists for each in fields.texts(field)]
+    return name == "lm_head" or any(
+        matches(fields, field, each, name) or f".{each}." in f".{name}." for field, each in plain
+    )
+
+
+def matches(fields: Fields, field: str, target: str, name: str) -> bool:
+    """Returns whether a target of a field, a name or `re:` and a pattern of its beginning, is about the layer. Raises
+    CheckpointError."""
+    if not target.startswith("re:"):
+        return target == name
+    try:
+        return regex.match(target[3:], name, timeout=_MATCH_SECONDS) is not None
+    except (regex.error, TimeoutError, RecursionError, MemoryError, OverflowError):
+        raise fields.error(field, f"{target!r:.60} is not a pattern that can be matched") from None
 
 
 def word_span(kept: slice, size: int, per_word: int) -> slice:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -114,11 +114,26 @@ class GrammarCache:
             if self._tokenizer is None:
                 try:
                     fields = json.loads((self._folder / "tokenizer.json").read_bytes())
-                    text = json.dumps(fields | {"padding": None, "truncation": None})
+                    text = json.dumps(_generated(fields, self._vocab_size))
                     self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
-                except (OSError, ValueError, TypeError):
+                except (OSError, ValueError, TypeError, KeyError):
                     raise ValueError("this model's tokenizer.json does not support grammars") from None
             return self._tokenizer
+
+
+def _generated(fields: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Returns a tokenizer.json without what matters to prompts alone: padding, truncation, and the added tokens
+    beyond the embedding, which no model generates."""
+    added = fields.get("added_tokens") or []
+    beyond = {token["content"] for token in added if token["id"] >= vocab_size}
+    fields = fields | {"padding": None, "truncation": None}
+    if beyond:
+        model, vocab = fields["model"], fields["model"]["vocab"]
+        if isinstance(vocab, dict):
+            model = model | {"vocab": {text: index for text, index in vocab.items() if text not in beyond}}
+        fields["added_tokens"] = [token for token in added if token["content"] not in beyond]
+        fields |= {"model": model, "post_processor": None}  # which may name one of them
+    return fields
 
 
 def _compile(tokenizer: LLTokenizer, grammar: str) -> CompiledGrammar:
