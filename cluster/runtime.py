@@ -297,7 +297,12 @@ def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics)
 def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenticator, list[FileWatch[Any]]]:
     if auth.keys_file is None:
         share = auth.share_anonymous_prefixes
-        return Authenticator(secret=secret, share_anonymous_prefixes=is_loopback(host) if share is None else share), []
+        open_to_all = Authenticator(
+            secret=secret,
+            share_anonymous_prefixes=is_loopback(host) if share is None else share,
+            anonymous_max_priority=auth.anonymous_max_priority,
+        )
+        return open_to_all, []
     authenticator = Authenticator((), secret=secret)
     return authenticator, [FileWatch([Path(auth.keys_file)], partial(load_keys, auth.keys_file), authenticator.replace)]
 
