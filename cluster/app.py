@@ -22,6 +22,7 @@ from ..proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.metrics import NULL_METRICS
 from ..router.api.browsers import BrowserRules
+from ..router.api.console.feed import without_loads
 from ..router.dispatch.convictions import Convictions
 from ..workers.threads import go_first
 from .config import PoolRole, TandemConfig
@@ -225,19 +226,20 @@ class Router(Replica):
 
     async def __call__(self, request: Request) -> JSONResponse:
         """Answers the status page, which only tells, to callers with a key if the service has keys; not to pages in
-        browsers."""
+        browsers. How busy the workers are it tells to keys of operators, and where there are no keys."""
         if request.method not in ("GET", "HEAD"):
             return JSONResponse({"error": "only GET is answered"}, 405)
         try:
             BrowserRules(host_names=(node_host(self._config.host), *self._config.router.host_names)).check(
                 request.headers
             )
-            self._authenticator.caller(request.headers.get("authorization"), "")
+            caller = self._authenticator.caller(request.headers.get("authorization"), "")
         except PermissionDenied as error:
             return JSONResponse({"error": error.message}, error.http_status)
         except Unauthenticated as error:
             return JSONResponse({"error": error.message}, error.http_status, {"WWW-Authenticate": "Bearer"})
-        return JSONResponse(await self.status())
+        service = await self.status()
+        return JSONResponse(without_loads(service) if caller.tenant and not caller.sees_all else service)
 
     async def status(self) -> dict[str, Any]:
         """Returns the service as plain data: every router with its addresses, every worker with its blocks and load."""

@@ -41,8 +41,8 @@ class DiskTier:
 
     Blocks are written as soon as they are computed, a few at a time, leased meanwhile. If the disk is slower than the
     engine, the blocks of the newest step come first, since they stay in the KV cache for longest. Blocks that leave the
-    KV cache before their turn are not written, nor the oldest of those that wait, if these are too many. A prompt's blocks are read back if that is predicted to be faster than computing them. No
-    failure of a disk fails a request.
+    KV cache before their turn are not written, nor the oldest of those that wait, if these are too many. A prompt's
+    blocks are read back if that is predicted to be faster than computing them. No failure of a disk fails a request.
 
     Lives in one event loop, but for `count`."""
 
