@@ -33,6 +33,7 @@ from .ranks import node_host, ray_dashboard_url, start_ranks
 from .scaling.reports import worker_report
 from .status import WorkerStatuses, describe_routers, drain_workers
 from .store.adapters import configured_adapters
+from .store.store import ensure_tokenizer
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
 
@@ -107,6 +108,7 @@ class WorkerPool(Replica):
         from .local.worker import rank_threads, worker_config
 
         super().__init__(config, role)
+        await asyncio.to_thread(ensure_tokenizer, Path(folder))  # the cache is that of the node
         pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
         own = worker_config(config, role, folder, threads(), identity, host=node_host(config.host))
@@ -173,6 +175,7 @@ class Router(Replica):
         from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
 
         super().__init__(config, "router")
+        await asyncio.to_thread(ensure_tokenizer, Path(folder))
         self._continuity = continuity
         self._ray_dashboard = ray_dashboard_url()
         members = self._members = Members(self._application, continuity.layout)

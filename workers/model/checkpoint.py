@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ...proto.tokenizer_file import tokenizer_file
 from ..kv_cache.layout import KvLayout
 from .config import MAX_JSON_BYTES, CheckpointError, ModelConfig, parse_json, read_json
 
@@ -86,7 +87,7 @@ def weights_file(folder: Path) -> str:
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
     """Checks that the largest token id is a row of the embedding. Raises CheckpointError."""
-    path = folder / "tokenizer.json"
+    path = tokenizer_file(folder)
     if not path.exists():
         raise CheckpointError(f"{path.name}: not found")
     tokenizer = read_json(path)

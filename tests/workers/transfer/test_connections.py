@@ -643,8 +643,8 @@ async def test_the_channel_to_a_rank_that_has_left_is_closed_and_made_anew_when_
         await until(lambda: pair.used == ["shared"])
         channel = channels.get(pair.address)
         await until(lambda: not channels._timers)
+        await until(lambda: channel.num_calls == 1)  # the connection
         assert channels.get(pair.address) is channel
-        assert channel.num_calls == 1
         pair.sending.disconnect()
         await until(lambda: len(channels) == 0)
         assert channel.num_calls == 0
