@@ -193,6 +193,7 @@ class Router(Replica):
             host,
             identity=continuity.identity,
             resume_key=continuity.resume_key,
+            cache_secret=continuity.cache_secret,
             num_routers=replicas,
             application=self._application,
             workers=self._members.fitting,
