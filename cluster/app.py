@@ -22,6 +22,7 @@ from ..proto.errors import PermissionDenied, Unauthenticated, Unavailable
 from ..proto.identity import PeerIdentity
 from ..proto.metrics import NULL_METRICS
 from ..router.api.browsers import BrowserRules
+from ..router.api.console.feed import without_loads
 from ..router.dispatch.convictions import Convictions
 from ..workers.threads import go_first
 from .config import PoolRole, TandemConfig
@@ -32,6 +33,7 @@ from .ranks import node_host, ray_dashboard_url, start_ranks
 from .scaling.reports import worker_report
 from .status import WorkerStatuses, describe_routers, drain_workers
 from .store.adapters import configured_adapters
+from .store.store import ensure_tokenizer
 from .telemetry.logs import write_json_logs
 from .telemetry.ray_metrics import RayMetrics, report_figures
 
@@ -106,6 +108,7 @@ class WorkerPool(Replica):
         from .local.worker import rank_threads, worker_config
 
         super().__init__(config, role)
+        await asyncio.to_thread(ensure_tokenizer, Path(folder))  # the cache is that of the node
         pool = config.pools[role]
         threads = partial(rank_threads, pool.num_threads, ranks_per_node, pool.num_cpus)
         own = worker_config(config, role, folder, threads(), identity, host=node_host(config.host))
@@ -172,6 +175,7 @@ class Router(Replica):
         from .runtime import RouterRuntime  # imports transformers for a second, which binding this class must not pay
 
         super().__init__(config, "router")
+        await asyncio.to_thread(ensure_tokenizer, Path(folder))
         self._continuity = continuity
         self._ray_dashboard = ray_dashboard_url()
         members = self._members = Members(self._application, continuity.layout)
@@ -189,6 +193,7 @@ class Router(Replica):
             host,
             identity=continuity.identity,
             resume_key=continuity.resume_key,
+            cache_secret=continuity.cache_secret,
             num_routers=replicas,
             application=self._application,
             workers=self._members.fitting,
@@ -225,19 +230,20 @@ class Router(Replica):
 
     async def __call__(self, request: Request) -> JSONResponse:
         """Answers the status page, which only tells, to callers with a key if the service has keys; not to pages in
-        browsers."""
+        browsers. How busy the workers are it tells to keys of operators, and where there are no keys."""
         if request.method not in ("GET", "HEAD"):
             return JSONResponse({"error": "only GET is answered"}, 405)
         try:
             BrowserRules(host_names=(node_host(self._config.host), *self._config.router.host_names)).check(
                 request.headers
             )
-            self._authenticator.caller(request.headers.get("authorization"), "")
+            caller = self._authenticator.caller(request.headers.get("authorization"), "")
         except PermissionDenied as error:
             return JSONResponse({"error": error.message}, error.http_status)
         except Unauthenticated as error:
             return JSONResponse({"error": error.message}, error.http_status, {"WWW-Authenticate": "Bearer"})
-        return JSONResponse(await self.status())
+        service = await self.status()
+        return JSONResponse(without_loads(service) if caller.tenant and not caller.sees_all else service)
 
     async def status(self) -> dict[str, Any]:
         """Returns the service as plain data: every router with its addresses, every worker with its blocks and load."""

@@ -1,15 +1,22 @@
-"""Keeps the identity of a service in a file of the user who has launched it, for the commands that talk to workers."""
+"""Keeps secrets of a service in files of the user who launches it: its identity, for the commands that talk to workers,
+and the salt of prefixes that KV cache on disk keeps beyond a restart."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 from urllib.parse import quote
 
 from platformdirs import user_cache_path
 
 from ..proto.errors import NotFound, Unavailable
 from ..proto.identity import PeerIdentity
+
+_SALT_FILE: Final = "prefix-salt"
+_SALT_BYTES: Final = 32
 
 
 def identity_path(status_url: str) -> Path:
@@ -49,3 +56,52 @@ def read_identity(status_url: str, path: Path | None = None) -> PeerIdentity:
     except (OSError, ValueError):
         where = f"in {path}" if path else f"of this user for a service at {status_url}"
         raise NotFound(f"identity: none {where}; it is kept where `tandem serve` runs") from None
+
+
+def kept_salt(folders: Sequence[Path]) -> bytes:
+    """Returns the salt that is kept in these folders of KV cache, the same at each start; makes it at the first.
+
+    A folder that lacks it gets it. Raises Unavailable if it cannot be read or written, or others may read it."""
+    try:
+        found = {folder: _read_salt(folder / _SALT_FILE) for folder in folders}
+        salt = next(filter(None, found.values()), None) or secrets.token_bytes(_SALT_BYTES)
+        for folder, known in found.items():
+            if known is None:
+                salt = _write_salt(folder / _SALT_FILE, salt)
+    except OSError as error:
+        raise Unavailable(f"{error.filename or folders[0]}: {error.strerror}") from None
+    return salt
+
+
+def _read_salt(path: Path) -> bytes | None:
+    """Returns the salt in a file, None if there is none. Raises OSError if it is of no use."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise OSError(0, "is no file of this user alone; remove it", str(path))
+        salt = os.read(file, _SALT_BYTES + 1)
+    finally:
+        os.close(file)
+    if len(salt) != _SALT_BYTES:
+        raise OSError(0, "is damaged; remove it", str(path))
+    return salt
+
+
+def _write_salt(path: Path, salt: bytes) -> bytes:
+    """Writes a salt, unless another process has just written one; returns that which is there. Raises OSError."""
+    os.makedirs(path.parent, mode=0o700, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(salt)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(scratch, path)  # appears whole, and never in the place of another one
+    finally:
+        scratch.unlink(missing_ok=True)
+    return _read_salt(path) or salt

@@ -72,6 +72,7 @@ class Continuity:
     resume_key: bytes  # of the tokens with which clients go on at another router
     layout: bytes  # of the KV cache, as in WorkerInfo: a digest of the model, too
     ends_with_launcher: bool  # on a Ray of its own
+    cache_secret: bytes | None = None  # of which come the salts of the tenants' prefixes; None: of the resume key
 
     def __repr__(self) -> str:
         return "Continuity(...)"  # no secret in logs

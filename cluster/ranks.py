@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -12,6 +13,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..workers.threads import go_first
+from .store.store import ensure_tokenizer
 
 if TYPE_CHECKING:
     from ..workers.tp.rank import RankConfig
@@ -45,6 +47,7 @@ class RankActor:
         """Starts the rank's server; returns its address, HOST:PORT."""
         from ..workers.tp.rank_server import RankServer  # imports torch, which routers, that import this file, must not
 
+        await asyncio.to_thread(ensure_tokenizer, Path(self._config.model))  # the cache is that of the node
         self._server = await RankServer.start(self._config)
         self._ending = asyncio.create_task(self._end())
         return self._server.address

@@ -22,7 +22,7 @@ from ..proto.errors import Unavailable
 from ..proto.identity import PeerIdentity
 from ..workers.model.loader import open_checkpoint
 from .config import TandemConfig
-from .identity_file import read_identity
+from .identity_file import kept_salt, read_identity
 from .members import Continuity
 from .peer_tls import peer_tls
 from .status import deployment_number, in_order
@@ -66,8 +66,8 @@ def take_over(config: TandemConfig, folder: str, running: str | None, *, local: 
 
 
 def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) -> Continuity:
-    """Returns what a service begins with: with `identity_file` the same each time. Raises NotFound if that cannot be
-    read."""
+    """Returns what a service begins with: with `identity_file` the same each time, without it only what keeps cached
+    prefixes beyond a restart. Raises NotFound if the file cannot be read."""
     if config.identity_file is not None:
         identity = read_identity("", Path(config.identity_file))
     else:
@@ -78,7 +78,24 @@ def first_continuity(config: TandemConfig, folder: str, *, local: bool = False) 
         resume_key=hmac.digest(identity.secret, b"resume", "sha256"),
         layout=_layout(config, folder),
         ends_with_launcher=local,
+        cache_secret=_kept_cache_secret(config),
     )
+
+
+def _kept_cache_secret(config: TandemConfig) -> bytes | None:
+    """Returns the secret of the tenants' salts if KV cache on disk outlives the identity; else None.
+
+    The launcher keeps a salt beside that cache and hands the secret to all routers, and to those of a deployment that
+    replaces this one. Where the launcher cannot keep it, tenants find no prefix after a restart."""
+    folders = list(dict.fromkeys(Path(pool.kv_disk) for pool in config.pools.values() if pool.kv_disk))
+    if not folders or config.identity_file is not None or config.auth.keys_file is None:
+        return None
+    try:
+        salt = kept_salt(folders)
+    except Unavailable as error:
+        log.warning("kv_disk: no prefix of a tenant will be found after a restart: %s", error)
+        return None
+    return hmac.digest(salt, f"prefixes of {config.name}".encode(), "sha256")
 
 
 def _layout(config: TandemConfig, folder: str) -> bytes:

@@ -88,6 +88,7 @@ class RouterRuntime:
         *,
         identity: PeerIdentity,
         resume_key: bytes,
+        cache_secret: bytes | None = None,
         num_routers: int = 1,
         application: str = "",
         workers: Collection[worker_pb2.WorkerInfo] = (),
@@ -98,15 +99,15 @@ class RouterRuntime:
     ) -> Self:
         """Binds both API servers on `router.bind`, else `host`; not SERVING until there is a decode worker.
 
-        `resume_key`: the secret of all routers, with which each goes on with the others' requests and knows the prefix
-        caches of tenants. `num_routers`: of the service, which may share a host; see `_addresses`. `replaced`: both
-        addresses of each router that those of `application` replace, which both may have; then requests come at once,
-        for which there are `workers`. `convictions`: see Dispatcher; `adapters`: None has those of `config`;
-        `describe`: see ConsoleFeed. Raises OSError or RuntimeError if all its ports are taken, InvalidArgument if keys
-        are needed or a file of them is wrong."""
+        `resume_key`: the secret of all routers, with which each goes on with the others' requests. `cache_secret`: that
+        with which each knows the prefix caches of tenants; None: the same. `num_routers`: of the service, which may
+        share a host; see `_addresses`. `replaced`: both addresses of each router that those of `application` replace,
+        which both may have; then requests come at once, for which there are `workers`. `convictions`: see Dispatcher;
+        `adapters`: None has those of `config`; `describe`: see ConsoleFeed. Raises OSError or RuntimeError if all its
+        ports are taken, InvalidArgument if keys are needed or a file of them is wrong."""
         router, bind = config.router, config.router.bind or host
         check_interface(config.auth, bind)
-        authenticator, watches = _authenticator(config.auth, bind, resume_key)
+        authenticator, watches = _authenticator(config.auth, bind, cache_secret or resume_key)
         registry = WorkerRegistry(local_prefill_tokens=router.local_prefill_tokens)
         monitor = _monitor(config, browsers := _browser_rules(config, host))
         admission = _admission(router, registry, monitor.metrics)
@@ -296,7 +297,12 @@ def _admission(router: RouterConfig, registry: WorkerRegistry, metrics: Metrics)
 def _authenticator(auth: AuthConfig, host: str, secret: bytes) -> tuple[Authenticator, list[FileWatch[Any]]]:
     if auth.keys_file is None:
         share = auth.share_anonymous_prefixes
-        return Authenticator(secret=secret, share_anonymous_prefixes=is_loopback(host) if share is None else share), []
+        open_to_all = Authenticator(
+            secret=secret,
+            share_anonymous_prefixes=is_loopback(host) if share is None else share,
+            anonymous_max_priority=auth.anonymous_max_priority,
+        )
+        return open_to_all, []
     authenticator = Authenticator((), secret=secret)
     return authenticator, [FileWatch([Path(auth.keys_file)], partial(load_keys, auth.keys_file), authenticator.replace)]
 

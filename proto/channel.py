@@ -65,6 +65,8 @@ class PeerChannel:
 
     def __init__(self, address: str, identity: PeerIdentity, silence_seconds: float = SILENCE_SECONDS) -> None:
         """A peer that is frozen or cut off is noticed after at most so long; a dead one at once, by its socket."""
+        self.num_calls = 0  # that have not ended
+        self.on_unused: Callable[[], object] = lambda: None  # called when the last of them has
         self._address = address
         self._identity = identity
         options = PEER_OPTIONS + _keepalive(silence_seconds)
@@ -98,7 +100,10 @@ class PeerChannel:
 
         def call(requests: AsyncIterable[Request] | None = None) -> PeerStream[Request, Response]:
             proof = self._identity.make_proof(method, self._address)
-            return PeerStream(opens, requests, proof, self._identity)
+            stream = PeerStream(opens, requests, proof, self._identity)
+            self.num_calls += 1
+            stream.add_done_callback(self._ended)
+            return stream
 
         return call
 
@@ -114,13 +119,22 @@ class PeerChannel:
 
         async def call(request: Request, timeout: float | None = None) -> Response:
             proof = self._identity.make_proof(method, self._address)
-            made = calls(request, timeout=timeout, metadata=grpc.aio.Metadata((_PROOF, proof)))
-            response = await made
-            if not _is_answered(await made.initial_metadata(), proof, self._identity):
-                raise _not_ours()
-            return response
+            self.num_calls += 1
+            try:
+                made = calls(request, timeout=timeout, metadata=grpc.aio.Metadata((_PROOF, proof)))
+                response = await made
+                if not _is_answered(await made.initial_metadata(), proof, self._identity):
+                    raise _not_ours()
+                return response
+            finally:
+                self._ended()
 
         return call
+
+    def _ended(self) -> None:
+        self.num_calls -= 1
+        if not self.num_calls:
+            self.on_unused()
 
 
 class PeerStream(Generic[Request, Response]):
@@ -158,6 +172,10 @@ class PeerStream(Generic[Request, Response]):
     def cancel(self) -> None:
         """Ends the call. Idempotent."""
         self._call.cancel()
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Has `callback` called when the call has ended, however it does."""
+        self._call.add_done_callback(lambda _call: callback())
 
     async def _prove(self) -> None:
         """Raises AioRpcError unless the peer proves to be of this service."""

@@ -1,6 +1,6 @@
 """Reports to routers which prefixes a worker has, wherever it keeps them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from .session import RouterSession
@@ -12,10 +12,15 @@ class CacheReports:
     """Follows which hashes are in each tier, and reports to sessions those that come into the first or leave the last.
     Lives in one event loop."""
 
-    def __init__(self, on_stored: Callable[[Iterable[bytes]], object] = lambda stored: None) -> None:
-        """`on_stored` is called with the hashes that have come into memory."""
+    def __init__(
+        self,
+        on_stored: Callable[[Sequence[bytes]], object] = lambda stored: None,
+        on_evicted: Callable[[Sequence[bytes]], object] = lambda evicted: None,
+    ) -> None:
+        """`on_stored` and `on_evicted` are called with the hashes that have come into memory and left it, in order."""
         self.sessions: set[RouterSession] = set()  # `start` the reports of each
         self._on_stored = on_stored
+        self._on_evicted = on_evicted
         self._hashes: dict[Tier, set[bytes]] = {"memory": set(), "disk": set()}
 
     def start(self, session: RouterSession) -> None:
@@ -25,10 +30,16 @@ class CacheReports:
     def change(self, tier: Tier, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
         """Takes in the changes of one tier."""
         known, elsewhere = self._hashes[tier], self._hashes["disk" if tier == "memory" else "memory"]
-        added, removed = set(stored) - known, known.intersection(evicted)
-        known |= added
-        known -= removed
-        for session in self.sessions:
-            session.change_cache(added - elsewhere, removed - elsewhere)
+        added = [digest for digest in dict.fromkeys(stored) if digest not in known]
+        removed = [digest for digest in dict.fromkeys(evicted) if digest in known]
+        known.update(added)
+        known.difference_update(removed)
+        if self.sessions:
+            came = [digest for digest in added if digest not in elsewhere]
+            left = [digest for digest in removed if digest not in elsewhere]
+            for session in self.sessions:
+                session.change_cache(came, left)
+        if tier == "memory" and removed:
+            self._on_evicted(removed)
         if tier == "memory" and added:
             self._on_stored(added)

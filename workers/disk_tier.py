@@ -4,12 +4,14 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, Self
 
 from ..proto import worker_pb2
 from .cache_reports import CacheReports
+from .engine.engine import Engine
 from .engine.events import Admitted
 from .engine_thread import EngineThread
 from .kv_cache.store import KvStore
@@ -25,6 +27,8 @@ _LOAD_SECONDS: Final = 5.0  # for the blocks of a prompt; the rest of them is co
 _RETRY_SECONDS: Final = 60.0  # after which a disk that was slow or has failed is tried again
 _COMMAND_SECONDS: Final = 30.0  # timeout of a command to the engine, which runs it between two steps
 _NUM_LEASED: Final = 4  # blocks that are being written at once: few, since others may wait for them
+_MAX_TRIED: Final = 256  # blocks that one command looks for in the KV cache, at 1 us each
+_MAX_UNWRITTEN: Final = 4_096  # blocks that wait: a busy worker writes as many within a minute
 _READ_BYTES: Final = 8 << 20  # at once: the event loop copies them, while others wait for it
 _WEIGHT: Final = 0.3  # of the newest batch in the measured speed
 
@@ -35,9 +39,10 @@ class DiskTier:
     A block is here if every rank has its part. Each rank decides alone what leaves its folder, whose bound is an equal
     share of the worker's, and reports to rank 0 what has come and gone.
 
-    Blocks are written as soon as they are computed, a few at a time, leased meanwhile; those that leave the KV cache
-    before their turn are not. A prompt's blocks are read back if that is predicted to be faster than computing them. No
-    failure of a disk fails a request.
+    Blocks are written as soon as they are computed, a few at a time, leased meanwhile. If the disk is slower than the
+    engine, the blocks of the newest step come first, since they stay in the KV cache for longest. Blocks that leave the
+    KV cache before their turn are not written, nor the oldest of those that wait, if these are too many. A prompt's
+    blocks are read back if that is predicted to be faster than computing them. No failure of a disk fails a request.
 
     Lives in one event loop, but for `count`."""
 
@@ -51,7 +56,7 @@ class DiskTier:
             client.disk_changed = partial(self._changed, known)
         self._block_size = block_size
         self._num_read = max(1, _READ_BYTES // disk.block_bytes)  # blocks
-        self._unwritten: dict[bytes, None] = {}  # in order
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # the newest step first, each in its own order
         self._writing: asyncio.Task[None] | None = None
         self._closing = False
         self._no_writes_before = self._no_reads_before = 0.0  # time.monotonic()
@@ -122,12 +127,22 @@ class DiskTier:
         return num_filled * self._block_size
 
     def keep(self, digests: Iterable[bytes], thread: EngineThread) -> None:
-        """Has blocks written that have just entered the KV cache of the engine in `thread`."""
+        """Has blocks written that have just entered the KV cache of the engine in `thread`, in this order."""
         if self._closing or time.monotonic() < self._no_writes_before:
             return
-        self._unwritten |= dict.fromkeys(digest for digest in digests if digest not in self)
+        new = [digest for digest in digests if digest not in self]
+        for digest in reversed(new):
+            self._unwritten[digest] = None
+            self._unwritten.move_to_end(digest, last=False)
+        while len(self._unwritten) > _MAX_UNWRITTEN:
+            self._unwritten.popitem()
         if self._unwritten and self._writing is None:
             self._writing = asyncio.create_task(self._write_all(thread))
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Skips blocks that have left the KV cache."""
+        for digest in digests:
+            self._unwritten.pop(digest, None)
 
     async def close(self) -> None:
         """Ends writing, after the block that is being written, while the engine's thread still runs."""
@@ -151,12 +166,20 @@ class DiskTier:
             self._writing = None
 
     async def _write_some(self, thread: EngineThread) -> None:
-        digests = list(itertools.islice(self._unwritten, _NUM_LEASED))
-        for digest in digests:
-            del self._unwritten[digest]
+        digests = list(itertools.islice(self._unwritten, _MAX_TRIED))
+        tried: list[bytes] = []
         leased: list[tuple[int, bytes]] = []
+
+        def lease(engine: Engine) -> None:
+            for digest in digests:
+                tried.append(digest)
+                leased.extend(engine.lease_cached([digest]))
+                if len(leased) == _NUM_LEASED:
+                    return
+
         try:
-            await thread.call(lambda engine: leased.extend(engine.lease_cached(digests)), _COMMAND_SECONDS)
+            await thread.call(lease, _COMMAND_SECONDS)
+            self.forget(tried)
             await thread.settle(_COMMAND_SECONDS)
             for block, digest in leased:
                 if self._closing:
@@ -196,7 +219,7 @@ def reports_of(disk: DiskTier | None, thread: EngineThread) -> CacheReports:
     """Returns the reports of a worker's prefix cache; has what comes into it kept on the disk, if there is one."""
     if disk is None:
         return CacheReports()
-    reports = CacheReports(lambda stored: disk.keep(stored, thread))
+    reports = CacheReports(on_stored=lambda stored: disk.keep(stored, thread), on_evicted=disk.forget)
     disk.on_change = partial(reports.change, "disk")
     disk.report()
     return reports

@@ -29,6 +29,7 @@ DEFAULT_STATUS_URL: Final = "http://127.0.0.1:8000/tandem"
 STATUS_SECONDS: Final = 10.0
 _GRAFANA_PATH: Final = "/api/grafana_health"
 _PAGE_SECONDS: Final = 3.0
+_HIDDEN: Final = "-"
 
 
 @o.request_options(max_tokens=128)
@@ -146,10 +147,10 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
     numbers = ("running", "waiting", "total", "free", "cached", "owned", "leased", "reserved", "leases", "transfers")
     table = make_table("pool", "worker", "state", numbers=numbers, boxed=False)
     for worker in workers:
-        load = worker["load"]
-        counts = [load["num_running"], load["num_waiting"]]
-        counts += [load[f"{state}_blocks"] for state in numbers[2:8]]
-        counts += [worker["num_leases"], worker["num_transfers"]]
+        load = worker.get("load", {})  # which only an operator's key shows
+        counts = [load.get(f"num_{name}", _HIDDEN) for name in numbers[:2]]
+        counts += [load.get(f"{state}_blocks", _HIDDEN) for state in numbers[2:8]]
+        counts += [worker.get(f"num_{name}", _HIDDEN) for name in numbers[8:]]
         table.add_row(worker["role"], worker["id"], worker["state"], *map(str, counts))
     return table
 

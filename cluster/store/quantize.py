@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...proto.errors import InvalidArgument
+from ...proto.tokenizer_file import TOKENIZER_FILE, tokenizer_file
 from ...workers.model.config import CheckpointError
 from ...workers.model.loader import linear_weights, open_checkpoint
 from .rounding import Grid, Rounded, damp, round_by_gptq, round_to_nearest
@@ -153,6 +154,7 @@ def _copy_others(folder: Path, out: Path, scheme: QuantizationScheme) -> None:
             target = out / path.relative_to(folder)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
+    shutil.copyfile(tokenizer_file(folder), out / TOKENIZER_FILE)  # which may be in the cache
     path = out / "config.json"
     fields = json.loads(path.read_bytes()) | {"quantization_config": scheme.config()}
     path.write_text(json.dumps(fields, indent=2), encoding="utf-8")

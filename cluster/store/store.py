@@ -9,6 +9,9 @@ The content of a folder is not checked here but by `workers/model/checkpoint.py`
     <models_home>/.<name>.lock       held by the one process that builds <name>
     <models_home>/.<name>.<random>/  scratch of that process; without the lock's owner it is garbage
     <models_home>/gguf/<name>-<key>/ the same of a GGUF file, whose path, size, time and dtype make the key
+    <models_home>/tokenizers/<key>/  the tokenizer.json of a folder that lacks one, see `proto/tokenizer_file.py`
+
+Nothing is written into a folder that a user or the hub's cache owns.
 """
 
 import fcntl
@@ -33,6 +36,7 @@ from platformdirs import user_cache_path
 from rich.console import Console
 
 from ...proto.errors import InvalidArgument, NotFound, Unavailable
+from ...proto.tokenizer_file import TOKENIZER_FILE, made_tokenizer_file, tokenizer_sources
 from ...workers.kv_cache.layout import ITEM_BYTES
 from ...workers.model.config import CheckpointError
 from .gguf_header import read_gguf_header
@@ -43,7 +47,7 @@ _CONVERTED_BYTES_A_SECOND: Final = 2**23  # of a large GGUF file, on a slow disk
 LOCK_DEADLINE_S: Final = DOWNLOAD_DEADLINE_S + CONVERT_DEADLINE_S
 
 _TOKENIZER_DEADLINE_S: Final = 120.0
-_TOKENIZERS: Final = (("tokenizer.model",), ("vocab.json", "merges.txt"))
+_MAX_TOKENIZERS: Final = 64  # made of other files, of some MB each
 _MAX_CONVERTED: Final = 8  # GGUF files
 _GGUF_FORMAT: Final = 2  # of what they are converted to; another one makes new folders
 _kept: dict[Path, int] = {}
@@ -176,22 +180,42 @@ def _convert_once(gguf: Path, dtype: str, *, progress: bool) -> Path:
 
 
 def _with_tokenizer(folder: Path) -> Path:
-    """Returns the folder, after tokenizer.json was put into it if it has only files of which transformers makes one.
-    Raises CheckpointError."""
-    sources = next((names for names in _TOKENIZERS if all((folder / name).is_file() for name in names)), None)
-    if sources is None or (folder / "tokenizer.json").exists():
-        return folder
+    """Returns the folder, see `ensure_tokenizer`."""
+    ensure_tokenizer(folder)
+    return folder
+
+
+def ensure_tokenizer(folder: Path) -> None:
+    """Has tokenizer.json in this user's cache, see `tokenizer_file`, if the folder has only files of which transformers
+    makes one. Raises CheckpointError."""
+    sources = tokenizer_sources(folder)
+    if sources is None or (folder / TOKENIZER_FILE).exists():
+        return
+    made = made_tokenizer_file(folder)
     command = [sys.executable, "-P", "-m", f"{__package__}.tokenizer_convert", str(folder)]
-    what = f"tokenizer.json: not found, and it cannot be made of {' and '.join(sources)}"
+    what = f"{TOKENIZER_FILE}: not found, and it cannot be made of {' and '.join(sources)}"
+
+    def build(scratch: Path, console: Console) -> Path:
+        target = scratch / "tokenizer"
+        target.mkdir()
+        _run(command, cwd=target, deadline=_TOKENIZER_DEADLINE_S, purpose="make it")
+        return target
+
     try:
-        with TemporaryDirectory(prefix=".tokenizer.", dir=folder) as scratch:
-            _run(command, cwd=Path(scratch), deadline=_TOKENIZER_DEADLINE_S, purpose="make it")
-            Path(scratch, "tokenizer.json").rename(folder / "tokenizer.json")
+        _build_once(made.parent, build, progress=False)
+        os.utime(made.parent)
+        _drop_old_tokenizers(made.parent.parent)
     except OSError as error:
-        raise CheckpointError(f"{what}: the folder cannot be written ({error.strerror})") from error
+        raise CheckpointError(f"{what}: {error.strerror}") from error
     except Unavailable as error:
         raise CheckpointError(f"{what}: {error.message.removeprefix('cannot make it: ')}") from error
-    return folder
+
+
+def _drop_old_tokenizers(home: Path) -> None:
+    """Removes all but the last tokenizers that were asked for."""
+    folders = [path for path in home.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[_MAX_TOKENIZERS:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep(folder: Path) -> None:

@@ -4,6 +4,7 @@ uvicorn bounds an idle connection only. What is here concerns bytes and time; th
 """
 
 import asyncio
+import secrets
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -12,6 +13,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...proto.limits import MAX_CONNECTIONS, MAX_CONNECTIONS_PER_ADDRESS, MAX_HEAD_BYTES, STALL_SECONDS
 from .audit import AuditLog
+
+CONNECTION_STATE: Final = "connection"
+"""The key of a request's state under which the app finds a name that no other connection has or will have."""
 
 _HEAD_SECONDS: Final = 10.0
 """For the head of a request, from the begin of the connection or from its first byte; and for TLS before it."""
@@ -87,6 +91,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_unwritten = 0  # bytes, when the timer was set
         self._has_resumed = False  # since then
         self._head_bytes = 0  # since the last head or part of a body: of a head, or of trailers
+        self._name = secrets.token_hex(16)  # an address and a port belong to another client later
 
     def abort(self) -> None:
         """See Abortable."""
@@ -122,6 +127,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"][CONNECTION_STATE] = self._name
         self._time_request(self._bounds.head_seconds)
 
     def on_headers_complete(self) -> None:

@@ -1,5 +1,6 @@
 """Lets a call with a valid key through to the HTTP API, within the limits of the key, before its body is read."""
 
+import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...proto.errors import TandemError
 from ..auth.authenticator import Authenticator
+from .connection import CONNECTION_STATE
 from .console.routes import DATA_PATH, STATIC_PATHS
 
 _OPEN_PATHS: Final = STATIC_PATHS | {"/health"}  # for probes, and for pages that ask for a key
@@ -34,9 +36,10 @@ class KeyGate:
         limits: dict[str, str] = {}
         with ExitStack() as call:
             try:
-                connection = ":".join(map(str, scope["client"] or ()))
+                state = scope.setdefault("state", {})
+                connection = state.get(CONNECTION_STATE) or secrets.token_hex(16)
                 caller = self._authenticator.caller(_authorization(Headers(scope=scope)), connection)
-                scope.setdefault("state", {})["caller"] = caller
+                state["caller"] = caller
                 if scope["path"] in _POLLED_PATHS:
                     caller.quota.poll()
                 else:

@@ -1,6 +1,7 @@
 """Serves tandem.v1.Inference, grpc.health.v1 and optionally reflection over gRPC."""
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -261,7 +262,8 @@ class GrpcServer:
             raise InvalidArgument(f"the body is not a {kind.DESCRIPTOR.full_name}") from None
 
     def _caller(self, context: _Context) -> Caller:
-        return self._authenticator.caller(_authorization(context.invocation_metadata()), context.peer())
+        # gRPC names connections by address and port alone, which belong to another client later: each call is apart.
+        return self._authenticator.caller(_authorization(context.invocation_metadata()), secrets.token_hex(16))
 
     def _key_name(self, context: _Context) -> str:
         with suppress(Unauthenticated):  # a key that has expired since

@@ -9,7 +9,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ...proto.errors import Unauthenticated
@@ -48,16 +48,17 @@ class Authenticator:
         *,
         secret: bytes | None = None,
         share_anonymous_prefixes: bool = True,
+        anonymous_max_priority: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`keys`: None if the service needs none. `secret`: the same in all routers of the service, so that a tenant
         has one prefix cache; None: a random one. Without `share_anonymous_prefixes` callers without a key share cached
-        prefixes only within a connection."""
+        prefixes only within a connection. `anonymous_max_priority`: the highest priority of their requests."""
         self._salts = hmac.digest(secret or secrets.token_bytes(32), b"tandem prefix cache", "sha256")
         self._clock = clock
         self._is_open = keys is None
         self._share = share_anonymous_prefixes
-        self._anonymous = Caller()
+        self._anonymous = Caller(max_priority=anonymous_max_priority)
         self._callers: dict[bytes, tuple[ApiKey, Caller]] = {}  # by digest
         self.replace(keys or ())
 
@@ -83,12 +84,12 @@ class Authenticator:
 
     def caller(self, authorization: str | None, connection: str) -> Caller:
         """Returns who calls. `authorization`: the header of the call; `connection`: a name that no other connection has
-        at the time. Raises Unauthenticated."""
+        or will have, so no address and port. Raises Unauthenticated."""
         if self._is_open:
             if self._share:
                 return self._anonymous
             salt = self._salt("connection", connection)
-            return Caller(cache_salt=salt, sees_all=False, quota=self._anonymous.quota)
+            return replace(self._anonymous, cache_salt=salt, sees_all=False)
         scheme, _, given = (authorization or "").strip().partition(" ")
         given = given.strip()
         if scheme.lower() != "bearer" or not given:

@@ -22,6 +22,7 @@ class AuthConfig(BaseModel):
     # Whether callers without a key share cached prefixes with all others; if not, only within one connection: whether a
     # prompt is cached says that another has sent it. None: on loopback.
     share_anonymous_prefixes: bool | None = None
+    anonymous_max_priority: int = Field(default=0, ge=-100, le=100)  # of requests without a key, at most
 
     @model_validator(mode="after")
     def _needs_keys_or_not(self) -> Self:

@@ -21,6 +21,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from ...proto import inference_pb2
 from ...proto.errors import InvalidArgument
 from ...proto.limits import MAX_PROMPT_CHARACTERS
+from ...proto.tokenizer_file import tokenizer_file
 from .chat import active_tools, template_variables
 from .chat_formats import AUTO, CALL_MARKUP, call_format, thought_format
 from .long_texts import in_thread
@@ -90,16 +91,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json, the chat template and config.json of a local model folder.
+        """Reads tokenizer.json, which may be in the cache, see `tokenizer_file`, and of a local model folder
+        tokenizer_config.json, the chat template and config.json.
 
         Raises ValueError, in one line, if the folder has no tokenizer.json or it cannot be read."""
-        if not (folder / "tokenizer.json").is_file():
-            raise ValueError(f"{folder / 'tokenizer.json'} is missing; Tandem needs a fast tokenizer")
+        file = tokenizer_file(folder)
+        if not file.is_file():
+            raise ValueError(f"{file} is missing; Tandem needs a fast tokenizer")
         try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                str(folder), local_files_only=True, tokenizer_file=str(file)
+            )
         except Exception as error:  # the Rust parser raises bare Exception
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: {reason}") from error
+            raise ValueError(f"{file} cannot be read: {reason}") from error
         if tokenizer.chat_template is None:
             tokenizer.chat_template = _processor_template(folder / "chat_template.json")
         if tokenizer.chat_template is not None:

@@ -96,13 +96,21 @@ class RequestProgress(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class RequestTotals:
-    """Sums over all requests of a router, those that run too."""
+    """Sums over requests of a router, those that run too."""
 
     begun: int = 0
     ended: int = 0
     failed: int = 0
     tokens: int = 0  # generated
     prompt_tokens: int = 0  # of requests with a first token
+
+    def add(self, other: "RequestTotals") -> None:
+        """Adds the sums of other requests."""
+        self.begun += other.begun
+        self.ended += other.ended
+        self.failed += other.failed
+        self.tokens += other.tokens
+        self.prompt_tokens += other.prompt_tokens
 
 
 class RunningRequest:
@@ -156,6 +164,7 @@ class RequestTelemetry:
         self.metrics = metrics
         self.observers = list(observers)
         self.totals = RequestTotals()
+        self._new_totals: dict[str, RequestTotals] = {}  # by tenant, since `take_totals`
         self._running: dict[RunningRequest, None] = {}
 
     @property
@@ -169,7 +178,7 @@ class RequestTelemetry:
         filled in."""
         running = RunningRequest(facts, timeline, outputs)
         self._running[running] = None
-        self.totals.begun += 1
+        self._add(facts.tenant, RequestTotals(begun=1))
         error: BaseException | None = None
         try:
             yield
@@ -186,20 +195,29 @@ class RequestTelemetry:
         for running in self._running:
             self._count(running)
 
+    def take_totals(self) -> dict[str, RequestTotals]:
+        """Returns the sums of each tenant that has had any since the last call, and starts anew."""
+        taken, self._new_totals = self._new_totals, {}
+        return taken
+
+    def _add(self, tenant: str, sums: RequestTotals) -> None:
+        self.totals.add(sums)
+        self._new_totals.setdefault(tenant, RequestTotals()).add(sums)
+
     def _count(self, running: RunningRequest, is_over: bool = False) -> None:
         num_prompt, num_new = running.take_new(is_over)
         if num_prompt:
             self.metrics.add(PROMPT_TOKENS, num_prompt)
-            self.totals.prompt_tokens += num_prompt
         if num_new:
             self.metrics.add(GENERATION_TOKENS, num_new)
-            self.totals.tokens += num_new
+        if num_prompt or num_new:
+            self._add(running.facts.tenant, RequestTotals(prompt_tokens=num_prompt, tokens=num_new))
 
     def _end(self, running: RunningRequest, error: BaseException | None) -> None:
         self._count(running, is_over=error is None)
         ended = running.end(error)
-        self.totals.ended += 1
-        self.totals.failed += ended.error not in ("", "CANCELLED")
+        failed = int(ended.error not in ("", "CANCELLED"))
+        self._add(running.facts.tenant, RequestTotals(ended=1, failed=failed))
         if not ended.was_refused:
             _report(self.metrics, ended)
         for observer in self.observers:

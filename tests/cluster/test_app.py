@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ import pytest
 from starlette.requests import Request
 
 from tandem.cluster import app, launch
+from tandem.cluster.cli.client import _worker_table
 from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.directory import Directory
 from tandem.cluster.local.worker import worker_config
@@ -24,7 +26,9 @@ from tandem.proto import worker_pb2
 from tandem.proto.errors import Unavailable
 from tandem.router.auth.authenticator import Authenticator
 from tandem.tests.peers import IDENTITY
+from tandem.tests.router.auth.keys import api_key
 
+BLOCK_STATES = ("total", "free", "cached", "owned", "leased", "reserved")
 CONTINUITY = Continuity(identity=IDENTITY, resume_key=b"k" * 32, layout=b"l" * 16, ends_with_launcher=True)
 
 
@@ -149,6 +153,28 @@ def test_a_worker_of_one_thread_computes_short_chunks() -> None:
     config = load_config(None, {"model": "m"})
     of = partial(worker_config, config, folder="/folder", identity=IDENTITY, host="127.0.0.1")
     assert [of("prefill", num_threads=number).budgets.chunk_tokens for number in (1, 2)] == [128, 512]
+
+
+@pytest.mark.parametrize(("key", "sees_loads"), [("ada", False), ("ops", True)])
+async def test_the_status_page_shows_the_load_of_workers_to_operators(
+    config: TandemConfig, key: str, sees_loads: bool
+) -> None:
+    """Where there are keys; `tandem status` reads either answer."""
+
+    async def status() -> dict[str, Any]:
+        load = dict.fromkeys(("num_running", "num_waiting", *(f"{state}_blocks" for state in BLOCK_STATES)), 7)
+        worker = {"id": "w", "role": "decode", "state": "ready", "num_leases": 7, "num_transfers": 7, "load": load}
+        return {"service": "a", "workers": [worker]}
+
+    keys = [api_key("ada"), api_key("ops", operator=True)]
+    router: Any = SimpleNamespace(_config=config, _authenticator=Authenticator(keys), status=status)
+    headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {key}".encode())]
+    answer = await app.Router.__call__(router, Request({"type": "http", "method": "GET", "headers": headers}))
+    (worker,) = json.loads(answer.body)["workers"]
+    assert (worker["id"], worker["state"]) == ("w", "ready")
+    assert ("load" in worker, "num_leases" in worker) == (sees_loads, sees_loads)
+    cells = [next(iter(column.cells)) for column in _worker_table([worker]).columns]
+    assert cells == ["decode", "w", "ready", *["7" if sees_loads else "-"] * 10]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,18 @@
 """Tests what decides whether a service may be replaced, and whether one has been; see e2e/test_redeploy.py."""
 
+import logging
+import os
+import threading
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from tandem.cluster import redeploy
+from tandem.cluster import identity_file, redeploy
+from tandem.cluster.config import TandemConfig, load_config
 from tandem.cluster.directory import RouterInfo
+from tandem.cluster.identity_file import kept_salt
 from tandem.cluster.members import Continuity, Members
 from tandem.cluster.status import following
 from tandem.proto import worker_pb2
@@ -95,3 +102,92 @@ async def test_a_worker_with_another_model_is_no_worker_of_the_service() -> None
     assert [each.worker_id for each in members.fitting] == ["1"]
     assert members.is_complete(1, 0, 1)
     assert not members.is_complete(1, 0, 2)
+
+
+@pytest.fixture
+def disk_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TandemConfig:
+    """A service with keys and KV cache on disk."""
+    monkeypatch.setattr("ray.nodes", lambda: [])
+    monkeypatch.setattr(redeploy, "open_checkpoint", lambda *args, **options: Mock())
+    fields: dict[str, object] = {"model": "m", "name": "a", "auth.keys_file": str(tmp_path / "keys.json")}
+    for pool in ("prefill", "decode"):
+        fields |= {f"{pool}.kv_disk": str(tmp_path / pool), f"{pool}.kv_disk_gb": 1.0}
+    return load_config(None, fields)
+
+
+def test_the_secret_of_cached_prefixes_outlives_a_restart_with_the_cache(
+    disk_config: TandemConfig, tmp_path: Path
+) -> None:
+    first, again = (redeploy.first_continuity(disk_config, "m") for _ in range(2))
+    assert first.identity != again.identity
+    assert first.cache_secret == again.cache_secret is not None
+    other = redeploy.first_continuity(disk_config.model_copy(update={"name": "b"}), "m")
+    assert other.cache_secret != first.cache_secret  # services that share a disk share no prefix
+    files = [tmp_path / pool / "prefix-salt" for pool in ("prefill", "decode")]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert [len(list(file.parent.iterdir())) for file in files] == [1, 1]
+    files[0].unlink()  # with one of two caches
+    assert redeploy.first_continuity(disk_config, "m").cache_secret == first.cache_secret
+    assert files[0].read_bytes() == files[1].read_bytes()
+    for file in files:
+        file.unlink()
+    assert redeploy.first_continuity(disk_config, "m").cache_secret != first.cache_secret
+
+
+def test_no_salt_is_kept_where_nothing_needs_one(disk_config: TandemConfig, tmp_path: Path) -> None:
+    """Without keys there is none, and an identity in a file stays the same itself."""
+    open_to_all = disk_config.model_copy(update={"auth": disk_config.auth.model_copy(update={"keys_file": None})})
+    assert redeploy.first_continuity(open_to_all, "m").cache_secret is None
+    assert not list(tmp_path.rglob("prefix-salt"))
+
+
+def lay_salt(path: Path, content: bytes = bytes(32), mode: int = 0o600) -> None:
+    path.write_bytes(content)
+    path.chmod(mode)
+
+
+@pytest.mark.parametrize("fault", ["readable", "short", "long", "link", "folder", "pipe", "no folder"])
+def test_a_salt_that_others_may_know_is_not_used(
+    disk_config: TandemConfig, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor one that is damaged; the service starts all the same, and says what it lacks."""
+    folder = tmp_path / "decode"
+    path = folder / "prefix-salt"
+    if fault == "no folder":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        lay_salt(tmp_path / "elsewhere")
+        {
+            "readable": lambda: lay_salt(path, mode=0o640),
+            "short": lambda: lay_salt(path, bytes(31)),
+            "long": lambda: lay_salt(path, bytes(33)),
+            "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
+            "folder": path.mkdir,
+            "pipe": lambda: os.mkfifo(path, 0o600),
+        }[fault]()
+    with caplog.at_level(logging.WARNING):
+        assert redeploy.first_continuity(disk_config, "m").cache_secret is None
+    (record,) = caplog.records
+    assert str(folder) in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_two_launchers_at_once_keep_one_salt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    write = identity_file._write_salt
+
+    def write_together(path: Path, salt: bytes) -> bytes:
+        both.wait(10)
+        return write(path, salt)
+
+    monkeypatch.setattr(identity_file, "_write_salt", write_together)
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(kept_salt([tmp_path / "kv"]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 2
+    assert found[0] == found[1] == kept_salt([tmp_path / "kv"])
+    assert os.listdir(tmp_path / "kv") == ["prefix-salt"]

@@ -2,10 +2,12 @@
 while its streams run."""
 
 import asyncio
+import multiprocessing
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,42 @@ async def test_a_revoked_key_is_refused_and_its_streams_go_on(
     assert [list(each.token_ids) for each in completions] == [expected] * NUM_STREAMS
     async with AsyncClient(service.grpc_address, api_key=keys["bob"]) as client:
         assert await client.list_models()
+
+
+async def cached_tokens(service: Any, key: str) -> int:
+    """Has the prompt answered; returns how many of its tokens were cached."""
+    from tandem.router.client.client import AsyncClient
+
+    async with AsyncClient(service.grpc_address, api_key=key) as client:
+        answer = await client.generate(PROMPT, max_tokens=2, ignore_eos=True, timeout=60)
+        return int(answer.usage.cached_tokens)
+
+
+def serve_once(address: str, overrides: dict[str, object], folder: Path, keys: list[str]) -> list[int]:
+    """Runs a service as a launcher of its own does; returns the cached tokens of a request with each key. Ends when
+    the prompt is on disk for each."""
+    from tandem.cluster.launch import start_service
+
+    with start_service(small_config(folder, "kept", overrides), str(folder), address=address) as service:
+        found = [asyncio.run(cached_tokens(service, key)) for key in keys]
+        disk, deadline = Path(str(overrides["prefill.kv_disk"])), time.monotonic() + 30
+        while len(list(disk.glob("prefill-0/*.kv"))) < len(PROMPT) // 16 * len(keys):
+            assert time.monotonic() < deadline, list(disk.rglob("*.kv"))
+            time.sleep(0.05)
+    return found
+
+
+def test_prefixes_on_disk_outlive_a_restart_for_their_tenant_alone(
+    address: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Each start makes another identity; the salt of the tenants' prefixes lies beside the cache."""
+    file = tmp_path / "keys.json"
+    ada, bob = (create_key(file, name=name, tenant=name) for name in ("ada", "bob"))
+    overrides: dict[str, object] = {"router.resources": {"router": 1.0}, "auth.keys_file": str(file)}
+    for pool in ("prefill", "decode"):
+        overrides |= {f"{pool}.kv_disk": str(tmp_path / "kv"), f"{pool}.kv_disk_gb": 0.1}
+    found = []
+    for keys in ([ada], [bob, ada]):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as launcher:
+            found += launcher.submit(serve_once, address, overrides, tiny_model, keys).result(180)
+    assert found == [0, 0, len(PROMPT) // 16 * 16]

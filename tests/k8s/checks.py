@@ -208,7 +208,11 @@ def monitoring_disagrees(manifests: Manifests) -> list[str]:
     """Complains unless the head may reach the Prometheus and the Grafana that it is told of."""
     head, namespace = manifests.groups["head"], "kubernetes.io/metadata.name"
     policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
-    policies = [each for each in policies if selects(each["podSelector"]["matchLabels"], head.labels)]
+    policies = [
+        each
+        for each in policies
+        if "Egress" in each["policyTypes"] and selects(each["podSelector"]["matchLabels"], head.labels)
+    ]
     peers = [peer for each in policies for rule in each.get("egress", ()) for peer in rule.get("to", ())]
     open_to = {peer.get("namespaceSelector", {}).get("matchLabels", {}).get(namespace) for peer in peers}
     told = [head.environment.get(name) for name in ("RAY_PROMETHEUS_HOST", "RAY_GRAFANA_HOST")]
@@ -270,7 +274,26 @@ def is_unsafe(manifests: Manifests) -> list[str]:
     return found
 
 
+def is_open(manifests: Manifests) -> list[str]:
+    """Complains about a Ray that demands no token, pods that any pod may reach, and ports that clients need not."""
+    found = []
+    if manifests.cluster.get("authOptions", {}).get("mode") != "token":
+        found.append("Ray runs code of whoever reaches it: authOptions.mode must be token")
+    policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
+    policies = [each for each in policies if "Ingress" in each["policyTypes"]]
+    for group in manifests.groups.values():
+        own = [each for each in policies if selects(each["podSelector"]["matchLabels"], group.labels)]
+        if not own:
+            found.append(f"{group.name}: any pod may reach it")
+        for rule in (rule for each in own for rule in each["ingress"]):
+            from_all = any(peer.get("podSelector") is None and not any(peer.values()) for peer in rule["from"])
+            ports = {port["port"] for port in rule.get("ports", ())}
+            if from_all and not ({"grpc", "http"} >= ports != set()):
+                found.append(f"{group.name}: any pod may reach its ports {sorted(ports) or 'of all kinds'}")
+    return found
+
+
 RULES: Final[tuple[Rule, ...]] = (
     *(ports_disagree, labels_disagree, resources_disagree, times_disagree, versions_disagree, files_are_missing),
-    *(scaling_disagrees, monitoring_disagrees, is_unsafe),
+    *(scaling_disagrees, monitoring_disagrees, is_unsafe, is_open),
 )

@@ -164,6 +164,17 @@ def set_(target: Document, **values: Any) -> None:
     target.update(values)
 
 
+def policy(manifests: Manifests, name: str) -> Document:
+    (found,) = [each for each in manifests.of_kind("NetworkPolicy") if each["metadata"]["name"] == name]
+    return found
+
+
+def without_policies(manifests: Manifests) -> None:
+    manifests.documents[:] = [each for each in manifests.documents if each["kind"] != "NetworkPolicy"]
+
+
+ANY_POD: dict[str, Any] = {"namespaceSelector": {}}
+
 CONTROLS: list[tuple[checks.Rule, str, Change]] = [
     (checks.ports_disagree, "cpu-demo", lambda m: set_(args(m)["router"], grpc_port=8083)),
     (checks.ports_disagree, "cpu-demo", lambda m: args(m)["router"].pop("bind")),
@@ -219,6 +230,10 @@ CONTROLS: list[tuple[checks.Rule, str, Change]] = [
     (checks.is_unsafe, "cpu-demo", lambda m: m.groups["decode"].pod["securityContext"].update(runAsNonRoot=False)),
     (checks.is_unsafe, "cpu-demo", lambda m: container(m, "decode")["securityContext"].pop("capabilities")),
     (checks.is_unsafe, "cpu-demo", lambda m: m.groups["head"].pod.update(automountServiceAccountToken=True)),
+    (checks.is_open, "cpu-demo", lambda m: m.cluster.pop("authOptions")),
+    (checks.is_open, "gpu", without_policies),
+    (checks.is_open, "cpu-demo", lambda m: policy(m, "tandem-pods")["spec"]["ingress"][0].update({"from": [ANY_POD]})),
+    (checks.is_open, "gpu-mixed", lambda m: policy(m, "tandem-clients")["spec"]["ingress"][0].pop("ports")),
 ]
 
 

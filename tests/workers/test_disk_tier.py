@@ -8,11 +8,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,8 +26,9 @@ from tandem.tests.worker_config import worker_config
 from tandem.tests.workers.engine.fake import FakeExecutor, FakeKv, expected_tokens
 from tandem.tests.workers.raw_session import RawSession, ended, idle, submit, worker_of
 from tandem.workers import disk_tier
-from tandem.workers.disk_tier import DiskTier
+from tandem.workers.disk_tier import DiskTier, reports_of
 from tandem.workers.engine.config import SpeculativeConfig
+from tandem.workers.engine_thread import EngineThread
 from tandem.workers.kv_cache.block_files import BlockFiles
 from tandem.workers.model.footprint import kv_bytes_per_token
 from tandem.workers.model.loader import open_checkpoint
@@ -361,3 +362,100 @@ async def test_blocks_of_another_size_are_not_found(tmp_path: Path) -> None:
     tier = await DiskTier.open(str(tmp_path), "decode", fake_rank(block_size=32).kv, 2**20)
     assert tier.count(hash_chain(PROMPTS[0], 16), 1.0) == 0
     await tier.close()
+
+
+class HeldEngine:
+    """Has the blocks of some hashes cached, and answers commands as an engine's thread does, once it is let."""
+
+    def __init__(self, cached: Iterable[bytes] = ()) -> None:
+        self.go_on = asyncio.Event()
+        self.leased: list[bytes] = []
+        self.commands = 0
+        self._cached = set(cached)
+
+    async def call(self, command: Callable[[Any], object], timeout: float) -> None:
+        await self.go_on.wait()
+        self.commands += 1
+        command(self)
+
+    async def settle(self, timeout: float) -> None:
+        pass
+
+    def post(self, command: Callable[[Any], object]) -> None:
+        command(self)
+
+    def lease_cached(self, digests: Iterable[bytes]) -> list[tuple[int, bytes]]:
+        found = [digest for digest in digests if digest in self._cached]
+        self.leased += found
+        return [(0, digest) for digest in found]
+
+    def unlease_cached(self, blocks: list[int]) -> None:
+        pass
+
+    def as_thread(self) -> EngineThread:
+        return cast(EngineThread, self)
+
+
+def digests_of(step: int, count: int = 8) -> list[bytes]:
+    return [step.to_bytes(8) + block.to_bytes(8) for block in range(count)]
+
+
+@asynccontextmanager
+async def held_tier(folder: Path) -> AsyncIterator[DiskTier]:
+    tier = await DiskTier.open(str(folder), "decode", fake_rank().kv, 2**20)
+    yield tier
+    await tier.close()
+
+
+async def all_written(tier: DiskTier) -> None:
+    async with asyncio.timeout(10):
+        while tier._writing is not None:
+            await asyncio.sleep(0.005)
+
+
+async def test_blocks_of_the_newest_step_are_written_first_in_their_order(tmp_path: Path) -> None:
+    """Through the reports of the cache, which keep the order of a prompt's blocks."""
+    steps = [digests_of(step) for step in range(3)]
+    engine = HeldEngine(digest for step in steps for digest in step)
+    async with held_tier(tmp_path) as tier:
+        reports = reports_of(tier, engine.as_thread())
+        for step in steps:
+            reports.change("memory", step, ())
+        engine.go_on.set()
+        await all_written(tier)
+    assert engine.leased == [*steps[2], *steps[1], *steps[0]]
+
+
+async def test_blocks_that_leave_the_kv_cache_do_not_wait_to_be_written(tmp_path: Path) -> None:
+    engine = HeldEngine()
+    async with held_tier(tmp_path) as tier:
+        reports = reports_of(tier, engine.as_thread())
+        for step in range(1_000):
+            reports.change("memory", digests_of(step), digests_of(step - 1) if step else ())
+        assert list(tier._unwritten) == digests_of(999)
+        engine.go_on.set()
+
+
+async def test_blocks_that_are_gone_do_not_hold_up_the_others(tmp_path: Path) -> None:
+    """One command to the engine passes over all of them."""
+    first, gone = digests_of(0, count=4), digests_of(1, count=100)
+    engine = HeldEngine(first)
+    async with held_tier(tmp_path) as tier:
+        tier.keep(first, engine.as_thread())
+        tier.keep(gone, engine.as_thread())
+        engine.go_on.set()
+        await all_written(tier)
+        assert engine.leased == first
+        assert engine.commands == 1
+
+
+async def test_the_number_of_blocks_that_wait_is_bounded_and_the_oldest_leave(tmp_path: Path) -> None:
+    engine = HeldEngine()
+    bound = disk_tier._MAX_UNWRITTEN
+    async with held_tier(tmp_path) as tier:
+        for step in range(bound // 8 + 10):
+            tier.keep(digests_of(step), engine.as_thread())
+        assert len(tier._unwritten) == bound
+        assert next(iter(tier._unwritten)) == digests_of(bound // 8 + 9)[0]
+        assert digests_of(9)[0] not in tier._unwritten
+        engine.go_on.set()

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ...proto.tokenizer_file import tokenizer_file
 from ..kv_cache.layout import KvLayout
 from .config import (
     MAX_JSON_BYTES,
@@ -94,7 +95,7 @@ def weights_file(folder: Path) -> str:
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:
     """Checks that the tokens of the vocabulary are rows of the embedding. Added tokens may lie beyond it, as
     Gemma 3 and many fine-tunes have them: a prompt that contains one is refused. Raises CheckpointError."""
-    path = folder / "tokenizer.json"
+    path = tokenizer_file(folder)
     if not path.exists():
         raise CheckpointError(f"{path.name}: not found")
     tokenizer = read_json(path)

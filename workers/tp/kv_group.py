@@ -96,7 +96,7 @@ class KvGroup:
         return [client.ask(sequence_id, read_disk=blocks) for client in self._clients]
 
     def channel(self, address: str) -> PeerChannel:
-        """Returns the channel to another worker, which stays open."""
+        """Returns the channel to another worker, see `PeerChannels.get`."""
         return self._endpoint.receiver.connections.channel(address)
 
     def set_target(self, sequence_id: int, blocks: tuple[int, ...], num_cached: int) -> None:

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -13,6 +14,9 @@ from ...proto.identity import PeerIdentity
 from .frames import CONNECT_METHOD, PULL_METHOD, TransferError
 from .receiver import KvReceiver
 from .sender import KvSender
+
+UNUSED_SECONDS: Final = 60.0
+"""How long a channel without a call stays open."""
 
 _Handle = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[bytes, bytes]], Any]
 _Serve = Callable[[AsyncIterator[bytes]], AsyncGenerator[bytes, None]]
@@ -24,9 +28,8 @@ class KvEndpoint:
     def __init__(self, sender: KvSender, identity: PeerIdentity) -> None:
         """The receiver has the sender's context and its `stall_seconds`."""
         self.sender = sender
-        self._identity = identity
-        self._channels: dict[str, PeerChannel] = {}
-        self.receiver = KvReceiver(sender.context, stall_seconds=sender.stall_seconds, channel=self._channel)
+        self._channels = PeerChannels(identity)
+        self.receiver = KvReceiver(sender.context, stall_seconds=sender.stall_seconds, channel=self._channels.get)
 
     def serve_on(self, server: PeerServer) -> None:
         """Adds the KV endpoint to a server that has not started yet."""
@@ -40,13 +43,61 @@ class KvEndpoint:
     async def close(self) -> None:
         """Ends all connections to others."""
         await self.receiver.connections.close()
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        await self._channels.close()
         await self.sender.context.close()
 
-    def _channel(self, endpoint: str) -> PeerChannel:
-        if endpoint not in self._channels:
-            self._channels[endpoint] = PeerChannel(endpoint, self._identity)
-        return self._channels[endpoint]
+
+class PeerChannels:
+    """Keeps a channel to each peer that is called, and closes those that had no call for a while.
+
+    A connection to a peer is a call, so what is closed leads to a peer that has left, or is rarely called. Lives in one
+    event loop."""
+
+    def __init__(self, identity: PeerIdentity, unused_seconds: float = UNUSED_SECONDS) -> None:
+        self._identity = identity
+        self._unused_seconds = unused_seconds
+        self._channels: dict[str, PeerChannel] = {}  # by endpoint
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # of the channels without a call
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def get(self, endpoint: str) -> PeerChannel:
+        """Returns the channel to a peer, to be called before the next await: a channel without a call may be closed."""
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = PeerChannel(endpoint, self._identity)
+            channel.on_unused = partial(self._await_use, endpoint)
+            self._await_use(endpoint)
+        return channel
+
+    async def close(self) -> None:
+        """Closes all channels, which ends their calls."""
+        for timer in self._timers.values():
+            timer.cancel()
+        channels = list(self._channels.values())
+        self._channels.clear()
+        self._timers.clear()
+        await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
+
+    def _await_use(self, endpoint: str) -> None:
+        """Has the channel closed after a while, unless it has a call then or has had one meanwhile."""
+        if endpoint not in self._channels:  # closed, which has ended its last call
+            return
+        if timer := self._timers.pop(endpoint, None):
+            timer.cancel()
+        self._timers[endpoint] = asyncio.get_running_loop().call_later(
+            self._unused_seconds, self._close_unused, endpoint
+        )
+
+    def _close_unused(self, endpoint: str) -> None:
+        del self._timers[endpoint]
+        if self._channels[endpoint].num_calls:
+            return
+        closing = asyncio.create_task(self._channels.pop(endpoint).close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
 
 def add_bytes_method(server: PeerServer, name: str, handle: _Handle) -> None:

@@ -17,11 +17,18 @@ from ....proto.errors import InvalidArgument
 from ....proto.shared_result import SharedResult
 from ...auth.authenticator import Caller
 from ...telemetry.requests import RequestTelemetry
-from .request_log import RequestLog, describe
+from .request_log import FIRST_NUMBER, RequestLog, RequestSample, describe
 
 SAMPLE_SECONDS: Final = 1.0
 MAX_RUNNING: Final = 64
 """Requests that run, of which one answer tells; it has the number of all."""
+
+_WORKER_FACTS: Final = {
+    *("id", "worker_id", "role", "state", "draining", "integrity_ok", "epoch", "address", "tp", "transports"),
+    *("kv_bytes_per_token", "block_size", "context_tokens", "max_sequences", "mixed_chunk_tokens", "layout"),
+    "application",
+}
+"""What a caller who does not see the requests of all tenants is told of a worker: nothing that changes with them."""
 
 _CURSOR: Final = re.compile(r"([0-9a-f]{8})\.([0-9]{1,15})")
 _NO_SERVICE: Final = "null"
@@ -42,7 +49,8 @@ class ConsoleFeed:
         self._workers = workers
         self._known: Mapping[str, worker_pb2.WorkerInfo] | None = None
         self._start = secrets.token_hex(4)  # numbers of another process mean nothing here
-        self._described = SharedResult(lambda: _encode(describe_service), SAMPLE_SECONDS)
+        # By whether the caller sees the requests of all tenants.
+        self._described: SharedResult[dict[bool, str]] = SharedResult(lambda: _encode(describe_service), SAMPLE_SECONDS)
 
     async def run(self) -> None:
         """Takes a sample each second, until it is cancelled."""
@@ -65,12 +73,13 @@ class ConsoleFeed:
         or of an earlier answer.
 
         Raises InvalidArgument."""
-        number = self._parse(cursor)
-        service = await self._described.get()
+        described = await self._described.get()
         log, now = self.log, time.monotonic()
+        last = next(log.numbers)
+        number = self._parse(cursor, last)
         running = [each for each in log.running if _sees(caller, each.facts.tenant)]
         found = {
-            "cursor": f"{self._start}.{log.last_number}",
+            "cursor": f"{self._start}.{last}",
             "is_whole": number == 0,
             "time": round(time.time(), 3),
             "viewer": {"key": caller.key_name, "tenant": caller.tenant, "sees_all": caller.sees_all},
@@ -78,19 +87,20 @@ class ConsoleFeed:
             "running": [describe(each, now) for each in running[-MAX_RUNNING:]],
             "ended": [each for each in log.ended.after(number) if _sees(caller, each["tenant"])],
             "events": [each for each in log.events.after(number) if _sees_event(caller, each)],
-            "samples": log.samples.after(number),
+            "samples": [_sample_for(caller, each) for each in log.samples.after(number)],
         }
-        return f'{{"service": {service}, {json.dumps(found)[1:]}'.encode()
+        return f'{{"service": {described[caller.sees_all]}, {json.dumps(found)[1:]}'.encode()
 
-    def _parse(self, cursor: str) -> int:
-        """Returns the number of the last item that the caller has, 0 if it has none of this process."""
+    def _parse(self, cursor: str, last: int) -> int:
+        """Returns the number of the last item that the caller has, 0 if it has none of this process, whose items have
+        numbers up to `last`."""
         if not cursor:
             return 0
         found = _CURSOR.fullmatch(cursor)
         if found is None:
             raise InvalidArgument("must be the cursor of an earlier answer, or absent", "cursor")
         number = int(found[2])
-        return number if found[1] == self._start and number <= self.log.last_number else 0
+        return number if found[1] == self._start and FIRST_NUMBER <= number <= last else 0
 
 
 def worker_changes(
@@ -120,5 +130,18 @@ def _sees_event(caller: Caller, event: Mapping[str, Any]) -> bool:
     return event["kind"] == "worker" or _sees(caller, event["tenant"])
 
 
-async def _encode(describe_service: Callable[[], Awaitable[dict[str, Any]]] | None) -> str:
-    return _NO_SERVICE if describe_service is None else json.dumps(await describe_service())
+def _sample_for(caller: Caller, sample: RequestSample) -> dict[str, Any]:
+    return sample.of_all() if caller.sees_all else sample.of(caller.tenant)
+
+
+def without_loads(service: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the description of a service without what tells how busy its workers are, and with whose requests."""
+    workers = [{name: each[name] for name in each if name in _WORKER_FACTS} for each in service["workers"]]
+    return {**service, "workers": workers}
+
+
+async def _encode(describe_service: Callable[[], Awaitable[dict[str, Any]]] | None) -> dict[bool, str]:
+    if describe_service is None:
+        return dict.fromkeys((True, False), _NO_SERVICE)
+    service = await describe_service()
+    return {True: json.dumps(service), False: json.dumps(without_loads(service))}

@@ -5,35 +5,64 @@ request has done until now is read when somebody asks.
 """
 
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict
-from itertools import count
-from typing import Any, Final
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Generic, TypeVar
 
-from ...telemetry.requests import PARTS, EndedRequest, RequestTelemetry, RunningRequest
+from ...telemetry.requests import PARTS, EndedRequest, RequestTelemetry, RequestTotals, RunningRequest
 
 MAX_ENDED: Final = 128
 MAX_EVENTS: Final = 128
 MAX_SAMPLES: Final = 300  # seconds
+FIRST_NUMBER: Final = 1_000_000_000
 _MAX_TIMES: Final = 4_096  # of the requests of one second, from which its percentiles are taken
 
 
-class Ring:
+_T = TypeVar("_T")
+
+
+def clock_numbers(clock: Callable[[], float] = time.monotonic) -> Iterator[int]:
+    """Yields numbers that grow and tell the time alone, in microseconds, not how many there were before: a caller who
+    sees some of the items must not learn how many he does not see."""
+    start, number = clock(), FIRST_NUMBER - 1
+    while True:
+        number = max(number + 1, FIRST_NUMBER + round((clock() - start) * 1e6))
+        yield number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSample:
+    """Holds what has happened to the requests of a router in about a second."""
+
+    time: float  # by time.time()
+    seconds: float  # since the sample before
+    total: Mapping[str, Any]
+    tenants: Mapping[str, Mapping[str, Any]]  # the part of each tenant that has had any
+
+    def of_all(self) -> dict[str, Any]:
+        """Returns the sums of all requests as plain data."""
+        return {"time": self.time, "seconds": self.seconds, **self.total}
+
+    def of(self, tenant: str) -> dict[str, Any]:
+        """Returns the sums of one tenant's requests as plain data; callers without a key are no tenant."""
+        own = self.tenants.get(tenant, _NOTHING) if tenant else _NOTHING
+        return {"time": self.time, "seconds": self.seconds, **own}
+
+
+class Ring(Generic[_T]):
     """Holds the last items, each with a number that grows."""
 
     def __init__(self, size: int, numbers: Iterator[int]) -> None:
         """`numbers`: shared by all rings of which one cursor tells what has been read."""
-        self._items: deque[tuple[int, dict[str, Any]]] = deque(maxlen=size)
+        self._items: deque[tuple[int, _T]] = deque(maxlen=size)
         self._numbers = numbers
 
-    def add(self, item: dict[str, Any]) -> int:
-        """Adds an item; returns its number."""
-        number = next(self._numbers)
-        self._items.append((number, item))
-        return number
+    def add(self, item: _T) -> None:
+        """Adds an item."""
+        self._items.append((next(self._numbers), item))
 
-    def after(self, number: int) -> list[dict[str, Any]]:
+    def after(self, number: int) -> list[_T]:
         """Returns the items with greater numbers, the oldest first."""
         found = []
         for each, item in reversed(self._items):
@@ -49,16 +78,15 @@ class RequestLog:
     Lives in one event loop."""
 
     def __init__(self, telemetry: RequestTelemetry) -> None:
-        numbers = count(1)
-        self.ended = Ring(MAX_ENDED, numbers)
-        self.events = Ring(MAX_EVENTS, numbers)
-        self.samples = Ring(MAX_SAMPLES, numbers)
-        self.last_number = 0  # of an item of a ring
+        self.numbers = clock_numbers()  # each greater than those of the items before
+        self.ended: Ring[dict[str, Any]] = Ring(MAX_ENDED, self.numbers)
+        self.events: Ring[dict[str, Any]] = Ring(MAX_EVENTS, self.numbers)
+        self.samples: Ring[RequestSample] = Ring(MAX_SAMPLES, self.numbers)
         self._telemetry = telemetry
-        self._totals = asdict(telemetry.totals)
+        telemetry.take_totals()
         self._sampled = time.monotonic()
-        self._ttfts: deque[float] = deque(maxlen=_MAX_TIMES)  # since the last sample
-        self._tpots: deque[float] = deque(maxlen=_MAX_TIMES)
+        self._ttfts: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)  # with the tenant, since the last sample
+        self._tpots: deque[tuple[str, float]] = deque(maxlen=_MAX_TIMES)
         telemetry.observers.append(self._add_ended)
 
     @property
@@ -71,45 +99,79 @@ class RequestLog:
         self._telemetry.count_running()
         for request in self.running:
             self._note_news(request)
+        parts: defaultdict[str, _Part] = defaultdict(_Part)
+        for tenant, totals in self._telemetry.take_totals().items():
+            parts[tenant].totals = totals
+        for request in self.running:
+            parts[request.facts.tenant].states.append(state_of(request))
+        for tenant, seconds in self._ttfts:
+            parts[tenant].ttfts.append(seconds)
+        for tenant, seconds in self._tpots:
+            parts[tenant].tpots.append(seconds)
+        total = _Part()
+        for part in parts.values():
+            total.add(part)
         now = time.monotonic()
-        states = [state_of(request) for request in self.running]
-        totals = asdict(self._telemetry.totals)
-        self.last_number = self.samples.add(
-            {
-                "time": round(time.time(), 1),
-                "seconds": round(max(now - self._sampled, 1e-3), 3),  # since the last one
-                "running": len(states),
-                "queued": states.count("queued"),
-                **{name: total - self._totals[name] for name, total in totals.items()},
-                "ttft": percentiles(self._ttfts),
-                "tpot": percentiles(self._tpots),
-            }
+        self.samples.add(
+            RequestSample(
+                time=round(time.time(), 1),
+                seconds=round(max(now - self._sampled, 1e-3), 3),
+                total=total.describe(),
+                tenants={tenant: part.describe() for tenant, part in parts.items()},
+            )
         )
-        self._sampled, self._totals = now, totals
+        self._sampled = now
         self._ttfts.clear()
         self._tpots.clear()
 
     def note(self, event: dict[str, Any]) -> None:
         """Adds an event."""
-        self.last_number = self.events.add(event)
+        self.events.add(event)
 
     def _add_ended(self, request: EndedRequest) -> None:
         self._note_news(request)
         if request.timeline.tpot_seconds:
-            self._tpots.append(request.timeline.tpot_seconds)
-        self.last_number = self.ended.add(describe(request, time.monotonic()))
+            self._tpots.append((request.facts.tenant, request.timeline.tpot_seconds))
+        self.ended.add(describe(request, time.monotonic()))
 
     def _note_news(self, request: RunningRequest | EndedRequest) -> None:
         """Notes the first token of a request, and what has interrupted it, if that was since the last sample."""
         facts, timeline = request.facts, request.timeline
         since = self._sampled - facts.arrived
         if request.num_generated and timeline.ttft_seconds > since:
-            self._ttfts.append(timeline.ttft_seconds)
+            self._ttfts.append((facts.tenant, timeline.ttft_seconds))
         for each in timeline.interruptions:
             if each.at_seconds > since:
                 event = {"kind": "request", "cause": each.cause, "worker": each.worker}
                 event |= {"request": facts.request_id, "tenant": facts.tenant}
                 self.note({"time": round(facts.began + each.at_seconds, 3), **event})
+
+
+@dataclass(slots=True)
+class _Part:
+    """Collects what has happened to some of the requests since the last sample."""
+
+    totals: RequestTotals = field(default_factory=RequestTotals)
+    states: list[str] = field(default_factory=list)  # of those that run
+    ttfts: list[float] = field(default_factory=list)
+    tpots: list[float] = field(default_factory=list)
+
+    def add(self, other: "_Part") -> None:
+        """Adds what has happened to other requests."""
+        self.totals.add(other.totals)
+        self.states += other.states
+        self.ttfts += other.ttfts
+        self.tpots += other.tpots
+
+    def describe(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "running": len(self.states),
+            "queued": self.states.count("queued"),
+            **asdict(self.totals),
+            "ttft": percentiles(self.ttfts),
+            "tpot": percentiles(self.tpots),
+        }
 
 
 def state_of(request: RunningRequest) -> str:
@@ -157,3 +219,6 @@ def percentiles(values: Iterable[float]) -> list[float] | None:
     if not ordered:
         return None
     return [round(ordered[max(-(-len(ordered) * each // 100), 1) - 1], 6) for each in (50, 95)]
+
+
+_NOTHING: Final[Mapping[str, Any]] = _Part().describe()

@@ -1,19 +1,26 @@
 """Tokenizers without tokenizer.json, and chat templates in each place that folders of the hub have them."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.store import store
 from tandem.cluster.store.checked import checked_folder
 from tandem.cluster.store.store import resolve_model
+from tandem.proto.tokenizer_file import tokenizer_file
 from tandem.router.frontend.tokenizer import Tokenizer
 from tandem.tests.tiny import make_tiny_model
 from tandem.tests.tiny_tokenizer import make_tokenizer
 from tandem.workers.model.config import CheckpointError
+from tandem.workers.model.sampling.grammar import GrammarCache
 
 PLAIN, TOOLS = "{{ messages[0].content }} plain", "{{ messages[0].content }} tools"
 TEXT = "The capital of France,  2024: naïve 日本?"
@@ -25,6 +32,13 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("TANDEM_HOME", str(path))
+    return path
 
 
 def put_in_config(folder: Path, template: object) -> None:
@@ -62,17 +76,61 @@ def without_json(folder: Path) -> Path:
     return folder
 
 
-def test_a_tokenizer_of_vocabulary_and_merges_is_converted_once(folder: Path) -> None:
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def test_a_tokenizer_of_vocabulary_and_merges_is_converted_once_into_our_own_cache(folder: Path, home: Path) -> None:
+    """Nothing is written into the model's folder, and what is made serves texts, checks and grammars."""
     expected = AutoTokenizer.from_pretrained(without_json(folder)).encode(TEXT)
+    before = content(folder)
     assert resolve_model(str(folder)) == folder
-    made = (folder / "tokenizer.json").stat().st_mtime_ns
+    (made,) = home.rglob("tokenizer.json")
+    made_at = made.stat().st_mtime_ns
+    assert tokenizer_file(folder) == made
     assert Tokenizer.load(folder)._encode(TEXT, True) == expected
+    vocab_size = len(make_tokenizer()) + 1  # the class of the tokenizer adds a token
+    grammar = json.dumps({"grammars": [{"lark_grammar": 'start: "yes"'}]})
+    assert GrammarCache(folder, vocab_size, [0]).load(grammar).mask.any()
     assert resolve_model(str(folder)) == folder
-    assert (folder / "tokenizer.json").stat().st_mtime_ns == made
-    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert made.stat().st_mtime_ns == made_at
+    assert content(folder) == before
 
 
-def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(folder: Path) -> None:
+def test_a_folder_whose_files_have_changed_gets_another_tokenizer(folder: Path, home: Path) -> None:
+    resolve_model(str(without_json(folder)))
+    first = tokenizer_file(folder)
+    (folder / "merges.txt").write_text((folder / "merges.txt").read_text().rpartition("\n")[0])
+    assert tokenizer_file(folder) == folder / "tokenizer.json"  # which is not there
+    resolve_model(str(folder))
+    assert tokenizer_file(folder) not in (first, folder / "tokenizer.json")
+    assert len(list(home.rglob("tokenizer.json"))) == 2
+
+
+def test_the_tokenizers_that_are_kept_are_bounded(folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_MAX_TOKENIZERS", 1)
+    resolve_model(str(without_json(folder)))
+    os.utime(folder / "merges.txt", (0, 0))
+    resolve_model(str(folder))
+    assert list(home.rglob("tokenizer.json")) == [tokenizer_file(folder)]
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("unshare"), reason="root may write everywhere")
+def test_a_model_on_a_disk_that_cannot_be_written_is_resolved(folder: Path, home: Path) -> None:
+    without_json(folder)
+    resolve = "import sys; from tandem.cluster.store.store import resolve_model; print(resolve_model(sys.argv[1]))"
+    command = [sys.executable, "-c", resolve, str(folder)]
+    if os.geteuid() == 0:
+        mount = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(folder), *command]
+    else:
+        folder.chmod(0o500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(folder)), done.stderr
+    assert tokenizer_file(folder).is_relative_to(home)
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(folder: Path, home: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError) as failure:
@@ -80,6 +138,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_in_a_line(folder: Path)
     assert str(failure.value).startswith("tokenizer.json: not found, and it cannot be made of tokenizer.model: ")
     assert not re.search(r"Traceback|\n", str(failure.value))
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert not list(home.rglob("tokenizer*/*/*"))
 
 
 @pytest.mark.parametrize(

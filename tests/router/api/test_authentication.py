@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import socket
+import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -387,6 +389,7 @@ async def test_streams_at_a_time(service: Service, source: HeldSource, authentic
 
 
 async def test_callers_without_a_key_share_no_cache_across_connections(model: ServedModel) -> None:
+    """Over HTTP those of one connection share one; gRPC does not tell which calls come through one connection."""
     source = FakeTokenSource(answer=b"abcd")
     servers = await ApiServers.start(
         GenerationService([model], source), authenticator=Authenticator(share_anonymous_prefixes=False)
@@ -403,9 +406,51 @@ async def test_callers_without_a_key_share_no_cache_across_connections(model: Se
     await servers.stop(0)
     salts = [each.cache_salt for each in source.requests]
     assert salts[0] == salts[2]
-    assert salts[1] == salts[3]
-    assert len(set(salts)) == 4
+    assert len(set(salts)) == 5
     assert {each.tenant for each in source.requests} == {""}
+
+
+async def test_a_connection_from_the_address_of_an_earlier_one_shares_no_cache_with_it(model: ServedModel) -> None:
+    """As behind a NAT, which gives the port of a client that has left to another one."""
+    source = FakeTokenSource(answer=b"abcd")
+    servers = await ApiServers.start(
+        GenerationService([model], source), authenticator=Authenticator(share_anonymous_prefixes=False)
+    )
+    host, port = servers.http_address.split(":")
+    body = json.dumps(BODIES["/v1/completions"]).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    message = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    local = None
+    for _ in range(2):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no TIME_WAIT
+        connection.bind(local or (host, 0))
+        local = connection.getsockname()
+        connection.connect((host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=connection)
+        writer.write(message)
+        assert (await asyncio.wait_for(reader.readline(), WAIT)).split()[1] == b"200"
+        await asyncio.wait_for(source.wait_running(0), WAIT)
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+    await servers.stop(0)
+    first, second = [each.cache_salt for each in source.requests]
+    assert first != second
+
+
+async def test_requests_without_a_key_go_no_further_than_their_priority(model: ServedModel) -> None:
+    source = FakeTokenSource(answer=b"abcd")
+    servers = await ApiServers.start(GenerationService([model], source), authenticator=Authenticator())
+    async with (
+        httpx.AsyncClient(base_url=f"http://{servers.http_address}", timeout=WAIT) as http,
+        AsyncClient(servers.grpc_address) as client,
+    ):
+        body = BODIES["/v1/completions"] | {"priority": -100}  # over HTTP the least goes first
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        await client.generate("hi", max_tokens=4, priority=100)
+    await servers.stop(0)
+    assert [each.priority for each in source.requests] == [0, 0]
 
 
 async def test_the_resume_token_of_another_tenant_is_wrong_over_http(http: httpx.AsyncClient) -> None:

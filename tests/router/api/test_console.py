@@ -1,6 +1,7 @@
 """The console: what its page may do, what its data tells and to whom, and what it costs the limits of a key."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import pytest
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.proto.errors import InvalidArgument, Unavailable
 from tandem.router.api.console.feed import ConsoleFeed, worker_changes
-from tandem.router.api.console.request_log import MAX_ENDED, RequestLog, percentiles
+from tandem.router.api.console.request_log import FIRST_NUMBER, MAX_ENDED, RequestLog, clock_numbers, percentiles
 from tandem.router.api.console.routes import STATIC_PATHS
 from tandem.router.api.servers import ApiServers
 from tandem.router.api.service import GenerationService
@@ -197,6 +198,66 @@ async def test_a_tenant_sees_his_own_requests_and_an_operator_all(
     assert seen["ada"]["viewer"] == {"key": "ada", "tenant": "ada", "sees_all": False}
 
 
+def described_worker() -> dict[str, Any]:
+    return {
+        "id": "w",
+        "role": "decode",
+        "state": "ready",
+        "transports": {},
+        "integrity_ok": True,
+        "num_requests": 5,
+        "num_leases": 2,
+        "num_restored_tokens": 77,
+        "load": {"num_running": 5},
+    }
+
+
+async def test_sums_and_loads_are_those_of_the_viewer(generation: GenerationService, source: FakeTokenSource) -> None:
+    """Of another tenant's requests nothing changes what a tenant sees."""
+
+    async def describe() -> dict[str, Any]:
+        return {"service": "mine", "workers": [described_worker()], "routers": []}
+
+    feed = ConsoleFeed(generation.telemetry, describe)
+    sums = {"begun", "ended", "failed", "tokens", "prompt_tokens", "running", "queued"}
+    async for client in served(generation, source, feed, Authenticator(KEYS)):
+        feed.sample()
+        for _ in range(3):
+            await client.post(TEXT, json=body(TEXT, max_tokens=4), headers=bearer("bob"))
+        source.stall_after = 1
+        held = asyncio.create_task(client.post(TEXT, json=body(TEXT), headers=bearer("bob")))
+        await source.wait_running(1)
+        feed.sample()
+        seen = {key: await data(client, key=key) for key in ("ada", "bob", "ops")}
+        held.cancel()
+        await source.wait_running(0)
+    last = {key: found["samples"][-1] for key, found in seen.items()}
+    assert {last["ada"][name] for name in sums} == {0}
+    assert (last["ada"]["ttft"], last["ada"]["tpot"]) == (None, None)
+    assert last["bob"] == last["ops"]
+    assert (last["bob"]["begun"], last["bob"]["ended"], last["bob"]["running"]) == (4, 3, 1)
+    assert last["bob"]["tokens"] >= 12
+    assert last["bob"]["ttft"] is not None
+    workers = {key: found["service"]["workers"] for key, found in seen.items()}
+    assert workers["ops"] == [described_worker()]
+    shown = {name: described_worker()[name] for name in ("id", "role", "state", "transports", "integrity_ok")}
+    assert workers["ada"] == workers["bob"] == [shown]
+
+
+async def test_a_cursor_does_not_tell_how_many_requests_of_others_have_ended(
+    keyed: httpx.AsyncClient, feed: ConsoleFeed
+) -> None:
+    """Its number is a time, which grows alike with requests of others and without."""
+    numbers = clock_numbers(iter([0.0, *[0.001] * 5, 1.0]).__next__)
+    assert list(itertools.islice(numbers, 6)) == [FIRST_NUMBER + n for n in (*range(1000, 1005), 1_000_000)]
+    before = int((await data(keyed, key="ada"))["cursor"].partition(".")[2])
+    began = time.monotonic()
+    for _ in range(5):
+        await keyed.post(TEXT, json=body(TEXT, max_tokens=2), headers=bearer("bob"))
+    after = int((await data(keyed, key="ada"))["cursor"].partition(".")[2])
+    assert 0 < after - before < (time.monotonic() - began + 1) * 1e6
+
+
 async def test_callers_without_a_key_see_no_requests_but_on_loopback(
     generation: GenerationService, source: FakeTokenSource, feed: ConsoleFeed
 ) -> None:
@@ -205,6 +266,9 @@ async def test_callers_without_a_key_see_no_requests_but_on_loopback(
         feed.log.note({"kind": "request", "tenant": "", "worker": "w", "cause": "crash"})
         found = await data(client)
         assert (found["ended"], found["events"]) == ([], [])
+        feed.sample()
+        (sample,) = (await data(client))["samples"]
+        assert (sample["begun"], sample["ended"], sample["tokens"]) == (0, 0, 0)
 
 
 async def test_no_prompt_or_token_text_is_in_the_data(

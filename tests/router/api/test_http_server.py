@@ -174,7 +174,7 @@ async def test_every_field_reaches_the_service(service: Service, http: httpx.Asy
         "best_of": 3,
         "logprobs": 4,
         "prompt_logprobs": 5,
-        "priority": -6,
+        "priority": 6,
     }
     answer = await http.post(TEXT, json=body(TEXT, prompt="x" * 600, **fields))
     assert answer.status_code == 200, answer.text
@@ -187,7 +187,7 @@ async def test_every_field_reaches_the_service(service: Service, http: httpx.Asy
     assert dict(seen.sampling.logit_bias) == {7: -100, 8: 0.5}
     assert tuple(b"no") in seen.bad_words
     assert (seen.min_tokens, seen.num_choices, seen.logprobs, seen.prompt_logprobs) == (3, 3, 4, 5)
-    assert seen.priority == 6  # as in vLLM, the lower number goes first
+    assert seen.priority == -6  # as in vLLM, the lower number goes first
 
 
 async def test_default_lengths(service: Service, http: httpx.AsyncClient) -> None:

@@ -59,7 +59,7 @@ def test_without_keys_all_are_one_tenant_whatever_they_bring() -> None:
 
 def test_anonymous_callers_share_cached_prefixes_within_a_connection_alone() -> None:
     apart = Authenticator(secret=SECRET, share_anonymous_prefixes=False)
-    first, again, other = (apart.caller(None, peer) for peer in ("1.2.3.4:5", "1.2.3.4:5", "1.2.3.4:6"))
+    first, again, other = (apart.caller(None, name) for name in ("first", "first", "other"))
     assert first.cache_salt == again.cache_salt != other.cache_salt
     assert {first.tenant, other.tenant} == {""}  # many connections do not make many tenants
 
@@ -67,7 +67,15 @@ def test_anonymous_callers_share_cached_prefixes_within_a_connection_alone() -> 
 def test_priority_is_capped_by_the_key() -> None:
     caller = Authenticator([api_key("one", max_priority=3)]).caller("Bearer one", "")
     assert [caller.priority(wanted) for wanted in (-5, 3, 4, 100)] == [-5, 3, 3, 3]
-    assert Authenticator().caller(None, "").priority(100) == 100
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_callers_without_a_key_have_a_highest_priority_too(share: bool) -> None:
+    """That of requests that ask for none, unless it is configured."""
+    caller = Authenticator(share_anonymous_prefixes=share).caller(None, "a")
+    assert [caller.priority(wanted) for wanted in (-5, 0, 1, 100)] == [-5, 0, 0, 0]
+    caller = Authenticator(share_anonymous_prefixes=share, anonymous_max_priority=7).caller(None, "a")
+    assert [caller.priority(wanted) for wanted in (-5, 7, 100)] == [-5, 7, 7]
 
 
 def test_a_key_expires() -> None:

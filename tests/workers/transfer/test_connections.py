@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
+import grpc.aio
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ from tandem.workers.transfer import connections
 from tandem.workers.transfer.collective import CollectiveConnector
 from tandem.workers.transfer.connections import Connection
 from tandem.workers.transfer.connector import KvConnector, TransferContext
-from tandem.workers.transfer.endpoint import KvEndpoint
+from tandem.workers.transfer.endpoint import KvEndpoint, PeerChannels
 from tandem.workers.transfer.frames import (
     CONNECTION_LOST,
     Announce,
@@ -627,3 +629,41 @@ async def test_a_worker_does_not_wait_for_its_connections_to_end() -> None:
         await prefill.stop(grace=20.0)
         assert time.monotonic() - began < 5
         await until(lambda: decode._endpoint.receiver.connections.transports == {})
+
+
+# --- channels ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_channel_to_a_rank_that_has_left_is_closed_and_made_anew_when_it_is_back() -> None:
+    """While the rank lives, a connection keeps the channel, whose calls nothing ends."""
+    async with two() as pair:
+        channels = pair.receiving._channels
+        channels._unused_seconds = 0.02
+        await pair.move()
+        await until(lambda: pair.used == ["shared"])
+        channel = channels.get(pair.address)
+        await until(lambda: not channels._timers)
+        await until(lambda: channel.num_calls == 1)  # the connection
+        assert channels.get(pair.address) is channel
+        pair.sending.disconnect()
+        await until(lambda: len(channels) == 0)
+        assert channel.num_calls == 0
+        await pair.move(1)
+        assert channels.get(pair.address) is not channel
+
+
+async def test_channels_to_ranks_that_nobody_answers_for_are_closed() -> None:
+    channels = PeerChannels(IDENTITY, unused_seconds=0.02)
+    gone = peer_server()
+    address = gone.bind("127.0.0.1", 0)
+    await gone.stop(0)
+    for _ in range(2):
+        call = channels.get(address).stream_stream("/tandem.v1.Nothing/Nothing")()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        await until(lambda: len(channels) == 0)
+    channels.get(address)  # for no call
+    await until(lambda: len(channels) == 0)
+    channels.get(address)
+    await channels.close()
+    assert not channels._timers

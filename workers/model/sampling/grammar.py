@@ -21,6 +21,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from ....proto.deep_stack import on_deep_stack
+from ....proto.tokenizer_file import tokenizer_file
 from ...engine.plan import Constrained, SequenceStep
 
 _NUM_RECENT: Final = 32  # kept compiled, used or not
@@ -55,7 +56,7 @@ class GrammarCache:
     """Holds the compiled grammars of one model's sequences. Safe to use from any thread."""
 
     def __init__(self, folder: Path | None, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """`folder` holds tokenizer.json, which is read when the first grammar is loaded."""
+        """`folder` is the model's, whose tokenizer.json is read when the first grammar is loaded."""
         self._folder = folder
         self._vocab_size = vocab_size
         self.end_ids = tuple(end_ids)
@@ -113,7 +114,7 @@ class GrammarCache:
         with self._loading:
             if self._tokenizer is None:
                 try:
-                    fields = json.loads((self._folder / "tokenizer.json").read_bytes())
+                    fields = json.loads(tokenizer_file(self._folder).read_bytes())
                     text = json.dumps(_generated(fields, self._vocab_size))
                     self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
                 except (OSError, ValueError, TypeError, KeyError):

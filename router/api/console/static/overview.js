@@ -12,6 +12,7 @@ const BLOCKS = [
   ["cached", "prefix cache"],
   ["free", "free"],
 ];
+const HIDDEN = "shown to operators";
 const POOLS = [
   ["prefill", "Prefill pool", "turns prompts into KV cache"],
   ["decode", "Decode pool", "turns KV cache into tokens"],
@@ -90,21 +91,21 @@ function createWorker(worker) {
 }
 
 function updateWorker(node, worker) {
-  const { load } = worker;
+  const load = worker.load || {}; // which a key of one tenant does not show
   const [id, loads, blocks, transfers, step, transports, epoch] = node.children;
   const isSilent = worker.state === "silent";
   setText(id.lastChild, worker.integrity_ok || isSilent ? worker.state : "books do not balance");
   setAttribute(id.lastChild, "data-state", worker.integrity_ok || isSilent ? worker.state : "error");
   setText(loads.children[0], count(load.num_running));
-  setText(loads.children[1], load.num_waiting ? `${count(load.num_waiting)} waiting` : "running");
+  setText(loads.children[1], !worker.load ? "" : load.num_waiting ? `${count(load.num_waiting)} waiting` : "running");
   const [bar, note] = blocks.children;
   const total = load.total_blocks || 1;
-  BLOCKS.forEach(([state], index) => setStyle(bar.children[index], "width", `${((100 * load[`${state}_blocks`]) / total).toFixed(2)}%`));
-  setAttribute(bar, "aria-label", BLOCKS.map(([state]) => `${state} ${load[`${state}_blocks`]}`).join(", "));
+  BLOCKS.forEach(([state], index) => setStyle(bar.children[index], "width", `${((100 * (load[`${state}_blocks`] || 0)) / total).toFixed(2)}%`));
+  setAttribute(bar, "aria-label", worker.load ? BLOCKS.map(([state]) => `${state} ${load[`${state}_blocks`]}`).join(", ") : HIDDEN);
   const held = load.owned_blocks + load.leased_blocks + load.reserved_blocks;
-  setText(note, `${count(held)} held, ${count(load.cached_blocks)} cached of ${count(load.total_blocks)}`);
+  setText(note, worker.load ? `${count(held)} held, ${count(load.cached_blocks)} cached of ${count(load.total_blocks)}` : HIDDEN);
   setText(transfers.children[0], count(worker.num_transfers));
-  setText(transfers.children[1], plural(worker.num_leases, "lease"));
+  setText(transfers.children[1], worker.load ? plural(worker.num_leases, "lease") : "");
   setText(step.firstChild, load.step_seconds ? seconds(load.step_seconds) : "–");
   setText(transports.firstChild, [...new Set(Object.values(worker.transports))].join(", ") || "–");
   setAttribute(transports.firstChild, "title", Object.entries(worker.transports).map(([rank, name]) => `${rank} ${name}`).join("\n"));
