@@ -1,8 +1,9 @@
 """Keeps the identity of a service in a file of the user who has launched it, for the commands that talk to workers."""
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -11,26 +12,36 @@ from platformdirs import user_cache_path
 from ..proto.errors import NotFound, Unavailable
 from ..proto.identity import PeerIdentity
 
+log = logging.getLogger(__name__)
+
 
 def identity_path(status_url: str) -> Path:
     """Returns the file of the service with this status page: in `$TANDEM_HOME/services`, else in `services` of the
     user's cache folder."""
     home = os.environ.get("TANDEM_HOME")
-    folder = Path(home).expanduser() if home else user_cache_path("tandem")
+    folder = Path(os.path.expanduser(home)) if home else user_cache_path("tandem")
     return folder / "services" / quote(status_url, safe="")
 
 
 @contextmanager
 def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
-    """Has the file there for as long as the context lasts, readable by this user alone."""
+    """Has the file there for as long as the context lasts, readable by this user alone; where it cannot be written,
+    logs that and goes on without it."""
     path = identity_path(status_url)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # of a launcher that was killed
-    write_identity(path, identity)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of a launcher that was killed
+        write_identity(path, identity)
+    except (OSError, Unavailable) as error:
+        reason = getattr(error, "strerror", None) or "cannot be written"
+        log.warning(
+            "`tandem drain` will not work: %s: %s; set TANDEM_HOME to a folder that can be written", path, reason
+        )
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def write_identity(path: Path, identity: PeerIdentity) -> None:

@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ...proto.addresses import in_brackets, is_loopback
 from ...proto.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from ...router.client.client import Client
-from ..config import is_loopback
 from ..status import in_order, service_of
 from ..tables import make_table
 from ..text_files import read_text
@@ -204,7 +204,7 @@ def ssh_command(urls: Iterable[str]) -> str:
     local = sorted(
         {(place.port, place.hostname) for place in places if place.port and is_loopback(place.hostname or "")}
     )
-    tunnels = "".join(f" -L {port}:{host}:{port}" for port, host in local)
+    tunnels = "".join(f" -L {port}:{in_brackets(host or '')}:{port}" for port, host in local)
     return f"ssh{tunnels} {socket.gethostname()}" if tunnels else ""
 
 

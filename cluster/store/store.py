@@ -75,7 +75,7 @@ BUILT_IN: Final = {
 def models_home() -> Path:
     """Returns the folder of fetched models: `$TANDEM_HOME/models`, else `models` in the user's cache folder."""
     home = os.environ.get("TANDEM_HOME")
-    return (Path(home).expanduser() if home else user_cache_path("tandem")) / "models"
+    return (Path(os.path.expanduser(home)) if home else user_cache_path("tandem")) / "models"
 
 
 def list_models() -> dict[Path, int | None]:
