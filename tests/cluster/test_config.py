@@ -262,3 +262,32 @@ def test_ranks_share_the_cores_of_their_own_node(
 ) -> None:
     config = load_config(None, {"model": "m"} | overrides)
     assert [ranks_per_node(config, pool, nodes) for pool in (config.prefill, config.decode)] == [prefill, decode]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "aliases"),
+    [
+        ("smollm2-135m-instruct", "smollm2-135m-instruct", ()),
+        ("org/name", "name", ("org/name",)),
+        ("org/name@v1", "name", ("org/name@v1", "org/name")),
+        ("/models/tiny/", "tiny", ("/models/tiny/", "/models/tiny")),
+        ("./tiny.gguf", "tiny", ("./tiny.gguf",)),
+    ],
+)
+def test_what_is_given_as_the_model_names_it_too(model: str, name: str, aliases: tuple[str, ...]) -> None:
+    config = load_config(None, {"model": model})
+    assert (config.served_name, config.aliases) == (name, aliases)
+    renamed = load_config(None, {"model": model, "served_model_name": "mine"})
+    assert (renamed.served_name, renamed.aliases) == ("mine", (*aliases, *([] if aliases else [name])))
+
+
+@pytest.mark.parametrize("name", ["name", "org/name"])
+def test_an_adapter_has_no_name_of_the_model(name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^adapters.{name}: is the name of the model"):
+        load_config(None, {"model": "org/name", "adapters": {name: "/adapter"}})
+
+
+def test_ipv6_addresses_are_in_brackets() -> None:
+    config = load_config(None, {"model": "m", "host": "::1", "router.bind": "[::1]"})
+    assert (config.host, config.router.bind) == ("[::1]", "[::1]")
+    assert load_config(None, {"model": "m", "host": "a.example"}).host == "a.example"
