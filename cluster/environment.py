@@ -2,6 +2,7 @@
 Ray starts."""
 
 import os
+import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,9 @@ _PROXY_VARIABLES: Final = tuple(
 _NEVER_BY_PROXY: Final = ("localhost", "127.0.0.1", "::1")
 _MAX_SOCKET_BYTES: Final = 107  # of the path of a Unix socket, on Linux
 _LONGEST_SOCKET: Final = "/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store"  # of Ray, in its folder
+_OPEN_FILES: Final = 8_192  # a router has one for each connection
+_FEWEST_OPEN_FILES: Final = 256
+_LEAST_ADDRESS_SPACE: Final = 16 * 1024**3  # threads, allocators and torch reserve far more than they use
 _SCRATCH: Final = "tandem-"
 _RANDOM_BYTES: Final = 8  # that mkdtemp adds to a name
 MAX_TMPDIR_BYTES: Final = _MAX_SOCKET_BYTES - len(_LONGEST_SOCKET) - len(f"/{_SCRATCH}") - _RANDOM_BYTES
@@ -39,7 +43,10 @@ def prepare_ray_environment(address: str | None) -> str | None:
     address = cluster_address(address)
     _check_working_folder()
     _check_authentication()
+    _check_limits()
     _keep_loopback_from_proxies()
+    if os.environ.get("PYTHONOPTIMIZE", "").strip() not in ("", "0"):
+        os.environ["PYTHONOPTIMIZE"] = "1"  # Ray's processes do not start without their docstrings, as at level 2
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Under `uv run`, Ray would copy the working folder to every process, and refuse one that is large.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -98,6 +105,22 @@ def _check_authentication() -> None:
             raise InvalidArgument(f"{path} cannot be read: {reason}", _PATH_VARIABLE) from None
         if not text.strip():
             raise InvalidArgument(f"{path} is empty; it must hold a token", _PATH_VARIABLE)
+
+
+def _check_limits() -> None:
+    """Lets processes open more files, as far as this user may. Raises InvalidArgument for limits with which Ray's
+    processes abort."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < _FEWEST_OPEN_FILES:
+        text = f"{wanted} open files are too few; allow {_FEWEST_OPEN_FILES} or more (ulimit -n)"
+        raise InvalidArgument(text, "RLIMIT_NOFILE")
+    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if memory != resource.RLIM_INFINITY and memory < _LEAST_ADDRESS_SPACE:
+        text = f"{memory >> 20} MiB of address space are too few for Ray; lift the limit (ulimit -v unlimited)"
+        raise InvalidArgument(text, "RLIMIT_AS")
 
 
 def _keep_loopback_from_proxies() -> None:

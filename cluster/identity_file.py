@@ -27,21 +27,25 @@ def identity_path(status_url: str) -> Path:
 def kept_identity(identity: PeerIdentity, status_url: str) -> Iterator[None]:
     """Has the file there for as long as the context lasts, readable by this user alone; where it cannot be written,
     logs that and goes on without it."""
-    path = identity_path(status_url)
+    path = None
     try:
+        path = identity_path(status_url)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # of a launcher that was killed
         write_identity(path, identity)
-    except (OSError, Unavailable) as error:
+    except (OSError, RuntimeError, Unavailable) as error:  # RuntimeError: the user has no home
         reason = getattr(error, "strerror", None) or "cannot be written"
         log.warning(
-            "`tandem drain` will not work: %s: %s; set TANDEM_HOME to a folder that can be written", path, reason
+            "`tandem drain` will not work: %s: %s; set TANDEM_HOME to a folder that can be written",
+            path or "this user has no home",
+            reason,
         )
     try:
         yield
     finally:
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            if path is not None:
+                path.unlink(missing_ok=True)
 
 
 def write_identity(path: Path, identity: PeerIdentity) -> None:

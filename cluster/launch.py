@@ -40,6 +40,7 @@ from .status import following
 log = logging.getLogger(__name__)
 
 DEFAULT_STATUS_PORT: Final = 8000  # where KubeRay's probes ask Serve
+_SHARED_MEMORY: Final = "/dev/shm"
 OBJECT_STORE_BYTES: Final = 128 * 1024 * 1024  # nothing large passes through it
 FAILURE_CHECK_SECONDS: Final = 1.0
 HEALTH_SECONDS: Final = 10.0
@@ -120,6 +121,8 @@ def start_service(config: TandemConfig, folder: str, *, address: str | None = No
         _check_free(config, host)
     with _local_ray(config) if address is None else _joined_ray(address) as ray_processes:
         with _in_one_line("Ray Serve did not start"):
+            if local:
+                _check_gpus(config)
             root_url = _start_serve(config, local=local)
             running = running_application(config.name)
             continuity = take_over(config, folder, running, local=local)
@@ -162,9 +165,11 @@ def _in_one_line(what: str) -> Iterator[None]:
 @contextmanager
 def _local_ray(config: TandemConfig) -> Iterator[list[psutil.Process]]:
     """Runs a Ray of this process's own; yields its processes without which it ends."""
-    options = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
+    options: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": config.dashboard}
     options |= _local_resources(config)
     with ray_scratch() as scratch, own_ray_token(scratch), ExitStack() as stack:
+        if not os.access(_SHARED_MEMORY, os.W_OK):  # Ray's object store would abort
+            options["_plasma_directory"] = scratch
         with _in_one_line("Ray did not start"):
             stack.enter_context(_ray(address="local", _temp_dir=scratch, **options))
             if node := ray._private.worker._global_node:  # whose monitor reads all logs for drivers that show them
@@ -355,6 +360,17 @@ def _stop_service(config: TandemConfig, application: str) -> bool:
         thread.join(config.grace_seconds + STOP_MARGIN_SECONDS + 1)
     given_up.set()
     return not thread.is_alive()
+
+
+def _check_gpus(config: TandemConfig) -> None:
+    """Raises Unavailable if this machine has fewer GPUs than ranks that need one: Ray would wait for more."""
+    needed = config.prefill.num_ranks + config.decode.num_ranks if config.device == "cuda" else 0
+    found = round(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    if needed > found:
+        raise Unavailable(
+            f"device: cuda needs {needed} GPUs, one for each rank, and this machine offers {found} "
+            "(CUDA_VISIBLE_DEVICES); take fewer workers (--prefill, --decode), or --device cpu"
+        )
 
 
 def _check_reachable(address: str) -> None:

@@ -161,6 +161,13 @@ def test_every_wrong_value_is_told_at_once(tmp_path: Path) -> None:
         ("model: [", "line 1: not valid YAML"),
         ("- model", "must hold keys and values at the top level"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("model: m\n\trouter: {}", "line 2: not valid YAML"),
+        ("model: m\nstart_seconds: 2024-99-99", "not valid YAML"),
+        ("model: !!int m", "not valid YAML"),
+        ("model: !!timestamp m", "not valid YAML"),
+        ("model: m\nstart_seconds: " + 5_000 * "9", "not valid YAML"),
+        ("model: m\nrouter: {http_port: 1}\nrouter: {}", "line 3: router is given twice"),
+        ("model: m\nrouter: {a: &x [{b: 1, b: 2}], c: *x}", "line 2: b is given twice"),
         ("#" * (MAX_FILE_BYTES + 1), f"must be at most {MAX_FILE_BYTES} bytes"),
     ],
 )

@@ -1,6 +1,7 @@
 """What a start makes of the environment: addresses of Ray, its token, proxies, folders for temporary files."""
 
 import os
+import resource
 import tempfile
 from pathlib import Path
 
@@ -55,11 +56,11 @@ def test_the_option_wins_over_the_variable() -> None:
     ],
 )
 def test_other_addresses_are_refused_by_the_name_of_who_gave_them(address: str, reason: str) -> None:
-    with pytest.raises(InvalidArgument, match="^--address: .*") as refused:
+    with pytest.raises(InvalidArgument, match=r"^--address: .*") as refused:
         cluster_address(address)
     assert reason in str(refused.value)
     os.environ["RAY_ADDRESS"] = address
-    with pytest.raises(InvalidArgument, match="^RAY_ADDRESS: .*unset it to start") as refused:
+    with pytest.raises(InvalidArgument, match=r"^RAY_ADDRESS: .*unset it to start") as refused:
         prepare_ray_environment(None)
     assert "\n" not in str(refused.value)
 
@@ -111,7 +112,7 @@ def test_a_working_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.M
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    with pytest.raises(InvalidArgument, match="^the working folder cannot be used .*; change to"):
+    with pytest.raises(InvalidArgument, match=r"^the working folder cannot be used .*; change to"):
         prepare_ray_environment(None)
 
 
@@ -140,6 +141,33 @@ def test_no_folder_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tandem.cluster.environment.mkdtemp", refuse)
-    with pytest.raises(Unavailable, match="^TMPDIR: .*that can be written .*Read-only file") as refused, ray_scratch():
+    with pytest.raises(Unavailable, match=r"^TMPDIR: .*that can be written .*Read-only file") as refused, ray_scratch():
         pass
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "set_to"), [("", ""), ("0", "0"), ("1", "1"), ("2", "1"), ("yes", "1")])
+def test_processes_of_ray_keep_their_docstrings(given: str, set_to: str) -> None:
+    os.environ["PYTHONOPTIMIZE"] = given
+    prepare_ray_environment(None)
+    assert os.environ["PYTHONOPTIMIZE"] == set_to
+
+
+def test_limits_of_open_files_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {
+        resource.RLIMIT_NOFILE: (256, 4_096),
+        resource.RLIMIT_AS: (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    }
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    prepare_ray_environment(None)
+    assert limits[resource.RLIMIT_NOFILE] == (4_096, 4_096)
+    limits[resource.RLIMIT_NOFILE] = (100_000, resource.RLIM_INFINITY)
+    prepare_ray_environment(None)
+    assert limits[resource.RLIMIT_NOFILE] == (100_000, resource.RLIM_INFINITY)
+    limits[resource.RLIMIT_AS] = (2**30, 2**30)
+    with pytest.raises(InvalidArgument, match=r"^RLIMIT_AS: 1024 MiB .*\(ulimit -v unlimited\)$"):
+        prepare_ray_environment(None)
+    limits[resource.RLIMIT_NOFILE] = (64, 64)
+    with pytest.raises(InvalidArgument, match=r"^RLIMIT_NOFILE: 64 open files .*\(ulimit -n\)$"):
+        prepare_ray_environment(None)

@@ -8,10 +8,10 @@ import pytest
 
 from tandem.proto import inference_pb2
 from tandem.proto.errors import DeadlineExceeded, InternalError, InvalidArgument, NotFound, Overloaded
+from tandem.router.adapters import AdapterAdmin, AdapterRegistry
 from tandem.router.api.service import GenerationService, tandem_errors_only
 from tandem.router.auth.authenticator import Caller
 from tandem.router.frontend.prepare import RequestContext, ServedModel
-from tandem.router.adapters import AdapterAdmin, AdapterRegistry
 from tandem.router.request import LoraAdapter, TokenDelta, TokenRequest
 from tandem.router.scheduling.admission import Admission
 from tandem.router.scheduling.capacity import Capacity

@@ -36,13 +36,13 @@ def library() -> ctypes.CDLL | None:
     TimeoutExpired if the compiler takes too long: then others of this service may have kernels, with which a stream
     would go on with other tokens than without."""
     compiler = os.environ.get("CC") or "cc"
-    home = os.path.expanduser(os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem"))
     try:
         name = f"{_fingerprint(compiler)}.so"
         try:
-            return _load(compiler, Path(home) / "kernels" / name)
-        except OSError as error:
-            logger.warning("kernels go to a temporary folder, not to %s: %s", home, error.strerror)
+            home = os.environ.get("TANDEM_HOME") or platformdirs.user_cache_dir("tandem")
+            return _load(compiler, Path(os.path.expanduser(home)) / "kernels" / name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+            logger.warning("kernels go to a temporary folder: %s", error)
             return _load(compiler, _temporary_folder() / name)
     except (OSError, subprocess.CalledProcessError) as error:
         logger.warning("no C kernels, running several times slower in plain torch: %s", error)
