@@ -103,13 +103,23 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 def fetch_status(url: str, api_key: str = "") -> tuple[str, Any]:
     """Returns the URL of the status page and what it says. A service that has been replaced has another page than
-    before: that one, then. Raises Unauthenticated or Unavailable."""
+    before: that one, then. Raises InvalidArgument, Unauthenticated or Unavailable."""
+    _check_url(url)
     with suppress(NotFound):
         return url, _fetch_json(url, api_key)
     for successor in _pages_beside(url):
         with suppress(NotFound):
             return successor, _fetch_json(successor, api_key)
     raise Unavailable(f"no service answers at {url}: Not Found")
+
+
+def _check_url(url: str) -> None:
+    """Raises InvalidArgument for what is no URL of a status page."""
+    with suppress(ValueError):  # of brackets and ports
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise InvalidArgument(f"must be http://HOST:PORT/NAME, as `tandem serve` prints it, got {url!r}", "--url")
 
 
 def _pages_beside(url: str) -> list[str]:

@@ -112,7 +112,8 @@ def _build_once(folder: Path, build: Callable[[Path, Console], Path], *, progres
     except Timeout as error:
         raise Unavailable(f"another process has been building {name} for {LOCK_DEADLINE_S:.0f} s") from error
     except OSError as error:
-        raise Unavailable(f"cannot store {name} in {folder.parent}: {error.strerror or error}") from error
+        text = f"cannot store {name} in {folder.parent}: {error.strerror or error}"
+        raise Unavailable(f"{text}; TANDEM_HOME names another folder") from error
 
 
 def resolve_model(model: str, *, dtype: str = "bfloat16", progress: bool = False) -> Path:
